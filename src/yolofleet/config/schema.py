@@ -1,0 +1,191 @@
+"""Every setting of every verb, declared once: name, type, default, unit and help.
+
+The command line is generated from these models (``cli/``), the resolved values are frozen, printed and
+stored (``load.py``). Old spellings live in ``aliases.py``. No torch here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def setting(default: Any, help: str, *, group: str = "run", flag: str = "", **constraints: Any) -> Any:
+    """A field with its help text, the heading it stands under in ``--help`` and, where it is not the
+    field's own name, its flag."""
+    extra = {"group": group, "flag": flag} if flag else {"group": group}
+    return Field(default, description=help, json_schema_extra=extra, **constraints)
+
+
+Natural = Annotated[int, Field(ge=1)]
+Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Where(Frozen):
+    """Settings that say where a verb runs; none of them may change a result."""
+
+    device: str = setting("auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where")
+    threads: int = setting(0, "CPU threads per process; 0 = cores / local processes", ge=0, group="where")
+    workers: int = setting(-1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where")
+    project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")
+    name: str = setting("exp", "run name; numbered when taken", group="where")
+    exist_ok: bool = setting(False, "reuse the run folder of that name", group="where")
+
+
+class TrainConfig(Where):
+    """`yolofleet train`."""
+
+    # what
+    data: str = setting("", "data set: YAML file, folder, COCO json, or a built-in name (shapes)", group="what")
+    model: str = setting("", "model name (yolov5n ... yolov5x)", group="what")
+    cfg: str = setting("", "model description YAML; instead of --model", group="what")
+    weights: str = setting("", "start weights (.safetensors, or a foreign .pt read without executing it)", group="what")
+    recipe: str = setting("", "recipe name or file (hyperparameters); default: the family's", group="what")
+    set: tuple[str, ...] = setting((), "override one recipe value, as key=value; repeatable", group="what")
+    img: int = setting(640, "square training and validation size, pixels; rounded up to the stride", ge=32, group="what")
+    single_cls: bool = setting(False, "treat all classes as one", group="what")
+
+    # how much
+    epochs: Natural = setting(100, "passes over the data", group="how much")
+    max_steps: int = setting(0, "end after this many optimizer updates; 0 = by epochs", ge=0, group="how much")
+    batch: Natural = setting(16, "total batch over all devices, images (YOLOv5's --batch)", group="how much")
+    nominal_batch: Natural = setting(64, "images accumulated for one optimizer update", group="how much")
+    micro_batch: int = setting(0, "images that pass the network together; 0 = largest divisor of --batch up to 16", ge=0, group="how much")
+    patience: int = setting(100, "stop after this many epochs without a better fitness; 0 = never", ge=0, group="how much")
+
+    # recipe switches
+    optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer", group="how")
+    lr_schedule: Literal["linear", "cosine"] = setting("linear", "learning-rate decay", group="how")
+    multi_scale: bool = setting(False, "vary the image size by +-50 % from step to step", group="how")
+    freeze: str = setting("", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how")
+    seed: int = setting(0, "seed of data order, augmentation and initialisation", ge=0, group="how")
+    autoanchor: bool = setting(True, "check how the anchors fit the labels, and say so", group="how")
+    sync_bn: bool = setting(False, "batch-norm statistics over --batch images, across devices", group="how")
+
+    # where
+    parallel: Literal["ddp", "dp"] = setting("ddp", "ddp: a process per device; dp: one process with threads", group="where")
+    reduce: Literal["fast", "exact"] = setting("fast", "gradient sum: fast (rounding) or exact (equal bits on every fleet)", group="where")
+    shares: str = setting("", "micro-batches per rank, as 2,1,1; default equal", group="where")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    channels_last: bool = setting(True, "memory layout of images and weights", group="where")
+    deterministic: bool = setting(False, "deterministic kernels only (slower on GPUs)", group="where")
+    cudnn_benchmark: Literal["auto", "on", "off"] = setting("auto", "let cuDNN time its kernels; auto: on unless sizes vary or deterministic", group="where")
+    cache: Literal["auto", "none", "ram", "disk"] = setting("auto", "keep decoded images: ram is one copy per machine", group="where")
+    prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
+    pin_memory: bool = setting(True, "page-locked host memory for copies to GPUs", group="where")
+    timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+
+    # keeping
+    resume: str = setting("", "continue a run: auto (newest), a run folder, or a checkpoint file", group="keeping")
+    save_period: int = setting(1, "full checkpoint every N epochs; 0 = only at the end", ge=0, group="keeping")
+    save_steps: int = setting(0, "also every N steps; 0 = off", ge=0, group="keeping")
+    save_minutes: float = setting(10.0, "also every N minutes; 0 = off", ge=0, group="keeping")
+    keep_last: Natural = setting(2, "checkpoints kept", group="keeping")
+
+    # looking
+    val_period: int = setting(1, "validate every N epochs; 0 = only after the last", ge=0, group="looking")
+    val_batch: Natural = setting(32, "images per validation batch (fixed list, the same on every fleet)", group="looking")
+    plots: bool = setting(True, "curves and pictures", group="looking")
+    tensorboard: bool = setting(False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="looking")
+    verbose: bool = setting(False, "table per class", group="looking")
+
+
+class ValConfig(Where):
+    """`yolofleet val`."""
+
+    weights: str = setting("", "weights file (.safetensors or a foreign .pt)", group="what")
+    data: str = setting("", "data set: YAML file, folder, COCO json, or a built-in name", group="what")
+    split: Literal["train", "val", "test"] = setting("val", "which split", group="what")
+    img: int = setting(640, "longest image side, pixels", ge=32, group="what")
+    single_cls: bool = setting(False, "treat all classes as one", group="what")
+    conf: Unit = setting(0.001, "lowest score kept", group="how")
+    iou: Unit = setting(0.6, "NMS overlap", group="how")
+    max_det: Natural = setting(300, "most boxes per image", group="how")
+    batch: Natural = setting(32, "images per batch (fixed list, the same on every fleet)", group="how")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+    verbose: bool = setting(False, "table per class", group="looking")
+    plots: bool = setting(True, "curves and pictures", group="looking")
+    save_json: bool = setting(False, "write detections in COCO's results format", group="keeping")
+    save_txt: bool = setting(False, "write detections as YOLO txt", group="keeping")
+    save_conf: bool = setting(False, "scores in the txt files", group="keeping")
+    json_out: str = setting("", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json")
+
+
+class PredictConfig(Where):
+    """`yolofleet predict`."""
+
+    weights: str = setting("", "weights file (.safetensors or a foreign .pt)", group="what")
+    source: str = setting("", "image, folder, glob, list file (.txt) or video", group="what")
+    img: int = setting(640, "longest image side, pixels", ge=32, group="what")
+    conf: Unit = setting(0.25, "lowest score kept", group="how")
+    iou: Unit = setting(0.45, "NMS overlap", group="how")
+    max_det: Natural = setting(1000, "most boxes per image", group="how")
+    classes: tuple[str, ...] = setting((), "keep only these classes, by number or name", group="how")
+    agnostic_nms: bool = setting(False, "NMS over all classes together", group="how")
+    vid_stride: Natural = setting(1, "every Nth video frame", group="how")
+    batch: Natural = setting(1, "images per forward pass", group="how")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    save: Literal["images", "none"] = setting("images", "write annotated pictures", group="keeping")
+    save_txt: bool = setting(False, "write YOLO txt files", group="keeping")
+    save_conf: bool = setting(False, "scores in the txt files", group="keeping")
+    txt_format: Literal["yolo", "voc"] = setting("yolo", "yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels", group="keeping")
+    save_json: bool = setting(False, "write all detections as one JSON", group="keeping")
+    save_csv: bool = setting(False, "write all detections as one CSV", group="keeping")
+    save_crop: bool = setting(False, "write cut-outs", group="keeping")
+    show: bool = setting(False, "open a window", group="looking")
+    line_width: int = setting(0, "pen width, pixels; 0 = by image size", ge=0, group="looking")
+    hide_labels: bool = setting(False, "boxes without class names", group="looking")
+    hide_conf: bool = setting(False, "boxes without scores", group="looking")
+
+
+class Recipe(Frozen):
+    """Hyperparameters: what the result depends on beside data, model and seed. Defaults are YOLOv5's
+    `scratch-low` (values are facts; measured against the original in tests/parity).
+
+    A recipe file holds any of these keys; an unknown key is an error that offers the nearest name.
+    """
+
+    # optimiser
+    lr0: float = setting(0.01, "initial learning rate", gt=0)
+    lrf: float = setting(0.01, "final learning rate as a fraction of lr0", ge=0, le=1)
+    momentum: float = setting(0.937, "SGD momentum, Adam beta1", ge=0, lt=1)
+    weight_decay: float = setting(0.0005, "on convolution weights, for the nominal batch", ge=0)
+    warmup_epochs: float = setting(3.0, "warm-up length, epochs (at least 100 batches)", ge=0)
+    warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
+    warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
+    clip_norm: float = setting(10.0, "total gradient norm; 0 = off", ge=0)
+    ema_decay: float = setting(0.9999, "decay of the weights' moving average; 0 = no average", ge=0, lt=1)
+    ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
+    reference_batch: int = setting(64, "nominal batch that lr0 was chosen for", ge=1)
+    # loss
+    box: float = setting(0.05, "box gain", ge=0)
+    cls: float = setting(0.5, "class gain", ge=0)
+    cls_pw: float = setting(1.0, "class positive weight", gt=0)
+    obj: float = setting(1.0, "objectness gain", ge=0)
+    obj_pw: float = setting(1.0, "objectness positive weight", gt=0)
+    anchor_t: float = setting(4.0, "largest side ratio of a label and its anchor", gt=1)
+    fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
+    label_smoothing: Unit = setting(0.0, "class targets")
+    autobalance: bool = setting(False, "objectness balance by its own history: refused in training")
+    # augmentation
+    hsv_h: Unit = setting(0.015, "hue gain, fraction")
+    hsv_s: Unit = setting(0.7, "saturation gain, fraction")
+    hsv_v: Unit = setting(0.4, "value gain, fraction")
+    degrees: float = setting(0.0, "rotation, +- degrees", ge=0, le=180)
+    translate: Unit = setting(0.1, "translation, +- fraction of the image")
+    scale: Unit = setting(0.5, "scale gain, +-")
+    shear: float = setting(0.0, "shear, +- degrees", ge=0, le=90)
+    perspective: float = setting(0.0, "perspective, +-", ge=0, le=0.001)
+    flipud: Unit = setting(0.0, "probability of a vertical flip")
+    fliplr: Unit = setting(0.5, "probability of a horizontal flip")
+    mosaic: Unit = setting(1.0, "probability of a mosaic")
+    mosaic9: Unit = setting(0.0, "of the mosaics, the share of nine images")
+    mixup: Unit = setting(0.0, "probability of mixing two mosaics")
+    close_mosaic: int = setting(0, "epochs at the end without mosaic and mixup", ge=0)
