@@ -1,0 +1,41 @@
+"""Box formats. Boxes are [..., 4] torch tensors or numpy arrays; the last axis is what the name says.
+
+``xyxy`` is left, top, right, bottom; ``cxcywh`` is centre and size. Units (px, grid cells, 0..1) pass through.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Boxes = TypeVar("Boxes", Tensor, np.ndarray)
+
+
+def xyxy_from_cxcywh(boxes_cxcywh: Boxes) -> Boxes:
+    """[..., 4] corners from centre and size."""
+    centre, half = boxes_cxcywh[..., :2], boxes_cxcywh[..., 2:4] / 2
+    return _joined(centre - half, centre + half)
+
+
+def cxcywh_from_xyxy(boxes_xyxy: Boxes) -> Boxes:
+    """[..., 4] centre and size from corners."""
+    low, high = boxes_xyxy[..., :2], boxes_xyxy[..., 2:4]
+    return _joined((low + high) / 2, high - low)
+
+
+def clip_xyxy(boxes_xyxy: Boxes, size_hw: tuple[int, int]) -> Boxes:
+    """A copy with every corner inside an image of ``size_hw`` (0..w, 0..h)."""
+    height, width = size_hw
+    if isinstance(boxes_xyxy, np.ndarray):
+        return np.clip(boxes_xyxy, 0, np.array([width, height, width, height], dtype=boxes_xyxy.dtype))
+    upper = boxes_xyxy.new_tensor([width, height, width, height])
+    return torch.minimum(boxes_xyxy.clamp(min=0), upper)
+
+
+def _joined(first: Boxes, second: Boxes) -> Boxes:
+    if isinstance(first, np.ndarray):
+        return np.concatenate((first, second), axis=-1)
+    return torch.cat((first, second), dim=-1)

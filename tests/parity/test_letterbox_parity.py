@@ -1,0 +1,50 @@
+"""Letterboxing against numbers and pixels of YOLOv5 v7.0."""
+
+import json
+
+import numpy as np
+import pytest
+from reference import parity
+
+from yolofleet.geometry.letterbox import Letterbox, letterbox
+
+CASES = json.loads(parity("letterbox/cases.json").read_text())
+
+
+def test_shapes_ratios_and_borders_are_the_originals():
+    for case in CASES["letterbox"]:
+        options = case["kw"]
+        size = options["new_shape"] if isinstance(options["new_shape"], int) else tuple(options["new_shape"])
+        out, box = letterbox(
+            np.zeros((*case["in_hw"], 3), np.uint8),
+            size,
+            stride=options.get("stride", 32) if options["auto"] else None,
+            enlarge=options.get("scaleup", True),
+        )
+        filled = np.argwhere(out[..., 0] == 0)
+        top, left = filled.min(0)
+        bottom, right = np.array(out.shape[:2]) - 1 - filled.max(0)
+        assert list(out.shape[:2]) == case["out_hw"] == list(box.size_hw), case
+        assert [box.ratio, box.ratio] == case["ratio"], case
+        assert [box.pad_left, box.pad_top] == case["pad_dw_dh"], case
+        assert (top, bottom, left, right) == tuple(case[s] for s in ("top", "bottom", "left", "right")), case
+
+
+@pytest.mark.parametrize(("number", "enlarge"), [(0, True), (1, True), (2, False)])
+def test_pixels_are_the_originals(number, enlarge):
+    pixels = np.load(parity("letterbox/pixels.npz"))
+    out, _ = letterbox(pixels[f"in{number}"], 64, enlarge=enlarge)
+    np.testing.assert_array_equal(out, pixels[f"out{number}"])
+
+
+def test_boxes_go_back_as_the_originals():
+    for case in CASES["scale_boxes"]:
+        (out_h, out_w), (height, width) = case["model_hw"], case["image_hw"]
+        if case["ratio_pad"]:
+            (ratio, _), (pad_left, pad_top) = case["ratio_pad"]
+        else:  # the original infers them from the two shapes
+            ratio = min(out_h / height, out_w / width)
+            pad_left, pad_top = (out_w - width * ratio) / 2, (out_h - height * ratio) / 2
+        box = Letterbox(ratio, pad_left, pad_top, (out_h, out_w), (height, width))
+        native = box.to_native(np.array(case["boxes_in"], np.float32))
+        np.testing.assert_allclose(native, case["boxes_out"], rtol=0, atol=1e-4)
