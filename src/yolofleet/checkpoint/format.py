@@ -1,0 +1,128 @@
+"""One file format for weights and full states: safetensors whose header carries a digest of all of it.
+
+A file on disk is either whole and verified or not used: it is written under a temporary name in the same
+folder, flushed to the disk, read back, compared, and renamed; the folder is flushed too. No pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from yolofleet.errors import CheckpointError, StorageError
+
+DIGEST = "sha256"
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor], extra: Mapping[str, str] | None = None) -> str:
+    """SHA-256 over names, types, shapes and bytes in name order, then over ``extra``'s text."""
+    h = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        h.update(f"{name}|{t.dtype}|{tuple(t.shape)}|".encode())
+        h.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    for key in sorted(extra or {}):
+        h.update(f"{key}={(extra or {})[key]}|".encode())
+    return h.hexdigest()
+
+
+def storage_error(problem: OSError, path: Path) -> StorageError:
+    """The disk's refusal in words."""
+    hints = {
+        errno.ENOSPC: "free some space, or choose another --project folder; nothing half-written was left",
+        errno.EDQUOT: "your quota is used up; free some space or choose another --project folder",
+        errno.EROFS: "the file system is read-only; choose another --project folder",
+        errno.EACCES: "no permission to write there; choose another --project folder",
+        errno.EPERM: "no permission to write there; choose another --project folder",
+    }
+    hint = hints.get(problem.errno or 0, "check the disk, or choose another --project folder")
+    return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
+
+
+def write_atomically(path: Path, write: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+    """Run ``write`` on a temporary name, flush, ``check`` it, rename to ``path``.
+
+    Raises:
+        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as f:
+            os.fsync(f.fileno())
+        check(temporary)
+        temporary.replace(path)
+        if os.name == "posix":
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """Write tensors and JSON values; returns the digest stored in the file.
+
+    Raises:
+        StorageError: see :func:`write_atomically`.
+    """
+    metadata = {key: json.dumps(value, sort_keys=True) for key, value in header.items()}
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    digest = tensors_sha256(plain, metadata)
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(plain, str(temporary), metadata={**metadata, DIGEST: digest})
+        except SafetensorError as problem:  # Rust reports the disk's refusal as text
+            code = errno.ENOSPC if "No space" in str(problem) else errno.EIO
+            raise OSError(code, str(problem)) from None
+
+    write_atomically(path, write, lambda temporary: void(read_tensors(temporary)))
+    return digest
+
+
+def void(_: object) -> None:
+    return None
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors (CPU) and header of a file of ours, digest checked.
+
+    Raises:
+        CheckpointError: missing, cut, changed or not ours.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist", hint="check the path")
+    try:
+        with safe_open(str(path), framework="pt") as f:
+            metadata = dict(f.metadata() or {})
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({str(problem).splitlines()[0][:200]})",
+            hint="it may be cut or still being copied; use another copy",
+        ) from None
+    digest = metadata.pop(DIGEST, None)
+    if digest is None:
+        raise CheckpointError(f"{path} was not written by yolofleet: its header has no digest")
+    if tensors_sha256(tensors, metadata) != digest:
+        raise CheckpointError(f"{path} is damaged: its content does not match its SHA-256", hint="use another copy")
+    try:
+        return tensors, {key: json.loads(value) for key, value in metadata.items()}
+    except json.JSONDecodeError as problem:
+        raise CheckpointError(f"{path}: its header is not JSON ({problem})") from None

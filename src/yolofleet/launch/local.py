@@ -1,0 +1,104 @@
+"""Start torchrun's agent on this machine, watch it, and say in one message why it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from yolofleet.errors import Stopped
+from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
+
+EXIT_SIGNALS = {
+    -9: "was killed (SIGKILL): most likely the kernel's out-of-memory killer; lower --batch, --workers or use --cache disk",
+    -7: "died of a bus error: /dev/shm is most likely full; use --workers 0 or --cache disk",
+    -11: "died of a segmentation fault; run again with --workers 0 and --device cpu to narrow it down",
+    -15: "was ended from outside (SIGTERM)",
+}
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to end this process when its parent dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """Where the worker of ``rank`` leaves its last words, as JSON."""
+    return folder / "logs" / f"error-rank-{rank}.json"
+
+
+def run_agent(job: JobSpec) -> int:
+    """Run a job to its end; returns the exit code of DESIGN section 4.
+
+    The agent gets a session of its own: Ctrl-C reaches it once, through us, as SIGTERM.
+    """
+    logs = job.folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in logs.glob("error-rank-*.json"):
+        stale.unlink()
+    with (logs / "agent.log").open("ab") as agent_log:
+        started_at = agent_log.tell()
+        agent = subprocess.Popen(
+            agent_argv(job),
+            env=agent_environment(os.environ),
+            stderr=agent_log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=os.name == "posix",
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        )
+
+    def forward(_number: int, _frame: FrameType | None) -> None:
+        if agent.poll() is None:
+            agent.terminate()
+
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                previous[number] = signal.signal(number, forward)
+            except ValueError:  # not the main thread
+                break
+        code = agent.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if agent.poll() is None:
+            agent.kill()
+    if code == 0:
+        return 0
+    return explain(job.folder, code, started_at)
+
+
+def explain(folder: Path, code: int, log_offset: int) -> int:
+    """Print why the workers ended; returns the exit code to give."""
+    words = []
+    for path in sorted((folder / "logs").glob("error-rank-*.json")):
+        try:
+            words.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    # the first failure is the cause; ranks that lost their peers afterwards only say so
+    words.sort(key=lambda w: (w.get("secondary", False), w.get("time", 0.0)))
+    if words:
+        first = words[0]
+        where = "" if first.get("everywhere") else f" [rank {first['rank']} on {first['host']}]"
+        print(f"{first['message']}{where}", file=sys.stderr)
+        return int(first["exit_code"])
+    log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
+    if match := re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL):
+        rank, exit_code = int(match[1]), int(match[2])
+        what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
+        print(f"ClusterError: rank {rank} {what}\n  from : {folder / 'logs' / 'agent.log'}", file=sys.stderr)
+        return 4
+    if code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
+        return Stopped.exit_code
+    tail = "\n".join(log.strip().splitlines()[-15:])
+    print(f"ClusterError: the processes could not be started\n  from : {folder / 'logs' / 'agent.log'}\n{tail}", file=sys.stderr)
+    return 4

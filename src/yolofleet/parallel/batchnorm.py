@@ -1,0 +1,138 @@
+"""Batch normalisation whose statistics do not depend on the fleet.
+
+Each micro-batch is normalised by its own statistics. What V micro-batches would have done to the running
+statistics one after the other is linear,
+
+    r' = (1 - m)^V r + sum_v m (1 - m)^(V - 1 - v) s_v,
+
+so every rank adds its weighted s_v into a buffer that is summed with the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.parallel.world import World
+
+
+class RunningStatistics:
+    """Running mean and variance of all training-mode BatchNorm2d layers of a model, as one flat tensor.
+
+    The layers' own buffers are set to momentum 1, so that a forward pass leaves the micro-batch's statistics
+    there (variance unbiased, n / (n - 1), as torch does); ``running`` holds what the layers will use in
+    inference.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [
+            (name, m) for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d) and m.training
+        ]
+        momenta = {m.momentum for _, m in self.layers}
+        assert len(momenta) <= 1, f"layers of one model share their momentum, not {momenta}"
+        self.momentum = float(momenta.pop() or 0.1) if momenta else 0.0
+        self.size = 2 * sum(m.num_features for _, m in self.layers)
+        device = self.layers[0][1].running_mean.device if self.layers else torch.device("cpu")  # type: ignore[union-attr]
+        self.running = torch.zeros(self.size, device=device)
+        self._batch = torch.zeros(self.size, device=device)
+        self.views: dict[str, Tensor] = {}  # state_dict name -> view of `running`
+        at = 0
+        for name, m in self.layers:
+            for buffer in ("running_mean", "running_var"):
+                value = getattr(m, buffer)
+                view = self.running[at : at + m.num_features]
+                view.copy_(value)
+                self.views[f"{name}.{buffer}"] = view
+                setattr(m, buffer, self._batch[at : at + m.num_features])
+                at += m.num_features
+            m.momentum = 1.0
+            m.num_batches_tracked = None  # counted once for all in `batches`
+        self.batches = 0
+
+    def collect(self, tail: Tensor, ordinal: int, micro_batches: int) -> None:
+        """After the forward pass of micro-batch ``ordinal`` of ``micro_batches``: add its share to ``tail``."""
+        if self.size:
+            m = self.momentum
+            tail.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
+
+    def merge(self, tail: Tensor, micro_batches: int) -> None:
+        """After the reduction: one step's worth of running average."""
+        if self.size:
+            self.running.mul_((1 - self.momentum) ** micro_batches).add_(tail)
+        self.batches += micro_batches
+
+
+class GroupBatchNorm(torch.autograd.Function):
+    """Normalise by the statistics of all ranks' shares: one sum forward, one backward.
+
+    Shares may be unequal or empty. Works on any backend; sums in float32.
+    Source: arXiv:1502.03167 for the layer; the gradient is the usual one with global sums.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, world: World
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels = x.shape[1]
+        wide = x.float()
+        count = x.numel() // channels
+        sums = torch.cat(
+            [wide.sum((0, 2, 3)), (wide * wide).sum((0, 2, 3)), wide.new_tensor([float(count)])]
+        ).double()
+        world.all_reduce_(sums)
+        total = sums[-1].clamp(min=1)
+        mean = sums[:channels] / total
+        var = (sums[channels : 2 * channels] / total - mean * mean).clamp(min=0)
+        unbiased = var * (total / (total - 1).clamp(min=1))
+        invstd = (var + eps).rsqrt().float()
+        mean = mean.float()
+        xhat = (wide - mean[:, None, None]) * invstd[:, None, None]
+        ctx.save_for_backward(xhat, weight, invstd, total)
+        ctx.world = world
+        out = xhat * weight[:, None, None] + bias[:, None, None]
+        unbiased32 = unbiased.float()
+        ctx.mark_non_differentiable(mean, unbiased32)
+        return out.to(x.dtype), mean, unbiased32
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _mean: Any, _var: Any) -> Any:  # type: ignore[override]
+        xhat, weight, invstd, total = ctx.saved_tensors
+        wide = grad.float()
+        local = torch.cat([wide.sum((0, 2, 3)), (wide * xhat).sum((0, 2, 3))])
+        sums = ctx.world.all_reduce_(local.double())
+        channels = xhat.shape[1]
+        g_mean = (sums[:channels] / total).float()[:, None, None]
+        gx_mean = (sums[channels:] / total).float()[:, None, None]
+        dx = (wide - g_mean - xhat * gx_mean) * (weight * invstd)[:, None, None]
+        return dx.to(grad.dtype), local[channels:].to(weight.dtype), local[:channels].to(weight.dtype), None, None
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm2d over the group of images that all ranks pass together (``--sync-bn``).
+
+    Collective: in training mode every rank calls forward and backward of every layer in the same order, with
+    its own share, which may be empty.
+    """
+
+    world: World
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        out, mean, var = GroupBatchNorm.apply(x, self.weight, self.bias, self.eps, self.world)
+        assert self.running_mean is not None and self.running_var is not None
+        with torch.no_grad():  # momentum 1: RunningStatistics does the averaging
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(var)
+        return out
+
+
+def with_sync_batchnorm(model: nn.Module, world: World) -> nn.Module:
+    """Replace every BatchNorm2d of ``model`` in place; parameters, buffers and names stay."""
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = SyncBatchNorm2d
+            module.world = world  # type: ignore[assignment]
+    return model

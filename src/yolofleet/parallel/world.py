@@ -1,0 +1,208 @@
+"""Who am I and how do we talk: the processes of one run.
+
+``World`` is built once, in ``worker.py``, and passed. Nothing else reads ``RANK`` or calls
+``torch.distributed``. Every method that talks is a collective: all ranks call it, in the same order, and it
+ends within ``timeout_s`` or raises ``ClusterError``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yolofleet.errors import ClusterError, ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands, as its launcher says: no torch, no device yet."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    source: str = "alone"
+
+
+def place_from_environment(environment: Mapping[str, str]) -> Place:
+    """Read the place from torchrun's variables; a partial set (a stray ``RANK``) is ignored.
+
+    Raises:
+        ConfigError: the variables contradict each other.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in environment for name in names):
+        return Place()
+    try:
+        rank, size, local_rank = (int(environment[name]) for name in names[:3])
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+    except ValueError as problem:
+        raise ConfigError(
+            f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({problem})", source="environment"
+        ) from None
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise ConfigError(
+            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot be",
+            source="environment",
+            hint="start with yolofleet or torchrun, or unset these variables",
+        )
+    return Place(rank, size, local_rank, local_size, "torchrun")
+
+
+def device_of(spec: str, local_rank: int) -> torch.device:
+    """The device of this process from ``--device`` (see ``config.schema``).
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    if spec == "auto":
+        spec = "cpu"
+        if torch.cuda.is_available():
+            spec = ",".join(str(i) for i in range(torch.cuda.device_count()))
+    if spec.startswith("cpu"):
+        return torch.device("cpu")
+    if spec == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("--device mps: this torch has no Metal device", hint="--device cpu")
+        return torch.device("mps")
+    ids = [int(part) for part in spec.split(",")]
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [i for i in ids if i >= have]
+    if missing:
+        raise ConfigError(
+            f"--device {spec}: no CUDA device {missing[0]}; torch sees {have}",
+            hint="--device cpu" if not have else f"ids 0 to {have - 1}, or check CUDA_VISIBLE_DEVICES",
+        )
+    if local_rank >= len(ids):
+        raise ConfigError(
+            f"process {local_rank} of this machine has no device: --device {spec} names {len(ids)}",
+            hint="--nproc_per_node must not exceed the number of devices",
+        )
+    return torch.device("cuda", ids[local_rank])
+
+
+@dataclass
+class World:
+    """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    source: str = "alone"
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> World:
+        return cls(0, 1, 0, 1, torch.device(device))
+
+    @classmethod
+    def join(cls, place: Place, device: torch.device, timeout_s: float) -> World:
+        """Meet the others (NCCL for CUDA tensors, gloo for the rest).
+
+        Collective: every rank, once, at most ``timeout_s``.
+        """
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if place.size > 1:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            try:
+                dist.init_process_group(
+                    backend, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+                )
+            except (RuntimeError, ValueError) as problem:
+                address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                raise ClusterError(
+                    f"rank {place.rank} could not meet the others at {address} within {timeout_s:.0f} s",
+                    source=str(problem).splitlines()[0],
+                    hint="is the address reachable from every machine, and the port open?",
+                ) from None
+        return cls(place.rank, place.size, place.local_rank, place.local_size, device, place.source)
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- talking -----------------------------------------------------------------------------------
+
+    def all_reduce_async(self, tensor: Tensor) -> Any:
+        """Start summing ``tensor`` over all ranks in place; the result has ``wait()``, or None alone.
+
+        Collective: every rank, same shapes and order.
+        """
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, async_op=True)
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place. Collective: every rank."""
+        self.wait(self.all_reduce_async(tensor))
+        return tensor
+
+    def wait(self, work: Any) -> None:
+        """End an asynchronous collective; a lost peer is a ClusterError."""
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as problem:
+            raise ClusterError(
+                f"rank {self.rank} lost the others in a collective",
+                source=str(problem).splitlines()[0][:300],
+                hint="the first rank that failed says why; see logs/rank-*.log of the run",
+            ) from None
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order (text or numbers, never pickles). Collective: every rank."""
+        if self.size == 1:
+            return [payload]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(payload)
+        self.all_reduce_(lengths)
+        longest = int(lengths.max())
+        if longest == 0:
+            return [b""] * self.size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        every = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.wait(dist.all_gather(every, mine, async_op=True))
+        return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        """Rank 0's bytes on every rank; others pass anything. Collective: every rank."""
+        if self.size == 1:
+            return payload
+        length = torch.tensor([len(payload) if self.is_main else 0], dtype=torch.int64)
+        self.wait(dist.broadcast(length, 0, async_op=True))
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_main and payload:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self.wait(dist.broadcast(data, 0, async_op=True))
+        return data.numpy().tobytes()
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: every rank."""
+        self.all_reduce_(torch.zeros(1))
+
+    def sum_rows(self, row: list[float]) -> list[float]:
+        """Element-wise sum of every rank's floats, added in rank order. Collective: every rank."""
+        rows = [
+            struct.unpack(f"<{len(row)}d", packed)
+            for packed in self.all_gather_bytes(struct.pack(f"<{len(row)}d", *row))
+        ]
+        return [sum(column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,257 @@
+"""The run: steps, epochs, validation, checkpoints, in that order and by name.
+
+An epoch ends at the first step border at or after its last sample; validation, its row in results.csv and its
+checkpoint happen there, and nothing is pending then. Every decision (save, stop) is shared before it is acted
+on: it rides on the step's reduction of loss counts, or follows from figures that are equal on every rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.config.schema import TrainConfig
+from yolofleet.data.keyed import generator
+from yolofleet.data.loader import MicroBatchKey
+from yolofleet.errors import Stopped
+from yolofleet.evaluate.run import Evaluation
+from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.world import World
+from yolofleet.train.report import TrainReport
+from yolofleet.train.schedule import Schedule, StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import train_step
+
+
+@dataclass(frozen=True)
+class StepSplitter:
+    """Cuts a step into the passes of one rank: a micro-batch each, or, with synchronised batch norm, this
+    rank's share of each group of ``batch`` images.
+
+    Args:
+        micro_batch, batch: images.
+        dataset_images: images of an epoch.
+        img, stride: pixels; sizes under ``multi_scale`` are img +- 50 % in multiples of the stride.
+    """
+
+    partition: Partition
+    rank: int
+    micro_batch: int
+    batch: int
+    dataset_images: int
+    sync_bn: bool
+    multi_scale: bool
+    img: int
+    stride: int
+    seed: int
+
+    def passes_total(self, plan: StepPlan) -> int:
+        """Over all ranks: how many sets of batch-norm statistics the step has."""
+        return plan.images // (self.batch if self.sync_bn else self.micro_batch)
+
+    def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
+        size = self.size_of(plan.step)
+        if not self.sync_bn:
+            mine = self.partition.ranges(plan.images // self.micro_batch)[self.rank]
+            return [self._key(plan, v, v * self.micro_batch, self.micro_batch, size) for v in mine]
+        share = self.partition.ranges(self.batch // self.micro_batch)[self.rank]
+        return [
+            self._key(
+                plan, g, g * self.batch + share.start * self.micro_batch, len(share) * self.micro_batch, size
+            )
+            for g in range(plan.images // self.batch)
+        ]
+
+    def _key(self, plan: StepPlan, ordinal: int, offset: int, images: int, size: int | None) -> MicroBatchKey:
+        first = plan.first_image + offset
+        samples = tuple(divmod(first + i, self.dataset_images) for i in range(images))
+        return MicroBatchKey(plan.step, ordinal, samples, size)
+
+    def size_of(self, step: int) -> int | None:
+        """Image side of a step under multi-scale; None = as configured."""
+        if not self.multi_scale:
+            return None
+        low, high = round(self.img * 0.5 / self.stride), round(self.img * 1.5 / self.stride)
+        return int(generator(self.seed, "multi-scale", step).integers(max(low, 1), high + 1)) * self.stride
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 and Ctrl-C as a request: the step under way ends, the state is saved, then we stop.
+
+    A second Ctrl-C ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal = ""
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            number = getattr(signal, name, None)
+            if number is not None:
+                try:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+                except ValueError:  # not the main thread (a notebook's executor): no handlers
+                    return self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal and number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = self.signal or signal.Signals(number).name
+
+
+@dataclass
+class TrainingRun:
+    """All parts of one rank's run, assembled by ``worker.py``."""
+
+    config: TrainConfig
+    state: TrainState
+    schedule: Schedule
+    splitter: StepSplitter
+    loader: Callable[[Iterable[MicroBatchKey]], Any]  # keys -> closable iterator of micro-batches
+    loss: Yolov5Loss
+    clip_norm: float
+    precision: str
+    world: World
+    report: TrainReport
+    store: CheckpointStore
+    evaluate: Callable[[], Evaluation]
+    fingerprint: dict[str, Any]  # what the run is; stored in its checkpoints
+    tally: Tensor = field(init=False)  # [T] loss terms x images of the epoch under way, this rank's part
+    tally_images: int = 0
+
+    def plans(self) -> Iterator[StepPlan]:
+        """The steps from here to the end of the run."""
+        for plan in self.schedule.steps(self.state.step, self.state.images_seen):
+            yield plan
+            if self.is_last(plan):
+                return
+
+    def is_last(self, plan: StepPlan) -> bool:
+        end = self.config.epochs * self.schedule.dataset_images
+        return plan.end_image >= end or plan.step + 1 == self.config.max_steps
+
+    def train(self) -> None:
+        """Train to the end, from wherever the state is.
+
+        Collective: every rank.
+
+        Raises:
+            Stopped: on request; the state is saved.
+        """
+        stored = self.state.progress
+        self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
+        self.tally_images = stored.epoch_images
+        if stored.epoch_terms and self.world.is_main:  # the sum over the ranks that were
+            self.tally += torch.tensor(stored.epoch_terms, device=self.world.device)
+        loader = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
+        saved_at_s = time.monotonic()
+        try:
+            with StopRequest() as stop:
+                for plan in self.plans():
+                    with self.report.clock("data"):
+                        mine = list(islice(loader, len(self.splitter.keys(plan))))
+                    minutes = self.config.save_minutes
+                    save_due = minutes > 0 and time.monotonic() - saved_at_s > 60 * minutes
+                    done = train_step(
+                        self.state,
+                        plan,
+                        mine,
+                        self.loss,
+                        self.world,
+                        self.report.clock,
+                        total_micro_batches=self.splitter.passes_total(plan),
+                        precision=self.precision,
+                        clip_norm=self.clip_norm,
+                        requests=(int(bool(stop.signal)), int(save_due and self.world.is_main)),
+                    )
+                    self.tally += done.terms * plan.images
+                    self.tally_images += plan.images
+                    self.report.step(plan, self.tally, self.tally_images)
+                    stop_asked, save_asked = done.requests
+                    last = self.is_last(plan)
+                    save_asked |= last or self._every(self.config.save_steps, plan.step, plan.step + 1)
+                    save_asked |= self._end_epochs(plan)
+                    if save_asked or stop_asked:
+                        self._save()
+                        saved_at_s = time.monotonic()
+                    if self._out_of_patience():
+                        self._save()
+                        break
+                    if stop_asked and not last:
+                        self.store.flush()
+                        self.world.barrier()  # nobody leaves before the state is on disk
+                        raise Stopped(
+                            f"stopped on request after step {self.state.step}; the state is saved",
+                            source=stop.signal or "another rank",
+                            hint=f"yolofleet train --resume {self.report.folder.path}",
+                        )
+            self.store.flush()
+        finally:
+            loader.close()
+
+    @staticmethod
+    def _every(period: int, before: int, after: int) -> bool:
+        """Whether a multiple of ``period`` (0 = never) lies in (before, after]."""
+        return period > 0 and after // period > before // period
+
+    def _end_epochs(self, plan: StepPlan) -> bool:
+        """At an epoch's border: share the losses, validate, write the row. Returns whether to save.
+
+        Collective: every rank, where the plan says that an epoch ended.
+        """
+        before, last = self.state.progress.epochs_done, self.is_last(plan)
+        epoch = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
+        if epoch == before and not last:
+            return False
+        terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
+        self.tally.zero_()
+        self.tally_images = 0
+        progress = replace(self.state.progress, epochs_done=epoch)
+        evaluation = None
+        if last or self._every(self.config.val_period, before, epoch):
+            with self.report.clock("evaluate"):
+                evaluation = self.evaluate()
+            fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
+            if fitness > progress.best_fitness:
+                progress = replace(progress, best_fitness=fitness, best_epoch=epoch)
+                self.report.write_weights("best", self.state, epoch)
+        self.state.progress = progress
+        self.report.write_weights("last", self.state, epoch)
+        self.report.epoch(epoch, plan, terms, evaluation)
+        return self._every(self.config.save_period, before, epoch)
+
+    def _out_of_patience(self) -> bool:
+        progress, patience = self.state.progress, self.config.patience
+        return bool(patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience)
+
+    def _save(self) -> None:
+        """Hand a copy of the state to rank 0's writer; nobody waits for the disk.
+
+        Collective: every rank.
+        """
+        self.state.progress = replace(
+            self.state.progress,
+            epoch_terms=self.world.sum_rows(self.tally.tolist()),
+            epoch_images=self.tally_images,
+        )
+        if self.world.is_main:
+            with self.report.clock("checkpoint"):
+                extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
+                self.store.save(self.state.snapshot(extra))

@@ -1,0 +1,56 @@
+"""Optimizers with YOLOv5's three groups: biases, decayed weights, batch-norm weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from yolofleet.config.schema import Recipe
+from yolofleet.train.schedule import StepPlan
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """(biases, weights that decay, normalisation weights), trainable ones only, in model order."""
+    biases: list[nn.Parameter] = []
+    weights: list[nn.Parameter] = []
+    norms: list[nn.Parameter] = []
+    norm_types = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if not p.requires_grad:
+                continue
+            if name == "bias":
+                biases.append(p)
+            elif isinstance(module, norm_types):
+                norms.append(p)
+            else:
+                weights.append(p)
+    return biases, weights, norms
+
+
+def build_optimizer(model: nn.Module, name: str, recipe: Recipe, weight_decay: float) -> torch.optim.Optimizer:
+    """SGD (Nesterov), Adam or AdamW; groups in the order biases, weights, norms."""
+    biases, weights, norms = parameter_groups(model)
+    groups = [
+        {"params": biases, "weight_decay": 0.0},
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    groups = [{**g, "role": role} for g, role in zip(groups, ("bias", "weight", "norm"), strict=True)]
+    groups = [g for g in groups if g["params"]]
+    device = next(model.parameters()).device.type
+    fused = device in ("cpu", "cuda")  # one kernel over all tensors; the same arithmetic
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=True, fused=fused)
+    adam = torch.optim.AdamW if name == "AdamW" else torch.optim.Adam
+    return adam(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
+    """Give every group the rates of this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = plan.lr_bias if group["role"] == "bias" else plan.lr
+        if "momentum" in group:
+            group["momentum"] = plan.momentum
+        else:
+            group["betas"] = (plan.momentum, group["betas"][1])

@@ -1,0 +1,140 @@
+"""Everything that changes while training, and its form in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.schema import Recipe
+from yolofleet.errors import CheckpointError
+from yolofleet.parallel.batchnorm import RunningStatistics
+from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.world import World
+from yolofleet.train.ema import MovingAverage
+from yolofleet.train.optimiser import build_optimizer
+from yolofleet.train.precision import loss_scaler
+
+
+@dataclass
+class Progress:
+    """What the run has reached: decisions that every rank makes alike."""
+
+    epochs_done: int = 0
+    best_fitness: float = -1.0
+    best_epoch: int = -1
+    epoch_terms: list[float] = field(default_factory=list)  # loss terms x images of the epoch under way, all ranks
+    epoch_images: int = 0
+
+
+@dataclass
+class TrainState:
+    """The state of one rank; equal on every rank at a step border."""
+
+    model: nn.Module
+    statistics: RunningStatistics
+    buckets: GradientBuckets
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: MovingAverage
+    progress: Progress
+    step: int = 0
+    images_seen: int = 0
+    overflows: int = 0
+    recent_norms: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        world: World,
+        recipe: Recipe,
+        *,
+        optimizer: str,
+        weight_decay: float,
+        precision: str,
+    ) -> TrainState:
+        """``model`` is on its device, in training mode, its frozen parts without gradient and in eval mode."""
+        statistics = RunningStatistics(model)
+        live = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
+        live.update(statistics.views)
+        return cls(
+            model=model,
+            statistics=statistics,
+            buckets=GradientBuckets(model.parameters(), world, tail=statistics.size),
+            optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
+            scaler=loss_scaler(precision, world.device),
+            average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau),
+            progress=Progress(),
+        )
+
+    # -- checkpoint ----------------------------------------------------------------------------------
+
+    def _live(self) -> dict[str, Tensor]:
+        """Every tensor of the state by its name in a checkpoint (live, not copied)."""
+        tensors = {f"model/{name}": t.detach() for name, t in self.average.source.items()}
+        tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
+        for name, p in self.model.named_parameters():
+            for slot, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/{slot}"] = value
+        return tensors
+
+    def snapshot(self, extra: dict[str, Any]) -> Snapshot:
+        """A copy on the CPU that later steps do not change."""
+        values = {
+            "images_seen": self.images_seen,
+            "bn_batches": self.statistics.batches,
+            "ema_updates": self.average.updates,
+            "scaler": self.scaler.state_dict(),
+            "overflows": self.overflows,
+            "progress": asdict(self.progress),
+            **extra,
+        }
+        copies = {name: t.detach().to("cpu", copy=True) for name, t in self._live().items()}
+        return Snapshot(self.step, copies, values)
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue exactly at ``snapshot``.
+
+        Raises:
+            CheckpointError: it is the state of another model.
+        """
+        live = self._live()
+        stored = dict(snapshot.tensors)
+        slots = {name: t for name, t in stored.items() if name.startswith("optimizer/")}
+        expected = {name for name in live if not name.startswith("optimizer/")}
+        found = set(stored) - set(slots)
+        wrong = sorted(expected ^ found) or sorted(n for n in expected if live[n].shape != stored[n].shape)
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} is of another model ({len(wrong)} tensors differ, "
+                f"first {wrong[0]})",
+                hint="resume with the model and data set that the run was started with",
+            )
+        for name in expected:
+            live[name].copy_(stored[name])
+        for name, p in self.model.named_parameters():
+            mine = {key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")}
+            for slot, t in mine.items():
+                like = p if t.shape == p.shape else t
+                self.optimizer.state[p][slot] = torch.empty_like(like, dtype=t.dtype).copy_(t)
+        values = snapshot.values
+        self.step, self.images_seen = snapshot.step, int(values["images_seen"])
+        self.statistics.batches = int(values["bn_batches"])
+        self.average.updates = int(values["ema_updates"])
+        self.overflows = int(values["overflows"])
+        if values["scaler"]:
+            self.scaler.load_state_dict(values["scaler"])
+        self.progress = Progress(**values["progress"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The averaged state dict under the model's official names (live tensors)."""
+        tensors = dict(self.average.average)
+        for name, _ in self.statistics.layers:
+            tensors[f"{name}.num_batches_tracked"] = torch.tensor(self.statistics.batches)
+        return tensors

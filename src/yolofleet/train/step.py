@@ -1,0 +1,125 @@
+"""The training step: one optimizer update from a list of micro-batches. Read this first.
+
+Everything that could depend on the fleet is decided outside (which rank computes which micro-batch) or summed
+here over all ranks: loss counts before the forward pass, gradients and batch-norm statistics after the last
+backward pass. Shapes: m images of a micro-batch, T loss terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yolofleet.data.loader import MicroBatch
+from yolofleet.errors import NumericsError
+from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.train.optimiser import set_rates
+from yolofleet.train.precision import autocast
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+
+FP16_PATIENCE = 100  # skipped fp16 steps in a row; a good scale is found within about 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank knows after a step.
+
+    Attributes:
+        terms: [T] this rank's part of the loss terms, gain x sum / count; the parts of all ranks add up to
+            the step's. On the device; reading it waits for the step.
+        requests: what any rank asked for (see ``train_step``), summed over ranks.
+    """
+
+    terms: Tensor
+    requests: tuple[int, ...]
+
+
+def train_step(
+    state: TrainState,
+    plan: StepPlan,
+    micro_batches: Sequence[MicroBatch],
+    loss: Yolov5Loss,
+    world: World,
+    clock: Clock,
+    *,
+    total_micro_batches: int,
+    precision: str,
+    clip_norm: float,
+    requests: Sequence[int] = (),
+) -> StepReport:
+    """Do one update of ``state`` from this rank's share of the step.
+
+    Args:
+        micro_batches: this rank's, in order; may be empty.
+        total_micro_batches: of all ranks: V of the batch-norm average.
+        requests: small numbers of this rank (stop? save?) that ride on the reduction of the counts.
+
+    Collective: every rank, once per step: one sum of T + len(requests) integers, one sum per gradient bucket.
+
+    Raises:
+        NumericsError: the gradient is not finite.
+    """
+    device = world.device
+    local_counts = sum((mb.targets.counts for mb in micro_batches), torch.zeros(len(loss.terms), dtype=torch.int64))
+    shared = torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)])
+    with clock("comm"):
+        world.all_reduce_(shared)
+    counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
+
+    # a step's gradient is its mean loss x its images: YOLOv5's mean x batch, summed over accumulated batches
+    mean_weights = (loss.gains / counts.clamp(min=1)).to(device)  # [T]
+    weights = mean_weights * plan.images
+    terms = torch.zeros(len(loss.terms), device=device)
+
+    state.buckets.zero()
+    for i, mb in enumerate(micro_batches):
+        images = mb.images.to(device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
+        with autocast(precision, device):
+            raws = state.model(images)
+        sums = loss.sums(raws, mb.targets)  # [T]
+        state.statistics.collect(state.buckets.tail, mb.ordinal, total_micro_batches)
+        if i == len(micro_batches) - 1:
+            state.buckets.arm()
+        state.scaler.scale((sums * weights).sum()).backward()
+        terms += sums.detach() * mean_weights
+    with clock("comm"):
+        state.buckets.finish()
+
+    set_rates(state.optimizer, plan)
+    state.scaler.unscale_(state.optimizer)
+    norm = state.buckets.norm()
+    watch_numerics(state, norm, precision)
+    if clip_norm:
+        state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.statistics.merge(state.buckets.tail, total_micro_batches)
+    state.average.update()
+    state.step = plan.step + 1
+    state.images_seen = plan.end_image
+    return StepReport(terms, tuple(requests))
+
+
+def watch_numerics(state: TrainState, norm: Tensor, precision: str) -> None:
+    """Stop on NaN or infinity; the norm is equal on every rank, so every rank stops.
+
+    On GPUs the norm of the step before last is looked at, so that the host does not wait for the device.
+    """
+    state.recent_norms.append(norm)
+    if norm.device.type != "cpu" and len(state.recent_norms) < 3:
+        return
+    finite = bool(torch.isfinite(state.recent_norms.pop(0)))
+    state.overflows = 0 if finite else state.overflows + 1
+    if finite or (precision == "fp16" and state.overflows <= FP16_PATIENCE):
+        return
+    raise NumericsError(
+        f"the gradient of step {state.step} is not finite (NaN or infinity)",
+        hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels (yolofleet data check); "
+        "--resume continues from the last checkpoint",
+    )

@@ -1,0 +1,75 @@
+"""Schedules and averages against traces recorded inside the original trainer (numbers only)."""
+
+import json
+
+import pytest
+import torch
+from reference import parity
+from torch import nn
+
+from yolofleet.config.schema import Recipe
+from yolofleet.train.ema import MovingAverage
+from yolofleet.train.schedule import Schedule
+
+TRACES = json.loads(parity("schedule/lr_warmup.json").read_text())
+CASES = [name for name in TRACES if not name.startswith("_")]
+
+
+def schedule_of(trace: dict) -> Schedule:
+    args = trace["args"]
+    return Schedule(
+        Recipe(),
+        dataset_images=trace["nb"] * args["batch_size"],
+        batch=args["batch_size"],
+        nominal_batch=64,
+        epochs=args["epochs"],
+        decay="cosine" if args.get("cos_lr") else "linear",
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rates_of_every_batch_equal_the_originals(case: str) -> None:
+    trace, schedule = TRACES[case], schedule_of(TRACES[case])
+    for batch, ((bias, weight, _norm), (momentum, *_)) in enumerate(zip(trace["lr"], trace["momentum"], strict=True)):
+        got = schedule.rates(batch)
+        assert got == pytest.approx((weight, bias, momentum), rel=1e-12, abs=1e-15)
+    assert schedule.weight_decay == pytest.approx(trace["weight_decay"], rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_end_at_the_same_batches(case: str) -> None:
+    trace, schedule = TRACES[case], schedule_of(TRACES[case])
+    recorded = sorted(set(trace["last_opt_step"]))  # batch index of each optimizer step
+    batch, mine = trace["args"]["batch_size"], []
+    for plan in schedule.steps():
+        if plan.end_image > len(trace["lr"]) * batch:
+            break
+        mine.append(plan.end_image // batch - 1)
+    assert mine == recorded
+
+
+def test_moving_average_of_weights_and_statistics() -> None:
+    expected = json.loads(parity("schedule/ema.json").read_text())
+    toy = {
+        "w": torch.tensor(expected["init"]["w"], dtype=torch.float32),
+        "bn.running_mean": torch.zeros(2),
+        "bn.running_var": torch.ones(2),
+    }
+    average = MovingAverage(toy, decay=0.9999, tau=2000)
+    for updates, value in expected["decay_at"].items():
+        assert average.decay_at(int(updates)) == pytest.approx(value, rel=1e-12)
+    for k, after in enumerate(expected["after_each_update"]):
+        toy["w"] += 0.5 * (k + 1)
+        toy["bn.running_mean"] += 1
+        toy["bn.running_var"] *= 2
+        average.update()
+        for name in toy:
+            torch.testing.assert_close(average.average[name], torch.tensor(after[name], dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_parameter_groups_count_as_in_the_original() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    from yolofleet.train.optimiser import parameter_groups
+
+    biases, weights, norms = parameter_groups(model)
+    assert (len(biases), len(weights), len(norms)) == (2, 2, 1)
