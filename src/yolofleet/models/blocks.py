@@ -1,0 +1,163 @@
+"""Building blocks of YOLOv5 networks. N images, C channels, H x W map.
+
+Attribute names are those of published checkpoints (``cv1.conv.weight``): they are the file format.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BN_EPS = 1e-3
+BN_MOMENTUM = 0.03
+
+
+class Conv(nn.Module):
+    """Convolution, batch normalisation, SiLU."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out: int,
+        kernel: int = 1,
+        stride: int = 1,
+        padding: int | None = None,
+        groups: int = 1,
+    ) -> None:
+        super().__init__()
+        padding = kernel // 2 if padding is None else padding
+        self.conv = nn.Conv2d(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
+        self.bn: nn.Module = nn.BatchNorm2d(out, eps=BN_EPS, momentum=BN_MOMENTUM)  # Identity once fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.bn(self.conv(x)), inplace=True)
+
+
+class Focus(nn.Module):
+    """Every second pixel into channels ([N, 3, H, W] -> [N, 12, H/2, W/2]), then Conv: the stem until v5."""
+
+    def __init__(
+        self, in_channels: int, out: int, kernel: int = 1, stride: int = 1, padding: int | None = None
+    ) -> None:
+        super().__init__()
+        self.conv = Conv(4 * in_channels, out, kernel, stride, padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, bottom = x[:, :, ::2], x[:, :, 1::2]
+        return self.conv(torch.cat([top[..., ::2], bottom[..., ::2], top[..., 1::2], bottom[..., 1::2]], 1))
+
+
+class Bottleneck(nn.Module):
+    """1x1 then 3x3, added to the input where channels allow (arXiv:1512.03385)."""
+
+    def __init__(self, in_channels: int, out: int, shortcut: bool = True, *, expansion: float = 0.5) -> None:
+        super().__init__()
+        hidden = int(out * expansion)
+        self.cv1 = Conv(in_channels, hidden, 1)
+        self.cv2 = Conv(hidden, out, 3)
+        self.add = shortcut and in_channels == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.cv2(self.cv1(x))
+        return x + y if self.add else y
+
+
+class C3(nn.Module):
+    """Cross-stage partial block: one branch through bottlenecks, one past them (arXiv:1911.11929)."""
+
+    def __init__(self, in_channels: int, out: int, shortcut: bool = True, *, repeats: int = 1) -> None:
+        super().__init__()
+        hidden = out // 2
+        self.cv1 = Conv(in_channels, hidden, 1)
+        self.cv2 = Conv(in_channels, hidden, 1)
+        self.cv3 = Conv(2 * hidden, out, 1)
+        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, expansion=1.0) for _ in range(repeats)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1))
+
+
+class SPP(nn.Module):
+    """Max pools of several windows side by side (arXiv:1406.4729)."""
+
+    def __init__(self, in_channels: int, out: int, kernels: tuple[int, ...] = (5, 9, 13)) -> None:
+        super().__init__()
+        hidden = in_channels // 2
+        self.kernels = (kernels,) if isinstance(kernels, int) else kernels
+        self.cv1 = Conv(in_channels, hidden, 1)
+        self.cv2 = Conv(hidden * (len(self.kernels) + 1), out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cv1(x)
+        return self.cv2(torch.cat([x, *(F.max_pool2d(x, k, 1, k // 2) for k in self.kernels)], 1))
+
+
+class SPPF(nn.Module):
+    """SPP with windows k, 2k - 1, 3k - 2 as a chain of three k-pools."""
+
+    def __init__(self, in_channels: int, out: int, kernel: int = 5) -> None:
+        super().__init__()
+        hidden = in_channels // 2
+        self.kernel = kernel
+        self.cv1 = Conv(in_channels, hidden, 1)
+        self.cv2 = Conv(4 * hidden, out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = [self.cv1(x)]
+        for _ in range(3):
+            pooled.append(F.max_pool2d(pooled[-1], self.kernel, 1, self.kernel // 2))
+        return self.cv2(torch.cat(pooled, 1))
+
+
+class Upsample(nn.Module):
+    """Every pixel twice in both directions.
+
+    Copies by expansion, since the backward pass of ``F.interpolate`` adds in no fixed order on GPUs.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        if x.is_contiguous(memory_format=torch.channels_last):
+            nhwc = x.permute(0, 2, 3, 1)[:, :, None, :, None]  # [N, H, 1, W, 1, C]
+            return nhwc.expand(n, h, 2, w, 2, c).reshape(n, 2 * h, 2 * w, c).permute(0, 3, 1, 2)
+        return x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2).reshape(n, c, 2 * h, 2 * w)
+
+
+class Concat(nn.Module):
+    """Join maps along channels."""
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        return torch.cat(maps, 1)
+
+
+class Detect(nn.Module):
+    """One 1x1 convolution per level: raw box, objectness and class values of A anchors per cell.
+
+    Args:
+        in_channels: of each level.
+        nc: number of classes C.
+        anchors_grid: [L][A] (width, height) in cells of the level.
+    """
+
+    anchors: Tensor  # [L, A, 2] grid units, part of the state dict
+
+    def __init__(
+        self, in_channels: tuple[int, ...], nc: int, anchors_grid: list[list[tuple[float, float]]]
+    ) -> None:
+        super().__init__()
+        self.nc = nc
+        self.values_per_anchor = 5 + nc
+        self.anchors_per_cell = len(anchors_grid[0])
+        self.register_buffer("anchors", torch.tensor(anchors_grid, dtype=torch.float32))
+        self.m = nn.ModuleList(
+            nn.Conv2d(c, self.anchors_per_cell * self.values_per_anchor, 1) for c in in_channels
+        )
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Views [N, A, H, W, 5 + C] of the convolutions' outputs; no copy."""
+        raws = []
+        for conv, x in zip(self.m, maps, strict=True):
+            y = conv(x).unflatten(1, (self.anchors_per_cell, self.values_per_anchor))  # [N, A, 5 + C, H, W]
+            raws.append(y.permute(0, 1, 3, 4, 2))
+        return raws

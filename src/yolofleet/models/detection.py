@@ -1,0 +1,149 @@
+"""From a description to a network: images in, raw predictions per level out; decoding to boxes.
+
+N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
+Checked against the original's outputs, parameter counts and names in tests/parity/test_yolov5_model.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.errors import ConfigError
+from yolofleet.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, Focus, Upsample
+from yolofleet.models.description import MAX_CLASSES, Layer, ModelDescription, layers
+
+BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
+
+
+class DetectionModel(nn.Module):
+    """A YOLOv5 network with anchors.
+
+    Attributes:
+        strides: of each level, pixels per cell.
+        names: class names, [C]; numbers until somebody knows better.
+    """
+
+    def __init__(self, description: ModelDescription, nc: int) -> None:
+        super().__init__()
+        if not 1 <= nc <= MAX_CLASSES:
+            raise ConfigError(f"{nc} classes; a detector has 1..{MAX_CLASSES}")
+        plan = layers(description)
+        self.description = description
+        self.nc = nc
+        self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
+        self.strides = tuple(int(plan[i].stride) for i in plan[-1].inputs)
+        self._inputs = tuple(layer.inputs for layer in plan)
+        self._kept = {j for i, layer in enumerate(plan) for j in layer.inputs if j != i - 1}
+        blocks = [self._block(layer) for layer in plan[:-1]]
+        anchors_grid = [
+            [(w / s, h / s) for w, h in level]
+            for level, s in zip(description.anchors_px, self.strides, strict=True)
+        ]
+        self.model = nn.ModuleList([*blocks, Detect(plan[-1].in_channels, nc, anchors_grid)])
+
+    @staticmethod
+    def _block(layer: Layer) -> nn.Module:
+        if layer.module == "nn.Upsample":
+            return Upsample()
+        if layer.module == "Concat":
+            return Concat()
+        c, args = layer.in_channels[0], layer.args
+        if layer.module == "C3":
+            return C3(c, *args, repeats=layer.repeats)
+        block = BLOCKS[layer.module]
+        if layer.repeats == 1:
+            return block(c, *args)
+        return nn.Sequential(
+            *(block(c if i == 0 else layer.out_channels, *args) for i in range(layer.repeats))
+        )
+
+    @property
+    def detect(self) -> Detect:
+        last = self.model[-1]
+        assert isinstance(last, Detect)
+        return last
+
+    @property
+    def anchors_px(self) -> Tensor:
+        """[L, A, 2] width, height, pixels, float32."""
+        anchors = self.detect.anchors.float()
+        return anchors * anchors.new_tensor(self.strides).view(-1, 1, 1)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Raw predictions.
+
+        Args:
+            images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
+        Returns:
+            Per level [N, A, H/s, W/s, 5 + C], a permuted view of the convolution's output.
+        """
+        kept: dict[int, Tensor] = {}
+        x: Tensor = images
+        last = len(self.model) - 1
+        for i, (block, inputs) in enumerate(zip(self.model, self._inputs, strict=True)):
+            maps = [x if j == i - 1 else kept[j] for j in inputs]
+            x = block(maps if i == last or isinstance(block, Concat) else maps[0])
+            if i in self._kept:
+                kept[i] = x
+        return x  # type: ignore[return-value]  # the last block is Detect
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by
+            level, anchor, y, x. Centre = (2 sigmoid - 0.5 + cell) stride, size = (2 sigmoid)^2 anchor.
+        """
+        decoded = []
+        for raw, stride, anchors in zip(raws, self.strides, self.anchors_px, strict=True):
+            n, a, h, w, values = raw.shape
+            y = raw.float().sigmoid()
+            xs = torch.arange(w, device=y.device, dtype=y.dtype) - 0.5
+            ys = torch.arange(h, device=y.device, dtype=y.dtype) - 0.5
+            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
+            centres = (y[..., :2] * 2 + cells) * stride
+            sizes = (y[..., 2:4] * 2).square() * anchors.view(1, a, 1, 1, 2)
+            boxes = torch.cat([centres, sizes, y[..., 4:]], -1)  # [N, A, H, W, 5 + C]
+            decoded.append(boxes.reshape(n, a * h * w, values))
+        return torch.cat(decoded, 1)
+
+
+def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> DetectionModel:
+    """A network with starting weights that depend on nothing but the arguments.
+
+    Raises:
+        ConfigError: the description's rows do not fit together, or ``nc`` is out of range.
+    """
+    with torch.device("meta"):  # no memory, no global random numbers
+        model = DetectionModel(description, nc)
+    model.to_empty(device="cpu")
+    initialise(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+@torch.no_grad()
+def initialise(model: DetectionModel, generator: torch.Generator) -> None:
+    """torch's own starting values, drawn from ``generator`` in module order, and YOLOv5's priors for Detect:
+    about 8 objects in an image of 640 pixels, and classes equally likely (arXiv:1708.02002, section 3.3).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
+            module.weight.uniform_(-bound, bound, generator=generator)
+            if module.bias is not None:
+                module.bias.uniform_(-bound, bound, generator=generator)
+        elif isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+    detect = model.detect
+    detect.anchors.copy_(
+        torch.tensor(model.description.anchors_px) / torch.tensor(model.strides).view(-1, 1, 1)
+    )
+    for conv, stride in zip(detect.m, model.strides, strict=True):
+        assert isinstance(conv, nn.Conv2d) and conv.bias is not None
+        bias = conv.bias.view(detect.anchors_per_cell, detect.values_per_anchor)
+        bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+        bias[:, 5:] += math.log(0.6 / (model.nc - 0.99999))
