@@ -1,0 +1,123 @@
+"""Gradients and batch-norm statistics of a step do not depend on how many ranks computed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fleet import on_fleet
+from torch import nn
+
+from yolofleet.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
+from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.world import World
+
+MICRO_BATCHES, IMAGES = 8, 3
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8, momentum=0.03),
+        nn.SiLU(),
+        nn.Conv2d(8, 4, 3, stride=2, bias=False),
+        nn.BatchNorm2d(4, momentum=0.03),
+        nn.Conv2d(4, 2, 1),
+    )
+    return net.to(memory_format=torch.channels_last)
+
+
+def inputs() -> torch.Tensor:
+    return torch.rand(MICRO_BATCHES, IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def one_step(world: World, shares: tuple[float, ...], small_buckets: bool, steps: int = 2) -> tuple:
+    net = small_net()
+    statistics = RunningStatistics(net)
+    buckets = GradientBuckets(net.parameters(), world, tail=statistics.size, bytes_each=256 if small_buckets else 1 << 20)
+    x = inputs()
+    for _ in range(steps):  # twice: nothing of the first step may leak into the second
+        buckets.zero()
+        mine = Partition(shares).ranges(MICRO_BATCHES)[world.rank]
+        for v in mine:
+            out = net(x[v])
+            statistics.collect(buckets.tail, v, MICRO_BATCHES)
+            if v == mine[-1]:
+                buckets.arm()
+            (out * out).sum().backward()
+        buckets.finish()
+        statistics.merge(buckets.tail, MICRO_BATCHES)
+    grads = [p.grad.clone() for p in net.parameters()]
+    return grads, statistics.running.clone(), float(buckets.norm())
+
+
+def sequential() -> tuple:
+    """Plain torch: eight forward passes one after the other, gradients accumulated."""
+    net = small_net()
+    x = inputs()
+    for _ in range(2):
+        net.zero_grad()
+        for v in range(MICRO_BATCHES):
+            out = net(x[v])
+            (out * out).sum().backward()
+    running = [b for m in net if isinstance(m, nn.BatchNorm2d) for b in (m.running_mean, m.running_var)]
+    return [p.grad for p in net.parameters()], torch.cat(running)
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)])
+@pytest.mark.parametrize("small_buckets", [False, True])
+def test_step_equals_sequential_torch(shares: tuple[float, ...], small_buckets: bool, tmp_path: Path) -> None:
+    expected_grads, expected_running = sequential()
+    for grads, running, norm in on_fleet(len(shares), tmp_path, one_step, shares, small_buckets):
+        whole = torch.cat([g.flatten() for g in expected_grads])
+        got = torch.cat([g.flatten() for g in grads])
+        assert (got - whole).norm() / whole.norm() < 1e-6
+        assert norm == pytest.approx(float(whole.norm()), rel=1e-5)
+        torch.testing.assert_close(running, expected_running, rtol=1e-5, atol=1e-6)
+
+
+def sync_pass(world: World, shares: tuple[int, ...]) -> tuple:
+    net = with_sync_batchnorm(small_net(), world)
+    statistics = RunningStatistics(net)
+    buckets = GradientBuckets(net.parameters(), world, tail=statistics.size)
+    x = inputs().flatten(0, 1)
+    mine = Partition(shares).ranges(len(x))[world.rank]
+    out = net(x[mine.start : mine.stop])
+    if world.is_main:
+        statistics.collect(buckets.tail, 0, 1)
+    buckets.arm()
+    (out * out).sum().backward()
+    buckets.finish()
+    statistics.merge(buckets.tail, 1)
+    return [p.grad.clone() for p in net.parameters()], statistics.running.clone(), out.detach()
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 1.0), (5.0, 1.0, 2.0), (1.0, 0.0)])
+def test_sync_batchnorm_equals_one_big_batch(shares: tuple[float, ...], tmp_path: Path) -> None:
+    net = small_net()
+    x = inputs().flatten(0, 1)
+    out = net(x)
+    (out * out).sum().backward()
+    results = on_fleet(len(shares), tmp_path, sync_pass, shares)
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), out.detach(), rtol=1e-5, atol=1e-5)
+    for grads, running, _ in results:
+        for got, p in zip(grads, net.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-4 * float(p.grad.abs().max()))
+        expected = torch.cat([b for m in net if isinstance(m, nn.BatchNorm2d) for b in (m.running_mean, m.running_var)])
+        torch.testing.assert_close(running, expected, rtol=1e-5, atol=1e-6)
+
+
+def exchange(world: World) -> tuple:
+    payload = b"x" * world.rank if world.rank != 1 else b""
+    gathered = world.all_gather_bytes(payload)
+    return gathered, world.broadcast_bytes(b"from zero"), world.sum_rows([1.0, float(world.rank)])
+
+
+def test_bytes_of_unequal_length_reach_every_rank(tmp_path: Path) -> None:
+    for gathered, told, row in on_fleet(3, tmp_path, exchange):
+        assert gathered == [b"", b"", b"xx"]
+        assert told == b"from zero"
+        assert row == [3.0, 3.0]
