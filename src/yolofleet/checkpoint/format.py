@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from yolofleet.errors import CheckpointError, StorageError
@@ -72,7 +73,8 @@ def write_atomically(path: Path, write: Callable[[Path], None], check: Callable[
     except OSError as problem:
         raise storage_error(problem, path) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -106,23 +108,36 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         CheckpointError: missing, cut, changed or not ours.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist", hint="check the path")
     try:
-        with safe_open(str(path), framework="pt") as f:
-            metadata = dict(f.metadata() or {})
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
+        content = path.read_bytes()
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror}", hint="check the path") from None
+    return decode_tensors(content, str(path))
+
+
+def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Like :func:`read_tensors`, from bytes that another rank sent; ``origin`` is for messages.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    try:
+        tensors = load(content)
+        header_bytes = int.from_bytes(content[:8], "little")
+        metadata = dict(json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {}))
+    except (SafetensorError, ValueError, RuntimeError, KeyError) as problem:
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({str(problem).splitlines()[0][:200]})",
+            f"{origin} is not a whole safetensors file ({str(problem).splitlines()[0][:200]})",
             hint="it may be cut or still being copied; use another copy",
         ) from None
     digest = metadata.pop(DIGEST, None)
     if digest is None:
-        raise CheckpointError(f"{path} was not written by yolofleet: its header has no digest")
+        raise CheckpointError(f"{origin} was not written by yolofleet: its header has no digest")
     if tensors_sha256(tensors, metadata) != digest:
-        raise CheckpointError(f"{path} is damaged: its content does not match its SHA-256", hint="use another copy")
+        raise CheckpointError(
+            f"{origin} is damaged: its content does not match its SHA-256", hint="use another copy"
+        )
     try:
         return tensors, {key: json.loads(value) for key, value in metadata.items()}
     except json.JSONDecodeError as problem:
-        raise CheckpointError(f"{path}: its header is not JSON ({problem})") from None
+        raise CheckpointError(f"{origin}: its header is not JSON ({problem})") from None

@@ -119,9 +119,14 @@ def load_snapshot(path: Path) -> Snapshot:
     Raises:
         CheckpointError: not whole, or not a full state.
     """
-    tensors, header = read_tensors(path)
+    return decode_snapshot(read_tensors(path), str(path))
+
+
+def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: str) -> Snapshot:
+    tensors, header = content
     if "state" not in header or "step" not in header:
         raise CheckpointError(
-            f"{path} holds weights, not a training state", hint="--weights starts from it; --resume needs checkpoints/"
+            f"{origin} holds weights, not a training state",
+            hint="--weights starts from it; --resume needs a file of checkpoints/",
         )
     return Snapshot(int(header["step"]), tensors, header["state"])

@@ -1,0 +1,45 @@
+# Everything needs only Python >= 3.10 and make. `make demo` and `make test` build .venv when it is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PY     := $(BIN)/python
+DEMO   ?= runs/demo
+
+.PHONY: env demo test test-slow lint bench clean
+
+env: $(VENV)/.made
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# data set, two-process training, validation, annotated pictures
+demo: env
+	$(BIN)/yolofleet train --data shapes --model yolov5n --recipe demo --img 160 --batch 16 --nominal-batch 16 \
+	  --micro-batch 8 --epochs $(or $(EPOCHS),30) --device cpu:2 --project $(DEMO) --name train --exist-ok
+	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data shapes --img 160 --device cpu:2 \
+	  --project $(DEMO) --name val --exist-ok
+	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source shapes --img 160 \
+	  --project $(DEMO) --name predict --exist-ok
+	@echo "look at $(DEMO)/predict and $(DEMO)/train/plots"
+
+test: env
+	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py
+	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py
+	$(PY) -m mypy
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu"
+
+# kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
+test-slow: env
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --timeout 3600
+
+lint: env
+	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py
+	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py
+
+bench: env
+	$(PY) benchmarks/train_speed.py
+
+clean:
+	rm -rf runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
