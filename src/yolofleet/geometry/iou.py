@@ -1,0 +1,48 @@
+"""Overlap of boxes: matched pairs for losses, all pairs for suppression."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 1e-7) -> Tensor:
+    """Complete IoU of matched boxes: row i against row i (for all pairs see ``iou_matrix``).
+
+    Args:
+        pred_cxcywh: [M, 4] float32, sizes above 0; gradients flow (not through the aspect weight alpha).
+        true_cxcywh: [M, 4] same units; no gradient.
+        eps: added to denominators (units^2).
+    Returns:
+        [M] in (-1.5, 1].
+    Source: arXiv:1911.08287. Hand-worked boxes in test_iou.py, gradients in test_yolov5_loss.py.
+    """
+    pred_centre, pred_size = pred_cxcywh[:, :2], pred_cxcywh[:, 2:]
+    true_centre, true_size = true_cxcywh[:, :2], true_cxcywh[:, 2:]
+    pred_low, pred_high = pred_centre - pred_size / 2, pred_centre + pred_size / 2
+    true_low, true_high = true_centre - true_size / 2, true_centre + true_size / 2
+
+    shared = (torch.minimum(pred_high, true_high) - torch.maximum(pred_low, true_low)).clamp(min=0)
+    hull = torch.maximum(pred_high, true_high) - torch.minimum(pred_low, true_low)
+    pred_w, pred_h = pred_size.unbind(1)
+    true_w, true_h = true_size.unbind(1)
+    intersection = shared[:, 0] * shared[:, 1]
+    iou = intersection / (pred_w * pred_h + true_w * true_h - intersection + eps)
+
+    distance = (pred_centre - true_centre).square().sum(1) / (hull.square().sum(1) + eps)
+    aspect = (torch.atan(true_w / true_h) - torch.atan(pred_w / pred_h)).square() * (4 / math.pi**2)
+    with torch.no_grad():
+        alpha = aspect / (1 + eps - iou + aspect)
+    return iou - distance - alpha * aspect
+
+
+def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
+    """IoU of all pairs: [A, 4] and [B, 4] in the same units -> [A, B] in 0..1; two empty boxes give NaN."""
+    low = torch.maximum(a_xyxy[:, None, :2], b_xyxy[None, :, :2])
+    high = torch.minimum(a_xyxy[:, None, 2:], b_xyxy[None, :, 2:])
+    shared = (high - low).clamp(min=0)
+    intersection = shared[..., 0] * shared[..., 1]
+    a_area, b_area = ((box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a_xyxy, b_xyxy))
+    return intersection / (a_area[:, None] + b_area[None, :] - intersection)

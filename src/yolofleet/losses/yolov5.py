@@ -1,0 +1,210 @@
+"""YOLOv5's loss as sums and counts: box (CIoU), objectness and class, each per level.
+
+N images, L levels, A anchors per level, C classes, T labels, M matches, K cells of all levels. A *cell* is one
+anchor at one grid place; cells of a level are numbered as they lie in a channels-last head: image, y, x, anchor.
+Which cells a label owns depends on labels alone, so ``match`` runs in loader processes (numpy, no torch work)
+and the counts of a whole step are known before its forward pass.
+
+Parity (value and gradient): tests/parity/test_yolov5_loss.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from yolofleet.config.schema import Recipe
+from yolofleet.errors import ConfigError
+from yolofleet.geometry.iou import ciou_pairs_cxcywh
+
+FOCAL_ALPHA = 0.25
+# objectness weight of each level, finest first
+BALANCE_3_LEVELS = (4.0, 1.0, 0.4)
+BALANCE_DEEPER = (4.0, 1.0, 0.25, 0.06, 0.02)
+# the label's own cell, then its left, top, right and bottom neighbour where the label lies in that half
+NEIGHBOURS_XY = np.array([[0, 0], [0.5, 0], [0, 0.5], [-0.5, 0], [0, -0.5]], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the labels of one micro-batch ask of which cells; rows are sorted by level, neighbour, anchor, label."""
+
+    matches: tuple[int, ...]  # L: rows of each level
+    cells: np.ndarray  # int64 [M]: cell number within its level
+    boxes_cxcywh: np.ndarray  # float32 [M, 4]: true box in grid units, relative to the cell's corner
+    anchors_wh: np.ndarray  # float32 [M, 2]: grid units
+    classes: np.ndarray  # int64 [M]
+    winners: np.ndarray  # int64 [U]: the row that sets the objectness of each owned cell (its last one)
+    winner_cells: np.ndarray  # int64 [U]: that cell, numbered through all levels; no duplicates
+    counts: np.ndarray  # int64 [3 L], in the order of Yolov5Loss.terms
+
+
+class Yolov5Loss:
+    """``images * sum_t(gains[t] * sums[t] / max(counts[t], 1))`` is the loss of a step.
+
+    Args:
+        anchors_px: [L, A, 2] width and height.
+        strides: px per grid unit of each level.
+        nc: classes; with one class the class terms are 0.
+        recipe: gains, ``anchor_t``, label smoothing, positive weights, focal gamma.
+        img: training size, px; the objectness gain grows with its square.
+    """
+
+    def __init__(
+        self, *, anchors_px: Tensor, strides: Sequence[int], nc: int, recipe: Recipe, img: int
+    ) -> None:
+        if recipe.autobalance:
+            raise ConfigError(
+                "autobalance is not available: it makes the loss depend on the order of micro-batches",
+                hint="set autobalance to false; the fixed balance of levels is used",
+            )
+        levels = len(strides)
+        self.strides = tuple(int(stride) for stride in strides)
+        anchors = anchors_px.detach().cpu().numpy().astype(np.float32)
+        self.anchors_wh = anchors / np.array(self.strides, np.float32)[:, None, None]  # [L, A, 2] grid units
+        self.nc, self.recipe = nc, recipe
+        self.terms = tuple(f"{term}/{level}" for term in ("box", "obj", "cls") for level in range(levels))
+        balance = BALANCE_3_LEVELS if levels == 3 else BALANCE_DEEPER
+        box = recipe.box * 3 / levels
+        obj = recipe.obj * (img / 640) ** 2 * 3 / levels
+        cls = recipe.cls * nc / 80 * 3 / levels
+        self.gains = torch.tensor(
+            [box] * levels + [obj * weight for weight in balance[:levels]] + [cls] * levels
+        )
+
+    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
+        """Assign labels to cells: every anchor within ``anchor_t`` of the label's shape, in up to three cells.
+
+        Args:
+            labels: float32 [T, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
+            images: N of the micro-batch.
+            size_hw: px, a multiple of every stride.
+        """
+        levels, anchors = self.anchors_wh.shape[:2]
+        grid_wh = np.array([[size_hw[1] // s, size_hw[0] // s] for s in self.strides], np.int64)  # [L, 2]
+        scale = np.concatenate((grid_wh, grid_wh), 1).astype(np.float32)
+        boxes = labels[None, :, 2:6] * scale[:, None]  # [L, T, 4] grid units
+
+        with np.errstate(divide="ignore"):  # a label without width fits no anchor
+            ratio = boxes[:, None, :, 2:] / self.anchors_wh[:, :, None]  # [L, A, T, 2]
+            fits = np.maximum(ratio, 1 / ratio).max(-1) < self.recipe.anchor_t
+        centre, from_end = boxes[..., :2], scale[:, None, :2] - boxes[..., :2]
+        left_top = (centre % 1 < 0.5) & (centre > 1)  # [L, T, 2]
+        right_bottom = (from_end % 1 < 0.5) & (from_end > 1)
+        near = np.concatenate((np.ones_like(left_top[..., :1]), left_top, right_bottom), -1)  # [L, T, 5]
+        level, neighbour, anchor, label = np.nonzero(near.transpose(0, 2, 1)[:, :, None] & fits[:, None])
+
+        box = boxes[level, label]  # [M, 4]
+        grid = grid_wh[level]
+        cell_xy = np.clip((box[:, :2] - NEIGHBOURS_XY[neighbour]).astype(np.int64), 0, grid - 1)
+        box[:, :2] -= cell_xy
+        image = labels[label, 0].astype(np.int64)
+        cells = ((image * grid[:, 1] + cell_xy[:, 1]) * grid[:, 0] + cell_xy[:, 0]) * anchors + anchor
+
+        per_level = images * anchors * grid_wh.prod(1)  # [L] cells
+        through_levels = (np.cumsum(per_level) - per_level)[level] + cells
+        winner_cells, from_last = np.unique(through_levels[::-1], return_index=True)
+        matches = np.bincount(level, minlength=levels)
+        return Targets(
+            matches=tuple(matches.tolist()),
+            cells=cells,
+            boxes_cxcywh=box,
+            anchors_wh=self.anchors_wh[level, anchor],
+            classes=labels[label, 1].astype(np.int64),
+            winners=len(cells) - 1 - from_last,
+            winner_cells=winner_cells,
+            counts=np.concatenate((matches, per_level, matches * self.nc)).astype(np.int64),
+        )
+
+    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+        """[3 L] float32 in the order of ``terms``, differentiable; a term without matches is exactly 0.
+
+        Args:
+            raws: per level [N, A, H, W, 5 + C]: x, y, w, h, objectness, classes; read in place when it is the
+                permuted view of a channels-last head, else copied once.
+        """
+        device = raws[0].device
+        cells, boxes, anchors, classes, winners, winner_cells = (
+            torch.from_numpy(array).to(device, non_blocking=True)
+            for array in (
+                targets.cells,
+                targets.boxes_cxcywh,
+                targets.anchors_wh,
+                targets.classes,
+                targets.winners,
+                targets.winner_cells,
+            )
+        )
+        parts = [_Pick.apply(raw, rows) for raw, rows in zip(raws, cells.split(targets.matches), strict=True)]
+        picked = torch.cat([rows for rows, _ in parts])  # [M, 5 + C]
+        objectness = torch.cat([logits for _, logits in parts])  # [K]
+        levels = len(raws)
+        assert len(objectness) == targets.counts[levels : 2 * levels].sum(), (
+            "targets were made for another size"
+        )
+
+        unit = picked[:, :4].sigmoid() * 2
+        predicted = torch.cat((unit[:, :2] - 0.5, unit[:, 2:].square() * anchors), 1)
+        ciou = ciou_pairs_cxcywh(predicted, boxes)  # [M]
+
+        wanted = torch.zeros_like(objectness)
+        wanted[winner_cells] = ciou.detach()[winners].clamp(min=0)
+        obj = self._binary(objectness, wanted, self.recipe.obj_pw)
+
+        obj_sums = [part.sum() for part in obj.split([len(logits) for _, logits in parts])]
+        box_sums = [part.sum() for part in (1 - ciou).split(targets.matches)]
+        if self.nc > 1:
+            half = 0.5 * self.recipe.label_smoothing
+            one_hot = torch.full_like(picked[:, 5:], half)
+            one_hot.scatter_(1, classes[:, None], 1 - half)
+            cls = self._binary(picked[:, 5:], one_hot, self.recipe.cls_pw)
+            cls_sums = [part.sum() for part in cls.split(targets.matches)]
+        else:
+            cls_sums = [objectness.new_zeros(())] * levels
+        return torch.stack(box_sums + obj_sums + cls_sums)
+
+    def _binary(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
+        """Cross entropy of each element; focal (arXiv:1708.02002) when ``fl_gamma`` is set."""
+        weight = None if positive_weight == 1 else logits.new_tensor(positive_weight)
+        loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none", pos_weight=weight)
+        if self.recipe.fl_gamma > 0:
+            probability = logits.sigmoid()
+            # 1 - p_t; kept off 0, where a gamma below 1 has no finite slope
+            miss = (wanted + probability - 2 * wanted * probability).clamp(min=1e-7)
+            alpha = wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)
+            loss = loss * alpha * miss**self.recipe.fl_gamma
+        return loss
+
+
+class _Pick(torch.autograd.Function):
+    """(raw [N, A, H, W, 5 + C], cells [m]) -> float32 rows [m, 5 + C] of those cells, objectness of all cells.
+
+    A function of its own because a cell may be picked many times: the backward of an embedding adds duplicates
+    in an order that depends on neither threads nor scheduling, on CPU and CUDA, where indexing does not; and
+    the gradient has the layout of the head, written in one pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+        images, anchors, height, width, values = raw.shape
+        rows = raw.permute(0, 2, 3, 1, 4).reshape(-1, values)  # [N H W A, 5 + C]
+        ctx.save_for_backward(cells)
+        ctx.shape, ctx.dtype = (images, height, width, anchors, values), raw.dtype
+        return rows.index_select(0, cells).float(), rows[:, 4].float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_objectness: Tensor) -> tuple[Tensor, None]:
+        (cells,) = ctx.saved_tensors
+        grad = torch.ops.aten.embedding_dense_backward(
+            grad_rows.to(ctx.dtype), cells, len(grad_objectness), -1, False
+        )
+        grad[:, 4] += grad_objectness
+        return grad.view(ctx.shape).permute(0, 3, 1, 2, 4), None
