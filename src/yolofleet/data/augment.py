@@ -1,0 +1,294 @@
+"""Augmentation of one training image: pure functions of arrays and of a keyed generator.
+
+The recipe is YOLOv5's: four or nine images on a canvas of twice the output size, a random affine or
+perspective map of it to the output, colour gains in HSV, flips, and mixing of two such pictures. Mosaics:
+arXiv:2004.10934, mixing: arXiv:1710.09412.
+
+All random numbers are drawn before a pixel is touched. So it is known what the output will see: only that
+window of the canvas is painted, and images outside it need not even be read. Without rotation, shear and
+perspective (the default recipe) the map is a crop and a resize, four times cheaper than a warp, once scale
+and offset are rounded to whole canvas pixels (a change of less than half a pixel, boxes included).
+
+Coordinates are continuous: the pixel in column i covers i to i + 1. s is the output size, a canvas is 2s
+(or s, for an image on its own); n boxes; images are uint8 [h, w, 3] BGR until ``recolour``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from yolofleet.config.schema import Recipe
+
+FILL = 114  # grey level of what no image covers
+
+# A moved box stays when it is larger than this, kept this much of its area, and is no sliver.
+SMALLEST_SIDE_PX = 2.0
+SMALLEST_AREA_LEFT = 0.1
+LARGEST_ASPECT = 100.0
+
+SMALLEST_CROP_SCALE = 0.4  # below, most of the window lies outside the canvas, so a warp is cheaper
+SMALLEST_SCALE = 0.05  # a gain of 1 could draw 0, which has no inverse
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One image on the canvas.
+
+    Attributes:
+        image: uint8 [h, w, 3].
+        labels: float32 [n, 5] class, cx, cy, w, h as fractions of this image.
+        left, top: canvas pixels of its upper left corner; may be negative.
+    """
+
+    image: np.ndarray
+    labels: np.ndarray
+    left: int
+    top: int
+
+
+@dataclass(frozen=True)
+class View:
+    """What the output shows of the canvas.
+
+    Attributes:
+        to_output: float64 [3, 3], canvas pixels to output pixels, homogeneous.
+        scale: output pixels per canvas pixel, before shear and perspective.
+        window_xyxy: whole canvas pixels that contain all that the output sees.
+        is_crop: the map takes the window exactly to the output, so a resize does it.
+        canvas_px, output_px: sides of both squares.
+    """
+
+    to_output: np.ndarray
+    scale: float
+    window_xyxy: tuple[int, int, int, int]
+    is_crop: bool
+    canvas_px: int
+    output_px: int
+
+    def sees(self, left: int, top: int, right: int, bottom: int) -> bool:
+        """Whether a rectangle of the canvas reaches into the window."""
+        x1, y1, x2, y2 = self.window_xyxy
+        return left < x2 and right > x1 and top < y2 and bottom > y1
+
+
+def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_px: int) -> View:
+    """A random map from canvas to output: centre, perspective, rotation and scale, shear, translation."""
+    perspective_x, perspective_y, turn, zoom, shear_x, shear_y, shift_x, shift_y = (
+        2 * rng.random(8) - 1
+    ).tolist()
+    scale = max(1 + recipe.scale * zoom, SMALLEST_SCALE)
+    middle_x = (0.5 + recipe.translate * shift_x) * output_px  # where the canvas's centre goes
+    middle_y = (0.5 + recipe.translate * shift_y) * output_px
+
+    turned = bool(recipe.degrees or recipe.shear or recipe.perspective)
+    if not turned and scale >= SMALLEST_CROP_SCALE:
+        side = round(output_px / scale)
+        scale = output_px / side
+        left, top = round(canvas_px / 2 - middle_x / scale), round(canvas_px / 2 - middle_y / scale)
+        crop = np.array([[scale, 0, -left * scale], [0, scale, -top * scale], [0, 0, 1]])
+        return View(crop, scale, (left, top, left + side, top + side), True, canvas_px, output_px)
+
+    centre = _translation(-canvas_px / 2, -canvas_px / 2)
+    tilt = np.eye(3)
+    tilt[2, :2] = recipe.perspective * perspective_x, recipe.perspective * perspective_y
+    angle = math.radians(recipe.degrees * turn)
+    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    shear = np.eye(3)
+    shear[0, 1] = math.tan(math.radians(recipe.shear * shear_x))
+    shear[1, 0] = math.tan(math.radians(recipe.shear * shear_y))
+    matrix = _translation(middle_x, middle_y) @ shear @ rotation @ tilt @ centre
+    if recipe.perspective or abs(np.linalg.det(matrix)) < 1e-9:  # the horizon may cross the window
+        window = (0, 0, canvas_px, canvas_px)
+    else:
+        corners = np.array([[0, output_px, 0, output_px], [0, 0, output_px, output_px], [1, 1, 1, 1]])
+        x, y, _ = np.linalg.inv(matrix) @ corners
+        window = (
+            min(max(math.floor(x.min()) - 1, 0), canvas_px - 1),
+            min(max(math.floor(y.min()) - 1, 0), canvas_px - 1),
+            max(min(math.ceil(x.max()) + 1, canvas_px), 1),
+            max(min(math.ceil(y.max()) + 1, canvas_px), 1),
+        )
+    return View(matrix, scale, window, False, canvas_px, output_px)
+
+
+def _translation(x: float, y: float) -> np.ndarray:
+    return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
+
+
+Read = Callable[[int], tuple[np.ndarray, np.ndarray]]  # image number -> image, labels as in Tile
+
+
+def centred(read: Read, number: int, view: View) -> list[Tile]:
+    """One image in the middle of a canvas of its own size (letterbox)."""
+    image, labels = read(number)
+    height, width = image.shape[:2]
+    return [Tile(image, labels, (view.canvas_px - width) // 2, (view.canvas_px - height) // 2)]
+
+
+def mosaic4(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: View) -> list[Tile]:
+    """Four images around a random point in the middle half of the canvas, each touching it with a corner.
+
+    Images whose quarter the view does not see are not read.
+    """
+    side = view.canvas_px
+    x, y = (int((0.25 + 0.5 * u) * side) for u in rng.random(2).tolist())
+    tiles = []
+    for number, (is_left, is_upper) in zip(numbers, ((1, 1), (0, 1), (1, 0), (0, 0)), strict=True):
+        quarter = (0 if is_left else x, 0 if is_upper else y, x if is_left else side, y if is_upper else side)
+        if view.sees(*quarter):
+            image, labels = read(number)
+            height, width = image.shape[:2]
+            tiles.append(Tile(image, labels, x - is_left * width, y - is_upper * height))
+    return tiles
+
+
+def mosaic9(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: View) -> list[Tile]:
+    """One image in the middle of a 3s canvas, eight clockwise around it from the top, each against its
+    neighbour; then a random 2s part of it."""
+    side = view.canvas_px // 2
+    images, labels = zip(*(read(number) for number in numbers), strict=True)
+    heights = [image.shape[0] for image in images]
+    widths = [image.shape[1] for image in images]
+    right, bottom = side + widths[0], side + heights[0]  # of the image in the middle, which starts at (s, s)
+    corners = [
+        (side, side),
+        (side, side - heights[1]),  # top
+        (side + widths[1], side - heights[2]),
+        (right, side),  # right
+        (right, side + heights[3]),
+        (right - widths[5], bottom),  # bottom
+        (right - widths[5] - widths[6], bottom),
+        (side - widths[7], bottom - heights[7]),  # left
+        (side - widths[8], bottom - heights[7] - heights[8]),
+    ]
+    from_x, from_y = (int(u * side) for u in rng.random(2).tolist())
+    return [
+        Tile(image, truth, left - from_x, top - from_y)
+        for image, truth, (left, top) in zip(images, labels, corners, strict=True)
+    ]
+
+
+def render(tiles: Sequence[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
+    """Paint what the view sees and map it, with its boxes, to the output.
+
+    Returns:
+        uint8 [s, s, 3], and float32 [n, 5] class, x1, y1, x2, y2 in output pixels, within the image.
+    """
+    x1, y1, x2, y2 = view.window_xyxy
+    painted = np.full((y2 - y1, x2 - x1, 3), FILL, np.uint8)
+    for tile in tiles:
+        height, width = tile.image.shape[:2]
+        left, right = max(tile.left, x1, 0), min(tile.left + width, x2, view.canvas_px)
+        top, bottom = max(tile.top, y1, 0), min(tile.top + height, y2, view.canvas_px)
+        if left < right and top < bottom:
+            seen = tile.image[top - tile.top : bottom - tile.top, left - tile.left : right - tile.left]
+            painted[top - y1 : bottom - y1, left - x1 : right - x1] = seen
+    size = (view.output_px, view.output_px)
+    if view.is_crop:
+        return cv2.resize(painted, size, interpolation=cv2.INTER_LINEAR), _move_boxes(tiles, view)
+    # OpenCV's warps count from pixel centres, everything else here from pixel edges.
+    matrix = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
+    fill = (FILL, FILL, FILL)
+    if matrix[2, 0] or matrix[2, 1]:
+        image = cv2.warpPerspective(painted, matrix, size, flags=cv2.INTER_LINEAR, borderValue=fill)
+    else:
+        image = cv2.warpAffine(painted, matrix[:2], size, flags=cv2.INTER_LINEAR, borderValue=fill)
+    return image, _move_boxes(tiles, view)
+
+
+def _move_boxes(tiles: Sequence[Tile], view: View) -> np.ndarray:
+    parts = []
+    for tile in tiles:
+        if len(tile.labels):
+            height, width = tile.image.shape[:2]
+            part = tile.labels.astype(np.float64)
+            centre = part[:, 1:3] * (width, height) + (tile.left, tile.top)
+            half = part[:, 3:5] * (width / 2, height / 2)
+            part[:, 1:3] = centre - half
+            part[:, 3:5] = centre + half
+            parts.append(part)
+    if not parts:
+        return np.zeros((0, 5), np.float32)
+    labels = np.concatenate(parts)
+    before = np.clip(labels[:, 1:], 0, view.canvas_px)
+    after = _map_boxes(before, view)
+    np.clip(after, 0, view.output_px, out=after)
+
+    width_before, height_before = (
+        (before[:, 2] - before[:, 0]) * view.scale,
+        (before[:, 3] - before[:, 1]) * view.scale,
+    )
+    width, height = after[:, 2] - after[:, 0], after[:, 3] - after[:, 1]
+    keep = (
+        (np.minimum(width, height) > SMALLEST_SIDE_PX)
+        & (width * height > SMALLEST_AREA_LEFT * width_before * height_before)
+        & (np.maximum(width, height) < LARGEST_ASPECT * np.minimum(width, height))
+    )
+    labels[:, 1:] = after
+    return labels[keep].astype(np.float32)
+
+
+def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
+    """Boxes around the four mapped corners of each box. [n, 4] -> [n, 4]"""
+    matrix = view.to_output
+    if view.is_crop:
+        return boxes_xyxy * view.scale + np.tile(matrix[:2, 2], 2)
+    corners = boxes_xyxy[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)  # [n, 4] -> [n, 4 corners, xy]
+    mapped = corners @ matrix[:2, :2].T + matrix[:2, 2]
+    mapped /= corners @ matrix[2:, :2].T + 1
+    return np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
+
+
+def mix(rng: np.random.Generator, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Weighted mean of two images of one size; the weight follows Beta(32, 32)."""
+    # The k-th smallest of n uniform numbers follows Beta(k, n + 1 - k): no draw but ``random`` is needed.
+    weight = float(np.partition(rng.random(63), 31)[31])
+    return cv2.addWeighted(first, weight, second, 1 - weight, 0)
+
+
+def colour_tables(
+    rng: np.random.Generator, recipe: Recipe
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Look-up tables uint8 [256] of hue (period 180), saturation and value; None when the recipe has no gain."""
+    gains = np.array([recipe.hsv_h, recipe.hsv_s, recipe.hsv_v])
+    if not gains.any():
+        return None
+    hue, saturation, value = (1 + gains * (2 * rng.random(3) - 1)).tolist()
+    level = np.arange(256)
+    return (
+        (level * hue % 180).astype(np.uint8),
+        np.clip(level * saturation, 0, 255).astype(np.uint8),
+        np.clip(level * value, 0, 255).astype(np.uint8),
+    )
+
+
+def recolour(
+    image: np.ndarray, tables: tuple[np.ndarray, np.ndarray, np.ndarray] | None, out: np.ndarray
+) -> np.ndarray:
+    """BGR to RGB through HSV tables (None: as it is), into ``out``, uint8 of the same shape."""
+    if tables is None:
+        return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=out)
+    planes = cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
+    changed = cv2.merge([cv2.LUT(plane, table) for plane, table in zip(planes, tables, strict=True)])
+    return cv2.cvtColor(changed, cv2.COLOR_HSV2RGB, dst=out)
+
+
+def flip(
+    image: np.ndarray, labels: np.ndarray, *, horizontal: bool, vertical: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mirror an image and its labels [n, 5] class, x1, y1, x2, y2 in pixels."""
+    height, width = image.shape[:2]
+    if not horizontal and not vertical:
+        return image, labels
+    labels = labels.copy()
+    if horizontal:
+        labels[:, [1, 3]] = width - labels[:, [3, 1]]
+    if vertical:
+        labels[:, [2, 4]] = height - labels[:, [4, 2]]
+    return cv2.flip(image, -1 if horizontal and vertical else 0 if vertical else 1), labels

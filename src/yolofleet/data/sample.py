@@ -1,0 +1,123 @@
+"""Training samples: sample k of epoch e is a pure function of data, recipe, seed, e and k."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from yolofleet.config.schema import Recipe
+from yolofleet.data import augment
+from yolofleet.data.keyed import generator, permutation
+
+ORDERS_KEPT = 3  # epochs whose permutation is at hand: a step may straddle a border, workers run ahead
+
+
+class Labelled(Protocol):
+    """What is needed of ``DataIndex``."""
+
+    def __len__(self) -> int: ...
+    def labels(self, image: int, /) -> np.ndarray: ...
+
+
+class Images(Protocol):
+    """What is needed of ``ImageCache``: uint8 [h, w, 3] BGR whose longer side is the training size."""
+
+    def get(self, image: int, /) -> np.ndarray: ...
+
+
+class TrainSamples:
+    """The augmented images of a run.
+
+    Args:
+        index: labels of the training split.
+        cache: its images, longer side = img.
+        recipe: augmentation gains and probabilities.
+        img: side of the square output, pixels.
+        seed: of the run.
+        epochs: length of the run; the last ``recipe.close_mosaic`` of them go without mosaic and mixing.
+    """
+
+    def __init__(
+        self, index: Labelled, cache: Images, recipe: Recipe, *, img: int, seed: int, epochs: int
+    ) -> None:
+        self.index = index
+        self.cache = cache
+        self.recipe = recipe
+        self.img = img
+        self.seed = seed
+        self.epochs = epochs
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return len(self.index)
+
+    def image_of(self, epoch: int, position: int) -> int:
+        """Number of the image that stands at a position of an epoch's order."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
+            for old in sorted(self._orders)[:-ORDERS_KEPT]:
+                del self._orders[old]
+        return int(order[position])
+
+    def sample(
+        self, epoch: int, position: int, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One training image and its labels.
+
+        Args:
+            out: uint8 [img, img, 3] contiguous, to be filled; by default a new array.
+        Returns:
+            uint8 [img, img, 3] RGB; float32 [n, 5] class, cx, cy, w, h as fractions of the image, n >= 0.
+        Raises:
+            DataError: an image cannot be read.
+        """
+        rng = generator(self.seed, "augment", epoch, position)
+        is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
+        number = self.image_of(epoch, position)
+        image, labels = self._picture(rng, number, is_mosaic)
+        if is_mosaic and is_mixed:
+            other, more = self._picture(rng, self._any(rng), True)
+            image, labels = augment.mix(rng, image, other), np.concatenate([labels, more])
+        image, labels = augment.flip(image, labels, horizontal=is_mirrored, vertical=is_upside_down)
+        if out is None:
+            out = np.empty((self.img, self.img, 3), np.uint8)
+        augment.recolour(image, augment.colour_tables(rng, self.recipe), out)
+        return out, _unit(labels, self.img)
+
+    def _chances(self, epoch: int) -> tuple[float, float, float, float]:
+        """Probabilities of a mosaic, of mixing two mosaics, of a horizontal and of a vertical flip."""
+        recipe = self.recipe
+        is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
+        return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
+
+    def _picture(
+        self, rng: np.random.Generator, number: int, is_mosaic: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A mapped mosaic, or a mapped single image: uint8 [img, img, 3] BGR, labels [n, 5] xyxy pixels."""
+        if not is_mosaic:
+            view = augment.draw_view(rng, self.recipe, self.img, self.img)
+            return augment.render(augment.centred(self._read, number, view), view)
+        view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img)
+        is_nine = rng.random() < self.recipe.mosaic9
+        numbers = [number, *(self._any(rng) for _ in range(8 if is_nine else 3))]
+        places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
+        build = augment.mosaic9 if is_nine else augment.mosaic4
+        return augment.render(build(rng, self._read, [numbers[place] for place in places], view), view)
+
+    def _any(self, rng: np.random.Generator) -> int:
+        return int(rng.random() * len(self))
+
+    def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.cache.get(number), self.index.labels(number)
+
+
+def _unit(labels: np.ndarray, img: int) -> np.ndarray:
+    """[n, 5] class, x1, y1, x2, y2 pixels -> class, cx, cy, w, h in 0..1; centres stay below 1."""
+    boxes = np.clip(labels[:, 1:], 0, img - 1e-3) / img
+    result = labels.copy()
+    result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2
+    result[:, 3:5] = boxes[:, 2:] - boxes[:, :2]
+    return result
