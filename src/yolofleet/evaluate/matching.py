@@ -1,0 +1,356 @@
+"""Which detection found which labelled box, by the rules of the COCO API, in shards that merge exactly.
+
+Each rank matches the detections of its own images (``match_detections``) and keeps, per detection, only
+class, score and 2 x 40 bits: hit or miss at every IoU threshold and area range. These records are what
+travels; ``merge`` puts them into one order, whatever the sharding was.
+
+Protocol: T. Lin et al., "Microsoft COCO: Common Objects in Context", arXiv:1405.0312, as defined by the
+COCO API (pycocotools ``COCOeval``, bbox); compared with it in tests/parity/test_coco_metrics_parity.py.
+
+Legend: D detections, M labels, P pairs (detection, label), C classes, T = 10 IoU thresholds, A = 4 area
+ranges. Bit ``t * A + a`` of a 40-bit word stands for threshold t and area range a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+
+from yolofleet.errors import ClusterError
+
+# linspace, not arange: arange(.5, 1, .05) differs in the last bits and so moves matches.
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+AREA_RANGES_PX = {
+    "all": (0.0, 1e10),
+    "small": (0.0, 32.0**2),
+    "medium": (32.0**2, 96.0**2),
+    "large": (96.0**2, 1e10),
+}
+MOST_DETECTIONS = 100  # per image and class; the rest is cut
+
+RECORDS_VERSION = 1
+T, A = len(IOU_THRESHOLDS), len(AREA_RANGES_PX)
+_WORD_BYTES = T * A // 8
+_EVERY_BIT = np.uint64((1 << T * A) - 1)
+_EVERY_THRESHOLD = np.uint64(sum(1 << A * t for t in range(T)))  # 4 area bits x this = the same bits at all T
+_REACHED = np.array([(1 << A * t) - 1 for t in range(T + 1)], np.uint64)  # bits of the first t thresholds
+_IOU_FLOORS = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)
+_PAIRS_AT_ONCE = 1 << 19  # about 60 MB of temporaries
+
+
+@dataclass(frozen=True)
+class Labels:
+    """True boxes of some images, in file order within an image.
+
+    Attributes:
+        image: int64 [M] >= 0, the image's place in the order of images, which breaks ties of scores.
+        class_idx: int64 [M].
+        boxes_xywh_px: float64 [M, 4], left, top, width, height in native pixels.
+        area_px: float64 [M], the annotated area, which decides small, medium or large.
+        crowd: bool [M]; a crowd is no object to find and takes any number of detections.
+    """
+
+    image: NDArray[np.int64]
+    class_idx: NDArray[np.int64]
+    boxes_xywh_px: NDArray[np.float64]
+    area_px: NDArray[np.float64]
+    crowd: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ScoredBoxes:
+    """Detections of some images; among equal scores of an image and class the first row wins.
+
+    Attributes:
+        image: int64 [D], as in ``Labels``.
+        class_idx: int64 [D].
+        boxes_xywh_px: float64 [D, 4].
+        score: float64 [D].
+    """
+
+    image: NDArray[np.int64]
+    class_idx: NDArray[np.int64]
+    boxes_xywh_px: NDArray[np.float64]
+    score: NDArray[np.float64]
+
+
+Table = TypeVar("Table", Labels, ScoredBoxes)
+
+
+def rows(table: Table, index: NDArray[Any]) -> Table:
+    """The rows that ``index`` (numbers or flags) names, in its order."""
+    return type(table)(*(getattr(table, field.name)[index] for field in fields(table)))
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """At least one table -> one, rows in order."""
+    names = [field.name for field in fields(tables[0])]
+    return type(tables[0])(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
+
+
+@dataclass(frozen=True)
+class MatchRecords:
+    """What matching found, 31 bytes a detection, ordered by (class, score descending, image, rank).
+
+    Attributes:
+        class_idx: int32 [D].
+        score: float64 [D].
+        image: int64 [D].
+        rank: uint8 [D], place by score within its image and class, 0..99.
+        hit: uint8 [D, 5], little-endian 40-bit words: found an object that counts.
+        miss: uint8 [D, 5]: found nothing, and counts. Neither bit: ignored (crowd, other area range).
+        objects: int64 [C, A], labels that count in each area range.
+        images: int64 [C], images with at least one label of the class that is no crowd.
+        images_seen: int64 [1], images matched, with labels or without.
+    """
+
+    class_idx: NDArray[np.int32]
+    score: NDArray[np.float64]
+    image: NDArray[np.int64]
+    rank: NDArray[np.uint8]
+    hit: NDArray[np.uint8]
+    miss: NDArray[np.uint8]
+    objects: NDArray[np.int64]
+    images: NDArray[np.int64]
+    images_seen: NDArray[np.int64]
+
+    def to_bytes(self) -> bytes:
+        """The arrays as a safetensors file; no pickle."""
+        arrays = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
+        return save_arrays({**arrays, "version": np.array([RECORDS_VERSION], np.int64)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> MatchRecords:
+        """Inverse of ``to_bytes``.
+
+        Raises:
+            ClusterError: not such bytes, of another version, or of other types or shapes.
+        """
+        try:
+            arrays = load_arrays(data)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise _unreadable(f"not safetensors ({error})") from error
+        version = arrays.pop("version", np.zeros(0)).tolist()
+        if version != [RECORDS_VERSION]:
+            raise _unreadable(f"version {version}, this process reads [{RECORDS_VERSION}]")
+        if set(arrays) != set(_LAYOUT):
+            raise _unreadable(f"fields {sorted(arrays)}, expected {sorted(_LAYOUT)}")
+        sizes: dict[str, int] = {"1": 1, "A": A, "W": _WORD_BYTES}
+        for name, (dtype, axes) in _LAYOUT.items():
+            array = arrays[name]
+            shape = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
+            if array.dtype != dtype or array.ndim != len(axes) or array.shape != shape:
+                raise _unreadable(
+                    f"{name} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {axes}"
+                )
+        return cls(**arrays)
+
+
+# Element type and axes of each field (letters of the legend; W = 5 bytes of a word).
+_LAYOUT: dict[str, tuple[type, str]] = {
+    "class_idx": (np.int32, "D"),
+    "score": (np.float64, "D"),
+    "image": (np.int64, "D"),
+    "rank": (np.uint8, "D"),
+    "hit": (np.uint8, "DW"),
+    "miss": (np.uint8, "DW"),
+    "objects": (np.int64, "CA"),
+    "images": (np.int64, "C"),
+    "images_seen": (np.int64, "1"),
+}
+
+
+def _unreadable(why: str) -> ClusterError:
+    return ClusterError(
+        f"match records of another process cannot be read: {why}",
+        hint="install the same version of yolofleet on every machine",
+    )
+
+
+def match_detections(
+    labels: Labels, detections: ScoredBoxes, *, classes: int, images_seen: int
+) -> MatchRecords:
+    """Match detections to labels, image by image and class by class, as COCOeval does.
+
+    Detections choose in order of score. Each takes, of the free labels of its image and class with IoU at
+    least the threshold, the one with the highest IoU (the later one of equals); labels that do not count in
+    an area range are a second choice. No loop over images: the loop runs over (rank, choice), and one step
+    moves all images and all 40 (threshold, area range) pairs as bits of a word.
+
+    Args:
+        classes: C; ``class_idx`` is below it.
+        images_seen: images that the two tables stand for (those without rows included).
+    """
+    labels = rows(labels, np.lexsort((labels.class_idx, labels.image)))  # stable: file order stays
+    by_score = np.lexsort((-detections.score, detections.class_idx, detections.image))
+    rank = _rank_in_runs(detections.image[by_score], detections.class_idx[by_score])
+    best = rank < MOST_DETECTIONS
+    detections, rank = rows(detections, by_score[best]), rank[best]
+
+    label_elsewhere = _outside(labels.area_px) | labels.crowd[:, None]  # [M, A]
+    label_ignored = _words(label_elsewhere)
+    detection_outside = _words(_outside(detections.boxes_xywh_px[:, 2] * detections.boxes_xywh_px[:, 3]))
+
+    matched = np.zeros(len(rank), np.uint64)
+    ignored = np.zeros(len(rank), np.uint64)
+    taken = np.zeros(len(label_ignored), np.uint64)
+    for second_choice, d, m, reached in _claims(labels, detections, rank):
+        allowed = reached & (label_ignored[m] if second_choice else ~label_ignored[m])
+        won = allowed & ~taken[m] & ~matched[d]
+        matched[d] |= won
+        taken[m] |= np.where(labels.crowd[m], np.uint64(0), won)
+        if second_choice:
+            ignored[d] |= won
+
+    objects = np.zeros((classes, A), np.int64)
+    np.add.at(objects, labels.class_idx, ~label_elsewhere)
+    found_on = np.stack([labels.class_idx, labels.image])[:, ~labels.crowd]
+    return _in_order(
+        MatchRecords(
+            class_idx=detections.class_idx.astype(np.int32),
+            score=detections.score,
+            image=detections.image,
+            rank=rank.astype(np.uint8),
+            hit=_packed(matched & ~ignored),
+            miss=_packed(~matched & ~detection_outside & _EVERY_BIT),
+            objects=objects,
+            images=np.bincount(np.unique(found_on, axis=1)[0], minlength=classes).astype(np.int64),
+            images_seen=np.array([images_seen], np.int64),
+        )
+    )
+
+
+def merge(shards: Sequence[MatchRecords]) -> MatchRecords:
+    """All shards as one; equal to the last bit however the images were dealt to the shards."""
+    assert shards, "at least one shard"
+    whole: dict[str, Any] = {}
+    for name, (_, axes) in _LAYOUT.items():
+        parts = [getattr(shard, name) for shard in shards]
+        whole[name] = np.concatenate(parts) if "D" in axes else np.sum(parts, axis=0)
+    return _in_order(MatchRecords(**whole))
+
+
+# matching -------------------------------------------------------------------------------------------------
+
+
+def _claims(
+    labels: Labels, detections: ScoredBoxes, rank: NDArray[np.int64]
+) -> Iterator[tuple[bool, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]]:
+    """Steps of the matching, in order: (second choice?, detections d, labels m, bits of the reached thresholds).
+
+    In a step every detection and every label occurs at most once, because all its detections have one rank.
+    """
+    d, m, iou = overlapping_pairs(labels, detections, _IOU_FLOORS[0])
+    order = np.lexsort((-m, -iou, d))  # by detection, best label first, the later of equals first
+    d, m, iou = d[order], m[order], iou[order]
+    reached = _REACHED[np.searchsorted(_IOU_FLOORS, iou, side="right")]
+    choice = _rank_in_runs(d)
+    order = np.lexsort((choice, rank[d]))
+    d, m, reached = d[order], m[order], reached[order]
+    choice = choice[order]
+    borders = np.flatnonzero(np.diff(rank[d], prepend=-1) | np.diff(choice, prepend=-1))
+    steps = list(pairwise([*borders.tolist(), len(d)]))
+    rounds = [i for i, (lo, _) in enumerate(steps) if choice[lo] == 0]  # a round: all choices of one rank
+    for first, last in pairwise([*rounds, len(steps)]):
+        for second_choice in (False, True):
+            for lo, hi in steps[first:last]:
+                yield second_choice, d[lo:hi], m[lo:hi], reached[lo:hi]
+
+
+def overlapping_pairs(
+    labels: Labels, detections: ScoredBoxes, floor: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Rows d and m [P] of same image and class, and their IoU [P] where it is at least ``floor``.
+
+    Args:
+        labels: ordered by (image, class).
+    """
+    images = np.unique(labels.image)
+    classes = 1 + max(labels.class_idx.max(initial=0), detections.class_idx.max(initial=0))
+    label_key = np.searchsorted(images, labels.image) * classes + labels.class_idx
+    assert (np.diff(label_key) >= 0).all(), "labels are sorted"
+    image = np.searchsorted(images, detections.image)
+    known = np.append(images, -1)[image] == detections.image
+    key = np.where(known, image * classes + detections.class_idx, -1)
+    first = np.searchsorted(label_key, key, side="left")
+    count = np.searchsorted(label_key, key, side="right") - first
+    ends = np.cumsum(count)
+    found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+    lo = 0
+    while lo < len(count):
+        done = ends[lo] - count[lo]
+        hi = max(lo + 1, int(np.searchsorted(ends, done + _PAIRS_AT_ONCE, side="right")))
+        d = np.repeat(np.arange(lo, hi), count[lo:hi])
+        m = np.arange(len(d)) + np.repeat(first[lo:hi] - (ends[lo:hi] - count[lo:hi] - done), count[lo:hi])
+        iou = _iou_pairs(detections.boxes_xywh_px[d], labels.boxes_xywh_px[m], labels.crowd[m])
+        near = iou >= floor
+        found.append((d[near], m[near], iou[near]))
+        lo = hi
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+    d, m, iou = (np.concatenate(parts) for parts in zip(empty, *found, strict=True))
+    return d, m, iou
+
+
+def _iou_pairs(
+    found_xywh: NDArray[np.float64], true_xywh: NDArray[np.float64], crowd: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """[P] IoU of row i with row i; with a crowd the union is the detection alone. Operation by operation as
+    in COCO's C code, for a last-bit difference at a threshold is a different match."""
+    d, m = found_xywh.T, true_xywh.T
+    w = np.minimum(d[2] + d[0], m[2] + m[0]) - np.maximum(d[0], m[0])
+    h = np.minimum(d[3] + d[1], m[3] + m[1]) - np.maximum(d[1], m[1])
+    both = w * h
+    area = d[2] * d[3]
+    union = np.where(crowd, area, area + m[2] * m[3] - both)
+    overlap = (w > 0) & (h > 0)
+    return np.divide(both, union, out=np.zeros_like(both), where=overlap)
+
+
+def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, 2, ... within each run of equal keys."""
+    place = np.arange(len(keys[0]))
+    begins = np.ones(len(place), bool)
+    if len(place):
+        begins[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return place - np.maximum.accumulate(np.where(begins, place, 0))
+
+
+def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[..., A]: the area is not in the range; both ends belong to it."""
+    low, high = np.array(list(AREA_RANGES_PX.values())).T
+    return (area_px[:, None] < low) | (area_px[:, None] > high)
+
+
+# bits -----------------------------------------------------------------------------------------------------
+
+
+def _words(by_area: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """[N, A] flags -> [N] words with these flags at every threshold."""
+    nibble = (by_area << np.arange(A)).sum(axis=1).astype(np.uint64)
+    return nibble * _EVERY_THRESHOLD
+
+
+def _packed(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :_WORD_BYTES].copy()
+
+
+def unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[D, 5] bytes -> [T, A, D] zeros and ones."""
+    bits = np.unpackbits(packed, axis=1, bitorder="little")  # [D, 5] -> [D, T * A]
+    return np.ascontiguousarray(bits.T).reshape(T, A, len(packed))
+
+
+def _in_order(records: MatchRecords) -> MatchRecords:
+    order = np.lexsort((records.rank, records.image, -records.score, records.class_idx))
+    sorted_fields = {
+        name: getattr(records, name)[order] for name, (_, axes) in _LAYOUT.items() if "D" in axes
+    }
+    return replace(records, **sorted_fields)

@@ -1,0 +1,134 @@
+"""Precision, recall and F1 against confidence, and the single confidence at which YOLOv5 reports them.
+
+The definitions are YOLOv5's (its ``val`` table): curves are read at 1000 confidences, F1 is averaged over
+the classes that have labels, smoothed, and its peak is the confidence of the reported P and R. Numbers of
+the original: tests/unit/test_precision_recall.py.
+
+Legend: D detections, C classes, K classes that have labels, T IoU thresholds, X = 1000 points of a curve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+POINTS = 1000
+SMOOTHING = 0.1  # width of the box filter over the mean F1, as a fraction of the curve
+
+
+@dataclass(frozen=True)
+class PrecisionRecall:
+    """Curves and working point of the K classes that have labels.
+
+    Attributes:
+        class_idx: int64 [K], ascending.
+        grid: float64 [X], 0..1.
+        precision_curves, recall_curves, f1_curves: float64 [K, X], at confidence ``grid`` and the first IoU
+            threshold.
+        precision_at_recall: float64 [K, X], at recall ``grid`` and the first IoU threshold.
+        ap: float64 [K, T], area under precision over recall (101 points, linear between).
+        best: index into ``grid`` of the confidence with the best smoothed mean F1; 0 when there are no labels.
+    """
+
+    class_idx: NDArray[np.int64]
+    grid: NDArray[np.float64]
+    precision_curves: NDArray[np.float64]
+    recall_curves: NDArray[np.float64]
+    f1_curves: NDArray[np.float64]
+    precision_at_recall: NDArray[np.float64]
+    ap: NDArray[np.float64]
+    best: int
+
+    @property
+    def confidence(self) -> float:
+        """Where precision, recall and F1 below are read."""
+        return float(self.grid[self.best])
+
+    @property
+    def precision(self) -> NDArray[np.float64]:
+        """[K] at the best confidence."""
+        return self.precision_curves[:, self.best]
+
+    @property
+    def recall(self) -> NDArray[np.float64]:
+        """[K] at the best confidence."""
+        return self.recall_curves[:, self.best]
+
+    @property
+    def f1(self) -> NDArray[np.float64]:
+        """[K] at the best confidence."""
+        return self.f1_curves[:, self.best]
+
+    @property
+    def mean_precision(self) -> float:
+        return float(self.precision.mean()) if len(self.class_idx) else 0.0
+
+    @property
+    def mean_recall(self) -> float:
+        return float(self.recall.mean()) if len(self.class_idx) else 0.0
+
+    @property
+    def mean_f1(self) -> float:
+        return float(self.f1.mean()) if len(self.class_idx) else 0.0
+
+
+def precision_recall(
+    hit: NDArray[np.bool_],
+    score: NDArray[np.floating],
+    class_idx: NDArray[np.integer],
+    labels_per_class: NDArray[np.integer],
+) -> PrecisionRecall:
+    """Curves of every class that has labels.
+
+    Args:
+        hit: [D, T], the detection found a label at this IoU threshold.
+        score: [D], 0..1. class_idx: [D].
+        labels_per_class: [C].
+    """
+    present = np.flatnonzero(labels_per_class)
+    grid = np.linspace(0, 1, POINTS)
+    precision_curves = np.zeros((len(present), POINTS))
+    recall_curves = np.zeros((len(present), POINTS))
+    at_recall = np.zeros((len(present), POINTS))
+    ap = np.zeros((len(present), hit.shape[1]))
+    order = np.argsort(-score, kind="stable")
+    hit, score, class_idx = hit[order], score[order], class_idx[order]
+    for row, c in enumerate(present):
+        mine = class_idx == c
+        if not mine.any():
+            continue
+        hits = np.cumsum(hit[mine], axis=0, dtype=np.float64)  # [D of the class, T]
+        recall = hits / labels_per_class[c]
+        precision = hits / np.arange(1, len(hits) + 1)[:, None]
+        falling = -score[mine].astype(np.float64)  # np.interp wants rising abscissae
+        recall_curves[row] = np.interp(-grid, falling, recall[:, 0], left=0)
+        precision_curves[row] = np.interp(-grid, falling, precision[:, 0], left=1)
+        for t in range(hit.shape[1]):
+            x, y = _envelope(recall[:, t], precision[:, t])
+            recall_points = np.linspace(0, 1, 101)
+            at_points = np.interp(recall_points, x, y)
+            ap[row, t] = ((at_points[1:] + at_points[:-1]) / 2 * np.diff(recall_points)).sum()
+            if t == 0:
+                at_recall[row] = np.interp(grid, x, y)
+    f1_curves = 2 * precision_curves * recall_curves / (precision_curves + recall_curves + 1e-16)
+    best = int(_smoothed(f1_curves.mean(axis=0)).argmax()) if len(present) else 0
+    return PrecisionRecall(present, grid, precision_curves, recall_curves, f1_curves, at_recall, ap, best)
+
+
+def _envelope(
+    recall: NDArray[np.float64], precision: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Precision made non-increasing from the right, with the ends (0, 1) and (1, 0) attached."""
+    x = np.concatenate(([0.0], recall, [1.0]))
+    y = np.concatenate(([1.0], precision, [0.0]))
+    return x, np.maximum.accumulate(y[::-1])[::-1]
+
+
+def _smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean over a box of ``SMOOTHING`` of the curve's length (odd), with the end values held."""
+    half = round(len(curve) * SMOOTHING / 2)
+    return np.convolve(
+        np.pad(curve, half, mode="edge"), np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid"
+    )
