@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,9 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
+from yolofleet.families import family_of
 from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.description import describe
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
 SIZE_HW = (64, 96)
@@ -158,6 +161,22 @@ def test_gradient_has_equal_bits_for_any_number_of_threads():
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[1], gradients[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gradient_on_cuda_is_the_cpus_and_repeats_to_the_bit():
+    rng = np.random.default_rng(0)
+    rows = np.zeros((400, 6), np.float32)
+    rows[:, 2:4], rows[:, 4:] = rng.uniform(0.4, 0.6, (400, 2)), 0.2
+    loss, gradients = make_loss(nc=80), []
+    targets = loss.match(rows, 1, SIZE_HW)
+    for device in ("cpu", "cuda", "cuda"):
+        raws = [raw.detach().to(device).requires_grad_() for raw in random_raws(1, 80)]
+        loss.sums(raws, targets).sum().backward()
+        gradients.append(torch.cat([raw.grad.flatten().cpu() for raw in raws]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(gradients[1], gradients[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_half_precision_heads_are_float32(dtype):
     loss = make_loss()
@@ -186,3 +205,21 @@ def test_gradient_reaches_the_head_in_the_heads_own_layout():
 def test_autobalance_is_refused():
     with pytest.raises(ConfigError, match="autobalance"):
         make_loss(autobalance=True)
+
+
+def test_more_levels_than_have_a_balance_are_refused():
+    with pytest.raises(ConfigError, match="6 detection levels"):
+        Yolov5Loss(anchors_px=torch.ones(6, 3, 2), strides=[8] * 6, nc=1, recipe=Recipe(), img=64)
+
+
+def test_the_familys_loss_trains_the_familys_model():
+    description = describe("yolov5n")
+    family = family_of(description)
+    model = family.build(description, 3, seed=0)
+    loss = family.loss(model, Recipe(), 64)
+    raws = model(torch.zeros(1, 3, *SIZE_HW).contiguous(memory_format=torch.channels_last))
+    sums = loss.sums(raws, loss.match(labels(label(0, 0, 30, 30, 10, 12)), 1, SIZE_HW))
+    (sums * loss.gains).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    with pytest.raises(ConfigError, match="yolov9"):
+        family_of(replace(description, family="yolov9"))

@@ -40,9 +40,10 @@ def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 
 
 def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
     """IoU of all pairs: [A, 4] and [B, 4] in the same units -> [A, B] in 0..1; two empty boxes give NaN."""
-    low = torch.maximum(a_xyxy[:, None, :2], b_xyxy[None, :, :2])
-    high = torch.minimum(a_xyxy[:, None, 2:], b_xyxy[None, :, 2:])
-    shared = (high - low).clamp(min=0)
-    intersection = shared[..., 0] * shared[..., 1]
-    a_area, b_area = ((box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a_xyxy, b_xyxy))
-    return intersection / (a_area[:, None] + b_area[None, :] - intersection)
+    a_x1, a_y1, a_x2, a_y2 = a_xyxy.t().contiguous()[:, :, None]  # each [A, 1]
+    b_x1, b_y1, b_x2, b_y2 = b_xyxy.t().contiguous()[:, None]  # each [1, B]
+    width = (torch.minimum(a_x2, b_x2) - torch.maximum(a_x1, b_x1)).clamp_(min=0)
+    height = (torch.minimum(a_y2, b_y2) - torch.maximum(a_y1, b_y1)).clamp_(min=0)
+    intersection = width * height
+    union = (a_x2 - a_x1) * (a_y2 - a_y1) + (b_x2 - b_x1) * (b_y2 - b_y1) - intersection
+    return intersection / union

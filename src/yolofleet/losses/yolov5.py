@@ -66,6 +66,11 @@ class Yolov5Loss:
                 hint="set autobalance to false; the fixed balance of levels is used",
             )
         levels = len(strides)
+        if levels > len(BALANCE_DEEPER):
+            raise ConfigError(
+                f"the model has {levels} detection levels; this loss knows 1..{len(BALANCE_DEEPER)}",
+                hint="leave out levels in the model description's Detect row",
+            )
         self.strides = tuple(int(stride) for stride in strides)
         anchors = anchors_px.detach().cpu().numpy().astype(np.float32)
         self.anchors_wh = anchors / np.array(self.strides, np.float32)[:, None, None]  # [L, A, 2] grid units

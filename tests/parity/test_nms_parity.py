@@ -1,0 +1,30 @@
+"""Detections against those of YOLOv5 v7.0, equal to the bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from reference import parity
+
+from yolofleet.geometry.nms import detections
+
+CASES = json.loads(parity("nms/cases.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_detections_are_the_originals(name):
+    options = CASES[name]
+    with np.load(parity("nms/cases.npz")) as numbers:
+        found, capped = detections(
+            torch.from_numpy(numbers["pred"]),
+            conf=options["conf_thres"],
+            iou=options["iou_thres"],
+            max_det=options.get("max_det", 300),
+            multi_label=options.get("multi_label", False),
+            agnostic=options.get("agnostic", False),
+            classes=options.get("classes"),
+        )
+        for image, boxes in enumerate(found):
+            np.testing.assert_array_equal(boxes.numpy(), numbers[f"{name}.img{image}"])
+    assert capped == 0 and len(found) == 3
