@@ -80,7 +80,8 @@ def test_restart_falls_back_to_the_newest_whole_state_and_says_so(tmp_path: Path
     assert [e.step for e in store.entries()] == [20, 15, 10]  # the oldest went
     newest = store.entries()[0].path
     newest.write_bytes(newest.read_bytes()[:-5])
-    found, passed_over = store.newest()
+    path, passed_over = store.newest()
+    found = load_snapshot(path)
     assert found.step == 15 and found.values["images_seen"] == 120
     assert len(passed_over) == 1 and "step-00000020" in passed_over[0]
 

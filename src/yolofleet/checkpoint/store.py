@@ -91,8 +91,8 @@ class CheckpointStore:
             failure, self._failure = self._failure, None
             raise failure
 
-    def newest(self) -> tuple[Snapshot, list[str]]:
-        """The newest whole state, and a note per file that was passed over.
+    def newest(self) -> tuple[Path, list[str]]:
+        """The newest whole state's file, and a note per file that was passed over.
 
         Raises:
             CheckpointError: there is none.
@@ -100,7 +100,8 @@ class CheckpointStore:
         passed_over: list[str] = []
         for entry in self.entries():
             try:
-                return load_snapshot(entry.path), passed_over
+                load_snapshot(entry.path)
+                return entry.path, passed_over
             except CheckpointError as problem:
                 passed_over.append(problem.what)
         if passed_over:

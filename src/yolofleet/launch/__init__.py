@@ -1,0 +1,58 @@
+"""Where a run runs. No torch here: ``worker.py`` is imported only when this process becomes a worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.launch.job import JobSpec, processes_of
+from yolofleet.report.folder import RunFolder, write_text
+
+
+def start(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> int:
+    """Train: in this process for one device or under somebody's torchrun, else in one process per device.
+
+    Returns:
+        The exit code of a launched job; 0 otherwise.
+    Raises:
+        YolofleetError: from a run in this process.
+    """
+    return _start("train", config, recipe)
+
+
+def start_val(config: Resolved[ValConfig]) -> int:
+    """Validate, like :func:`start`."""
+    return _start("val", config, None)
+
+
+def _start(verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None) -> int:
+    settings = config.value
+    processes = processes_of(settings.device)
+    if processes == 1 or is_worker():
+        from yolofleet.worker import run
+
+        run(config, recipe, resumed_folder(settings))
+        return 0
+    from yolofleet.launch.local import run_agent
+
+    folder = resumed_folder(settings)
+    if folder is None:
+        made = RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
+        folder = made.path
+    write_text(folder / "config.yaml", dump_config(config, recipe))
+    return run_agent(JobSpec(verb, folder.resolve(), processes))
+
+
+def is_worker() -> bool:
+    """Somebody's launcher started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def resumed_folder(settings: TrainConfig | ValConfig) -> Path | None:
+    """The folder of the run that ``--resume`` continues (``config/resume.py`` has found it)."""
+    if not isinstance(settings, TrainConfig) or not settings.resume:
+        return None
+    path = Path(settings.resume)
+    return path if path.is_dir() else path.parent.parent

@@ -66,7 +66,9 @@ def train_step(
         NumericsError: the gradient is not finite.
     """
     device = world.device
-    local_counts = sum((mb.targets.counts for mb in micro_batches), torch.zeros(len(loss.terms), dtype=torch.int64))
+    local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
+    for mb in micro_batches:
+        local_counts += torch.from_numpy(mb.targets.counts)
     shared = torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)])
     with clock("comm"):
         world.all_reduce_(shared)

@@ -1,0 +1,70 @@
+"""The network of a run: built, filled with start weights, partly frozen."""
+
+from __future__ import annotations
+
+import torch
+
+from yolofleet.checkpoint.weights import read_weights, resolve_weights, transfer
+from yolofleet.config.schema import TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.models.description import describe
+from yolofleet.models.detection import DetectionModel, build_model
+from yolofleet.report.console import NullConsole
+
+
+def build_network(config: TrainConfig, names: tuple[str, ...], console: NullConsole) -> DetectionModel:
+    """The network with its starting weights, equal on every rank.
+
+    Raises:
+        ConfigError, CheckpointError: no such model, unreadable weights.
+    """
+    weights = read_weights(resolve_weights(config.weights)) if config.weights else None
+    if config.cfg or config.model:
+        description = describe(config.cfg or config.model)
+    else:
+        assert weights is not None
+        description = weights.description
+    model = build_model(description, len(names), seed=config.seed)
+    model.names = names
+    if weights is not None:
+        report = transfer(model, weights)
+        console.fact(f"start weights {config.weights}: {report.text()}")
+    return model
+
+
+def freeze(model: DetectionModel, spec: str) -> list[str]:
+    """Switch gradients off for the layers that ``--freeze`` names; returns the frozen parameters' names.
+
+    A number is the first N layers, a list those layers, ``backbone`` the description's backbone, else prefixes
+    of parameter names. Batch-norm layers of frozen parts keep their statistics.
+
+    Raises:
+        ConfigError: nothing of that name.
+    """
+    if not spec or spec == "0":
+        return []
+    parts = [part.strip() for part in spec.split(",") if part.strip()]
+    if parts == ["backbone"]:
+        prefixes = [f"model.{i}." for i in range(len(model.description.backbone))]
+    elif all(part.isdigit() for part in parts):
+        layers = range(int(parts[0])) if len(parts) == 1 else [int(part) for part in parts]
+        prefixes = [f"model.{i}." for i in layers]
+    else:
+        prefixes = parts
+    frozen = [name for name, _ in model.named_parameters() if any(name.startswith(p) for p in prefixes)]
+    unknown = [p for p in prefixes if not any(name.startswith(p) for name in model.state_dict())]
+    unknown = [p for p in unknown if not (p.startswith("model.") and p[6:-1].isdigit() and int(p[6:-1]) < len(model.model))]
+    if not frozen or unknown:
+        raise ConfigError(
+            f"--freeze {spec}: no layer {unknown[0] if unknown else spec}",
+            hint=f"layers are model.0 to model.{len(model.model) - 1}; or --freeze backbone",
+        )
+    for name, parameter in model.named_parameters():
+        if name in set(frozen):
+            parameter.requires_grad_(False)
+    if len(frozen) == len(list(model.parameters())):
+        raise ConfigError(f"--freeze {spec} leaves nothing to train", hint="freeze fewer layers")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.BatchNorm2d) and f"{name}.weight" in frozen:
+            module.eval()
+    return frozen

@@ -1,0 +1,226 @@
+"""What a training run says and writes while it runs: console, events, results, weights, plots.
+
+Rank 0 writes the files of the run; every rank has a clock, a log and an event stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.config.schema import TrainConfig
+from yolofleet.data.index import DataIndex
+from yolofleet.evaluate.run import Evaluation
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock, Times, slowest
+from yolofleet.report.console import NullConsole, StepView, duration
+from yolofleet.report.events import EventLog
+from yolofleet.report.folder import RunFolder, write_json
+from yolofleet.report.results import ResultsTable
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+
+
+def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Loss terms of all levels ("box/0", ...) added up by name."""
+    sums: dict[str, float] = {}
+    for term, value in zip(terms, values, strict=True):
+        name = term.split("/")[0]
+        sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+class TrainReport:
+    """The reporting side of ``train/loop.py``.
+
+    Args:
+        terms: names of the loss terms.
+        header: description of the model, for weights files.
+        dataset_images: images of an epoch.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        console: NullConsole,
+        events: EventLog,
+        world: World,
+        config: TrainConfig,
+        *,
+        terms: Sequence[str],
+        header: WeightsHeader,
+        dataset_images: int,
+    ) -> None:
+        self.folder, self.console, self.events, self.world, self.config = folder, console, events, world, config
+        self.terms, self.header, self.dataset_images = terms, header, dataset_images
+        self.clock = Clock()
+        self.table = ResultsTable(folder.results_csv)
+        self.last_evaluation: Evaluation | None = None
+        self.sha256: dict[str, str] = {}
+        self._epoch_open = False
+
+    def begin(
+        self,
+        state: TrainState,
+        index: DataIndex,
+        val_index: DataIndex,
+        *,
+        facts: Mapping[str, str],
+        settings: Sequence[tuple[str, str, str]],
+        versions: Mapping[str, str],
+        resumed: bool,
+    ) -> None:
+        """Say what will run where; training starts or continues."""
+        labels = f"{len(index.classes)} labels, {len(index.names)} classes"
+        data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
+        self.console.header("yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings)
+        for split, problems in (("train", index), ("val", val_index)):
+            if problems.problems:
+                self.console.warn(f"{split} labels: {problems.problems_text(5)}")
+        self.events.write("start", world=self.world.size, step=state.step, versions=versions)
+        if resumed:
+            epoch = state.images_seen // self.dataset_images + 1
+            self.console.fact(
+                f"resumed after step {state.step} ({state.images_seen} images seen), in epoch {epoch}"
+            )
+        self.versions = versions
+        if self.world.is_main:
+            self.table.drop_after(state.progress.epochs_done)
+        self._open_epoch(state.progress.epochs_done + 1)
+        self.clock.training()
+
+    def _open_epoch(self, epoch: int) -> None:
+        if epoch <= self.config.epochs:
+            self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
+
+    def step(self, plan: StepPlan, tally: Tensor, tally_images: int) -> None:
+        """After every step; the tally is read only when something is shown."""
+        self.clock.step(plan.images)
+
+        def view() -> StepView:
+            # this rank's part stands for all: shares are dealt from one shuffled stream
+            means = [value * self.world.size / max(tally_images, 1) for value in tally.tolist()]
+            return self._view(means, self.clock.epoch_so_far(), plan)
+
+        self.console.step(tally_images, view)
+
+    def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
+        memory = 0.0
+        if self.world.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        return StepView(by_name(self.terms, terms), times, plan.lr, memory)
+
+    def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
+        """``weights/<name>.safetensors``: the moving average, on rank 0."""
+        if self.world.is_main:
+            with self.clock("checkpoint"):
+                extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
+                weights = Weights(state.weights(), replace(self.header, extra=extra))
+                self.sha256[name] = write_weights(self.folder.weights / f"{name}.safetensors", weights)
+
+    def epoch(self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None) -> None:
+        """An epoch has ended: its line, its row, its table.
+
+        Collective: every rank (the slowest rank's times are what is shown).
+        """
+        mine = self.clock.end_epoch()
+        every = self.world.all_gather_bytes(json.dumps(asdict(mine)).encode())
+        times = slowest(Times(**json.loads(packed)) for packed in every)
+        self.console.end_epoch(self._view(terms, times, plan))
+        losses = by_name(self.terms, terms)
+        row: dict[str, float] = {
+            "epoch": epoch,
+            "step": plan.step + 1,
+            "images": plan.end_image,
+            **{f"train/{name}_loss": value for name, value in losses.items()},
+            "lr": plan.lr,
+            "seconds": times.elapsed_s,
+            "images_per_s": times.rate_img_s,
+            **{f"{phase}_share": times.share(phase) for phase in ("data", "compute", "comm")},
+        }
+        if evaluation is not None:
+            self.last_evaluation = evaluation
+            metrics = evaluation.metrics
+            row |= {
+                "metrics/precision": metrics.figures["P"],
+                "metrics/recall": metrics.figures["R"],
+                "metrics/mAP50": metrics.map50,
+                "metrics/mAP50-95": metrics.map50_95,
+                **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
+            }
+            show_evaluation(self.console, evaluation, per_class=self.config.verbose)
+        self.events.write("epoch", **row)
+        if self.world.is_main:
+            self.table.write(row)
+        self._open_epoch(epoch + 1)
+
+
+    def finish(self, state: TrainState) -> None:
+        """The run is over: results.json, pictures, the last words. Collective: every rank."""
+        times = self.clock.run_so_far()
+        hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
+        self.events.write("end", step=state.step, seconds=times.seconds)
+        if not self.world.is_main:
+            return
+        figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
+        write_json(
+            self.folder.results_json,
+            {
+                **figures,
+                "weights_sha256": self.sha256.get("last"),
+                "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
+                "steps": state.step,
+                "images_seen": state.images_seen,
+                "fleet": {"processes": self.world.size, "device": str(self.world.device), "hosts": hosts},
+                "versions": self.versions,
+                "seconds": times.seconds,
+            },
+        )
+        self.console.summary(
+            f"trained {state.progress.epochs_done} epochs in {duration(times.elapsed_s)}",
+            {
+                "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
+                "last": str(self.folder.weights / "last.safetensors"),
+                "sha256 of last": self.sha256.get("last", ""),
+            },
+        )
+
+
+def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
+    """The table after a validation, and what may explain it."""
+    console.table(*evaluation_table(evaluation, per_class=per_class))
+    if evaluation.capped_images:
+        console.note(
+            f"{evaluation.capped_images} images had more candidates than are looked at; the lowest scores were "
+            "left out (usual in the first epochs)"
+        )
+
+
+def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
+    """JSON-able: ``metrics``, ``per_class``, ``images``, ``seconds``."""
+    return {
+        "metrics": dict(evaluation.metrics.figures),
+        "per_class": {name: dict(figures) for name, figures in evaluation.metrics.per_class.items()},
+        "images": evaluation.images,
+        "seconds": dict(evaluation.seconds),
+    }
+
+
+def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, list[str], list[list[str]]]:
+    """(title, columns, rows) of a validation; one row for all classes, then one per class."""
+    metrics = evaluation.metrics
+    columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
+    figures = (metrics.figures["P"], metrics.figures["R"], metrics.map50, metrics.map50_95)
+    labels = sum(int(c["labels"]) for c in metrics.per_class.values())
+    rows = [["all", str(evaluation.images), str(labels), *(f"{v:.3f}" for v in figures)]]
+    if per_class:
+        for name, c in metrics.per_class.items():
+            values = (c["P"], c["R"], c["AP50"], c["AP"])
+            rows.append([name, str(int(c["images"])), str(int(c["labels"])), *(f"{v:.3f}" for v in values)])
+    return f"validation: {evaluation.images} images, {evaluation.seconds['wall']:.1f} s", columns, rows

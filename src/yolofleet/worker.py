@@ -1,0 +1,406 @@
+"""The composition root of one process: find my place, join the fleet, build the parts, run, always close.
+
+:func:`run` is called in the caller's process for one device or under somebody's torchrun; ``python -m
+yolofleet.worker VERB FOLDER`` is what our own launcher starts, one per device, and reads FOLDER/config.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+
+from yolofleet import __version__
+from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights, read_weights, resolve_weights
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.load import Resolved, dump_config, load_config_yaml, load_settings_yaml
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
+from yolofleet.data.cache import ImageCache
+from yolofleet.data.index import build_index
+from yolofleet.data.loader import train_loader
+from yolofleet.data.sample import TrainSamples
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.evaluate.run import Evaluation, evaluate
+from yolofleet.families import family_of
+from yolofleet.launch.local import die_with_parent, error_path
+from yolofleet.models.detection import build_model
+from yolofleet.models.fuse import fuse
+from yolofleet.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.world import Place, World, device_of, place_from_environment
+from yolofleet.report.console import Console, NullConsole
+from yolofleet.report.events import EventLog
+from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
+from yolofleet.train.loop import StepSplitter, TrainingRun
+from yolofleet.train.network import build_network, freeze
+from yolofleet.train.precision import resolve_precision
+from yolofleet.train.report import TrainReport, evaluation_figures, show_evaluation
+from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
+from yolofleet.train.schedule import Schedule
+from yolofleet.train.state import TrainState
+
+
+def run(
+    config: Resolved[TrainConfig] | Resolved[ValConfig],
+    recipe: Resolved[Recipe] | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Be one rank of a run.
+
+    Args:
+        recipe: of a training run.
+        folder: of the run, when the launcher made it; else rank 0 makes it.
+
+    Raises:
+        YolofleetError: anything foreseen.
+    """
+    place = place_from_environment(os.environ)
+    settings = config.value
+    device = prepare_process(settings, place)
+    world = World.join(place, device, settings.timeout_s)
+    try:
+        verb = "train" if isinstance(settings, TrainConfig) else "val"
+        run_folder = shared_folder(world, verb, settings, folder)
+        if world.is_main and not (run_folder.path / "config.yaml").exists():
+            write_text(run_folder.config, dump_config(config, recipe))
+        if isinstance(settings, TrainConfig):
+            assert recipe is not None
+            train(config, recipe.value, world, run_folder)
+        else:
+            validate(settings, world, run_folder)
+    finally:
+        world.close()
+
+
+def prepare_process(where: Where, place: Place) -> torch.device:
+    """Settings of torch that must come before its first operation; returns this process's device."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
+    torch.set_num_threads(where.threads or max(1, usable_cores() // place.local_size))
+    cv2.setNumThreads(0)
+    return device_of(where.device, place.local_rank)
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_kernels(config: TrainConfig) -> None:
+    """``--deterministic`` and ``--cudnn-benchmark``."""
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
+        config.cudnn_benchmark == "auto" and not config.deterministic and not config.multi_scale
+    )
+
+
+def loader_processes(asked: int, world: World) -> int:
+    """``--workers``; by default none on CPUs (the cores compute), else this process's share of the cores."""
+    if asked >= 0:
+        return asked
+    if world.device.type == "cpu":
+        return 0
+    return max(1, min(8, usable_cores() // world.local_size))
+
+
+def shared_folder(world: World, verb: str, where: Where, given: Path | None) -> RunFolder:
+    """The run's folder: given by our launcher, else made by rank 0. Collective: every rank."""
+    if given is not None:
+        return RunFolder(given)
+    made, problem = b"", None
+    if world.is_main:
+        try:
+            folder = RunFolder.create(verb, project=where.project, name=where.name, exist_ok=where.exist_ok)
+            made = str(folder.path).encode()
+        except YolofleetError as error:
+            problem = error
+    path = world.broadcast_bytes(made).decode()
+    if problem is not None:
+        raise problem
+    if not path:
+        raise ClusterError("rank 0 could not make the run's folder; its message says why")
+    return RunFolder(Path(path))
+
+
+def agree(world: World, what: str, mine: str) -> None:
+    """Every rank must have the same text. Collective: every rank.
+
+    Raises:
+        ClusterError: names the ranks that differ.
+    """
+    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
+    texts = [text.split("\n", 1) for text in every]
+    odd = [f"{rank} ({host})" for rank, (host, text) in enumerate(texts) if text != texts[0][1]]
+    if odd:
+        raise ClusterError(
+            f"{what} of rank {', '.join(odd)} differs from rank 0's ({texts[0][0]})",
+            hint="all machines need the same data set, configuration and version of yolofleet",
+        )
+
+
+def versions() -> dict[str, str]:
+    found = {"yolofleet": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found |= {"numpy": np.__version__, "opencv": cv2.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def place_text(world: World) -> str:
+    """``2 processes on cpu, 1 thread each``."""
+    kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    threads = torch.get_num_threads()
+    return (
+        f"{world.size} process{'es' if world.size > 1 else ''} ({world.source}) on {kind}, "
+        f"{threads} thread{'s' if threads > 1 else ''} each"
+    )
+
+
+# -- train ---------------------------------------------------------------------------------------------------
+
+
+def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder: RunFolder) -> None:
+    """One rank of a training run. Collective: every rank."""
+    config = resolved.value
+    set_kernels(config)
+    torch.manual_seed(config.seed)
+    random.seed(config.seed)
+    if world.is_main:
+        folder.make_tree()
+    console = Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank))
+    events = EventLog(folder.events(world.rank), rank=world.rank)
+    precision = resolve_precision(config.precision, world.device)
+    micro_batch = micro_batch_of(config)
+
+    spec = load_dataset(config.data)
+    index = build_index(spec, "train", single_cls=config.single_cls)
+    val_index = build_index(spec, "val", single_cls=config.single_cls)
+    agree(world, "the data set", f"{index.digest} {val_index.digest}")
+
+    model = build_network(config, index.names, console)
+    family = family_of(model.description)
+    stride = max(model.strides)
+    img = -(-config.img // stride) * stride
+    mark = fingerprint(config, recipe, index, model)
+    header = WeightsHeader.of(model, img=img)
+    loss = family.loss(model, recipe, img)
+    model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+    model.train()
+    frozen = freeze(model, config.freeze)
+    if config.sync_bn and world.size > 1:
+        with_sync_batchnorm(model, world)
+    schedule = Schedule(
+        recipe, len(index), config.batch, config.nominal_batch, config.epochs, config.lr_schedule
+    )
+    state = TrainState.build(
+        model,
+        world,
+        recipe,
+        optimizer=config.optimizer,
+        weight_decay=schedule.weight_decay,
+        precision=precision,
+    )
+    averaged = build_model(model.description, model.nc)  # shares its tensors with the moving average
+    averaged.load_state_dict(state.average.average, strict=False, assign=True)
+    averaged.names = model.names
+    averaged.eval()
+
+    snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
+    if snapshot is not None:
+        check_resume(snapshot.values["fingerprint"], mark)
+        state.restore(snapshot)
+
+    token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
+    cache = ImageCache(index, img, config.cache, token=f"{token}-train")
+    val_cache = ImageCache(val_index, img, config.cache, token=f"{token}-val")
+    workers = loader_processes(config.workers, world)
+    samples = TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs)
+    report = TrainReport(
+        folder, console, events, world, config, terms=loss.terms, header=header, dataset_images=len(index)
+    )
+
+    def evaluate_average() -> Evaluation:
+        return evaluate(
+            fuse(averaged),
+            val_index,
+            world=world,
+            device=world.device,
+            precision=precision,
+            img=img,
+            batch=config.val_batch,
+            single_cls=config.single_cls,
+            workers=workers,
+            cache=val_cache,
+            loss=loss,
+        )
+
+    training = TrainingRun(
+        config=config,
+        state=state,
+        schedule=schedule,
+        splitter=StepSplitter(
+            partition=Partition.parse(config.shares, world.size),
+            rank=world.rank,
+            micro_batch=micro_batch,
+            batch=config.batch,
+            dataset_images=len(index),
+            sync_bn=config.sync_bn,
+            multi_scale=config.multi_scale,
+            img=img,
+            stride=stride,
+            seed=config.seed,
+        ),
+        loader=lambda keys: train_loader(
+            samples,
+            keys,
+            loss.match,
+            workers=workers,
+            prefetch=config.prefetch,
+            pin_memory=config.pin_memory and world.device.type == "cuda",
+        ),
+        loss=loss,
+        clip_norm=recipe.clip_norm,
+        precision=precision,
+        world=world,
+        report=report,
+        store=CheckpointStore(folder.checkpoints, keep=config.keep_last),
+        evaluate=evaluate_average,
+        fingerprint=mark,
+    )
+    report.begin(
+        state,
+        index,
+        val_index,
+        facts={
+            "where": place_text(world),
+            "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+            + (f", {len(frozen)} tensors frozen" if frozen else ""),
+            "step": f"{config.nominal_batch} images (after warm-up) as micro-batches of {micro_batch}, {precision}",
+            "image": f"{img} px" + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
+            "loader": f"{workers} processes, cache {config.cache}",
+        },
+        settings=[
+            (name, str(getattr(config, name)), source)
+            for name, source in resolved.sources.items()
+            if resolved.is_given(name)
+        ],
+        versions=versions(),
+        resumed=snapshot is not None,
+    )
+    try:
+        training.train()
+        report.finish(state)
+    finally:
+        cache.close()
+        val_cache.close()
+        events.close()
+        console.close()
+
+
+# -- val -----------------------------------------------------------------------------------------------------
+
+
+def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
+    """One rank of ``yolofleet val``. Collective: every rank."""
+    console = Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank))
+    precision = resolve_precision(config.precision, world.device)
+    index = build_index(load_dataset(config.data), config.split, single_cls=config.single_cls)
+    agree(world, "the data set", index.digest)
+    model = fuse(model_from_weights(read_weights(resolve_weights(config.weights)))).to(world.device).eval()
+    console.header(
+        "yolofleet val",
+        {
+            "weights": config.weights,
+            "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
+            "where": place_text(world),
+            "results": str(folder.path),
+        },
+    )
+    if index.problems:
+        console.warn(index.problems_text(5))
+    evaluation = evaluate(
+        model,
+        index,
+        world=world,
+        device=world.device,
+        precision=precision,
+        img=config.img,
+        batch=config.batch,
+        conf=config.conf,
+        iou=config.iou,
+        max_det=config.max_det,
+        single_cls=config.single_cls,
+        workers=loader_processes(config.workers, world),
+        gather_detections=config.save_json or config.save_txt,
+    )
+    show_evaluation(console, evaluation, per_class=config.verbose)
+    if not world.is_main:
+        return
+    figures = evaluation_figures(evaluation)
+    write_json(folder.results_json, figures)
+    if config.json_out == "-":
+        print(json.dumps(jsonable(figures)), flush=True)
+    elif config.json_out:
+        write_json(Path(config.json_out), figures)
+    if config.save_json:
+        rows = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
+        write_json(folder.path / "predictions.json", rows)
+    if config.save_txt:
+        for image, text in detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf).items():
+            write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
+    console.summary("validated", {"results": str(folder.path)})
+    console.close()
+
+
+# -- started by our launcher ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    """``python -m yolofleet.worker train|val FOLDER``: leaves its last words in FOLDER/logs when it fails."""
+    die_with_parent()
+    verb, folder = argv[0], Path(argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:  # rank 0 speaks; the others write
+        log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    try:
+        if verb == "val":
+            run(load_settings_yaml(folder / "config.yaml", ValConfig), None, folder)
+        else:
+            run(*load_config_yaml(folder / "config.yaml"), folder)
+        return 0
+    except YolofleetError as error:
+        words = {"message": error.render(), "type": type(error).__name__, "exit_code": error.exit_code}
+    except KeyboardInterrupt:
+        words = {"message": "interrupted", "type": "Stopped", "exit_code": 128 + signal.SIGINT}
+    except Exception:
+        traceback.print_exc()
+        words = {
+            "message": "this is a bug in yolofleet:\n" + traceback.format_exc(),
+            "type": "bug",
+            "exit_code": 1,
+        }
+    words |= {"rank": rank, "host": platform.node(), "time": time.time()}
+    error_path(folder, rank).write_text(json.dumps(words), encoding="utf-8")
+    return int(words["exit_code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
