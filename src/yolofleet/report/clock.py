@@ -1,0 +1,191 @@
+"""Where the time goes: one clock per rank, always in exactly one phase.
+
+Phases are ``start``, ``data`` (waiting for the loader), ``compute``, ``comm`` (waiting for other ranks),
+``evaluate`` and ``checkpoint``. Times are the host's: on a GPU, ``comm`` is what the host waits for, and
+communication that the device hides behind the backward pass, or waits for itself, counts as ``compute``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING = ("data", "compute", "comm")  # the divisor of rates and shares
+PHASES = ("start", *TRAINING, "evaluate", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a clock measured over an epoch or a run.
+
+    Attributes:
+        seconds: by phase.
+        steps, images: all of them, warm-up included.
+        rate_img_s: images / seconds of data + compute + comm, over the steps after the process's warm-up
+            only; NaN without such steps. Evaluation and checkpoints are not in the divisor.
+    """
+
+    seconds: Mapping[str, float]
+    steps: int
+    images: int
+    rate_img_s: float
+
+    @property
+    def elapsed_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def training_s(self) -> float:
+        return sum(self.seconds[phase] for phase in TRAINING)
+
+    def share(self, phase: str) -> float:
+        """Fraction of data + compute + comm that ``phase`` took, 0..1."""
+        return self.seconds[phase] / self.training_s if self.training_s > 0 else 0.0
+
+
+def slowest(times: Iterable[Times]) -> Times:
+    """Of the ranks' times, those of the rank that the others waited for: the least seconds in ``comm``."""
+    return min(times, key=lambda t: t.seconds["comm"])
+
+
+class _Phase:
+    """What ``clock(phase)`` returns: made once per phase, because it is entered twice a step."""
+
+    __slots__ = ("clock", "name", "outer")
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name, self.outer = clock, name, ""
+
+    def __enter__(self) -> None:
+        assert self.clock.phase != self.name, f"phase {self.name} inside itself"
+        self.outer = self.clock.switch(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.switch(self.outer)
+
+
+class Clock:
+    """Splits a run's time into phases.
+
+    ``with clock("data"):`` charges the time to ``data``; inside another ``with``, the inner phase alone is
+    charged. Outside of any, time belongs to ``start`` until :meth:`training` and to ``compute`` after it.
+
+    Args:
+        warmup_steps: first steps of this process that are left out of rates (allocation, kernel choice).
+        now: seconds, monotonic.
+    """
+
+    def __init__(self, *, warmup_steps: int = 5, now: Callable[[], float] = time.perf_counter) -> None:
+        self.warmup_steps = warmup_steps
+        self.phase = "start"
+        self._now = now
+        self._since = now()
+        self._contexts = {phase: _Phase(self, phase) for phase in PHASES}
+        self._steps_here = 0  # of this process
+        self._training_at_step = 0.0  # training seconds at the end of the last step
+        self._run, self._epoch = _Tally(), _Tally()
+
+    def __call__(self, phase: str) -> _Phase:
+        """The context of one phase. Costs about 0.5 microseconds to enter and leave."""
+        return self._contexts[phase]
+
+    def switch(self, phase: str) -> str:
+        """Charge the time since the last switch, go to ``phase``, return the phase that was."""
+        now = self._now()
+        self._epoch.seconds[self.phase] += now - self._since
+        self._since = now
+        left, self.phase = self.phase, phase
+        return left
+
+    def training(self) -> None:
+        """Start-up is over: the first step begins."""
+        self.switch("compute")
+        self._training_at_step = self._training_s()
+
+    def step(self, images: int) -> None:
+        """A step over ``images`` images (of all ranks) has ended."""
+        self.switch(self.phase)
+        training_s = self._training_s()
+        self._steps_here += 1
+        self._epoch.steps += 1
+        self._epoch.images += images
+        if self._steps_here > self.warmup_steps:
+            self._epoch.rated_images += images
+            self._epoch.rated_s += training_s - self._training_at_step
+        self._training_at_step = training_s
+
+    def _training_s(self) -> float:
+        return sum(self._run.seconds[phase] + self._epoch.seconds[phase] for phase in TRAINING)
+
+    def epoch_so_far(self) -> Times:
+        self.switch(self.phase)
+        return self._epoch.times()
+
+    def end_epoch(self) -> Times:
+        """Times since the last call (or the start of the run, over all restarts); begins the next epoch."""
+        times = self.epoch_so_far()
+        self._run.add(self._epoch)
+        self._epoch = _Tally()
+        return times
+
+    def run_so_far(self) -> Times:
+        self.switch(self.phase)
+        both = _Tally()
+        both.add(self._run)
+        both.add(self._epoch)
+        return both.times()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, for the checkpoint: the time until now, split into finished epochs and this one."""
+        self.switch(self.phase)
+        return {"run": self._run.to_dict(), "epoch": self._epoch.to_dict()}
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Continue from :meth:`to_dict`; this process's own start-up stays counted, its downtime is not.
+
+        Time between a checkpoint and a crash is lost, like the steps that it paid for.
+        """
+        self.switch(self.phase)
+        started_s = self._epoch.seconds["start"]
+        self._run, self._epoch = _Tally.from_dict(stored["run"]), _Tally.from_dict(stored["epoch"])
+        self._epoch.seconds["start"] += started_s
+        self._training_at_step = self._training_s()
+
+
+class _Tally:
+    """Sums that make up :class:`Times`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.steps = self.images = self.rated_images = 0
+        self.rated_s = 0.0
+
+    def add(self, other: _Tally) -> None:
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] += seconds
+        self.steps += other.steps
+        self.images += other.images
+        self.rated_images += other.rated_images
+        self.rated_s += other.rated_s
+
+    def times(self) -> Times:
+        rate = self.rated_images / self.rated_s if self.rated_s > 0 else math.nan
+        return Times(dict(self.seconds), self.steps, self.images, rate)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FIELDS} | {"seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> _Tally:
+        tally = cls()
+        for name in _FIELDS:
+            setattr(tally, name, stored[name])
+        for phase in PHASES:
+            tally.seconds[phase] = float(stored["seconds"].get(phase, 0.0))
+        return tally
+
+
+_FIELDS = ("steps", "images", "rated_images", "rated_s")

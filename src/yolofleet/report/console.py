@@ -1,0 +1,353 @@
+"""What a person sees: a header, progress with its costs, a table after each validation, a summary.
+
+On a terminal the progress is a bar; elsewhere (files, pipes, CI) plain lines without control characters, one
+every ``every_s`` seconds and one per epoch. Everything said also goes to ``logs/rank-N.log``. Rank 0 has a
+:class:`Console`; other ranks a :class:`NullConsole`, which only writes its log.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from yolofleet.report.clock import Times
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The figures beside the bar.
+
+    Attributes:
+        losses: mean of the epoch so far, by name ("box", "obj", "cls").
+        times: of the epoch so far.
+        lr: learning rate of weights.
+        memory_gib: peak on the device; 0 = not known.
+    """
+
+    losses: Mapping[str, float]
+    times: Times
+    lr: float
+    memory_gib: float = 0.0
+
+    def text(self) -> str:
+        parts = [f"{name} {value:.4f}" for name, value in self.losses.items()]
+        rate = self.times.rate_img_s
+        parts.append("warming up" if math.isnan(rate) else f"{rate:.4g} img/s")
+        parts.append(shares_text(self.times))
+        parts.append(f"lr {self.lr:.2g}")
+        if self.memory_gib:
+            parts.append(f"{self.memory_gib:.1f} GiB")
+        return "  ".join(parts)
+
+
+def shares_text(times: Times) -> str:
+    return (
+        f"data {times.share('data'):.0%} compute {times.share('compute'):.0%} comm {times.share('comm'):.0%}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """``3.4 s``, ``2:05`` or ``1:02:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    table = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+class NullConsole:
+    """Says nothing; writes what would have been said into a log file.
+
+    A log that cannot be written is given up silently: :mod:`events` and results report the disk.
+
+    Args:
+        log: file to append to; None = no log.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log: TextIO | None = None
+        if log is not None:
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self._log = log.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+            except OSError:
+                pass
+
+    # -- what callers say ---------------------------------------------------------------------------
+
+    def header(
+        self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
+    ) -> None:
+        """The run at a glance.
+
+        Args:
+            facts: label -> text: model, data, devices, images per step, where results go, ...
+            settings: (name, value, source) of those that differ from their defaults.
+        """
+        self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
+        if settings:
+            self._write("  settings:", *(f"    {line}" for line in _setting_lines(settings)))
+
+    def fact(self, text: str) -> None:
+        """One plain line."""
+        self._write(text)
+
+    def note(self, text: str) -> None:
+        """Something to know: it may explain the result."""
+        self._write(f"note: {text}")
+
+    def warn(self, text: str) -> None:
+        """Something to act on."""
+        self._write(f"warning: {text}")
+
+    def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
+        """Progress starts at 0 of ``images``; ``epoch`` counts from 1."""
+        self._epoch_label = f"epoch {epoch}/{epochs}"
+
+    def step(self, images: int, view: Callable[[], StepView]) -> None:
+        """``images`` of the epoch are done.
+
+        ``view`` is called only when something is shown, a few times a second at most: it may read losses from
+        the device, which waits for the step.
+        """
+
+    def end_epoch(self, view: StepView) -> None:
+        """The epoch's steps are done: one line with its means."""
+        self._write(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """After a validation: ``rows`` of text, the first for all classes together."""
+        self._write(title, *(f"  {line}" for line in aligned(columns, rows)))
+
+    def summary(self, title: str, facts: Mapping[str, str]) -> None:
+        """The end: figures and paths."""
+        self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
+
+    def close(self) -> None:
+        """End the bar and the log; further words are lost."""
+        log, self._log = self._log, None
+        if log is not None:
+            try:
+                log.close()
+            except OSError:
+                pass
+
+    # -- where it goes ------------------------------------------------------------------------------
+
+    _epoch_label = "epoch"
+
+    def _write(self, *lines: str) -> None:
+        if self._log is None:
+            return
+        try:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._log.writelines(f"{stamp} {line}\n" for line in lines)
+            self._log.flush()
+        except OSError:
+            self.close()
+
+    def __enter__(self) -> NullConsole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _fact_lines(facts: Mapping[str, str]) -> list[str]:
+    width = max((len(label) for label in facts), default=0)
+    return [f"{label.ljust(width)}  {text}" for label, text in facts.items()]
+
+
+def _setting_lines(settings: Sequence[tuple[str, str, str]]) -> list[str]:
+    width = max(len(f"{name} = {value}") for name, value, _ in settings)
+    return [f"{f'{name} = {value}'.ljust(width)}  ({source})" for name, value, source in settings]
+
+
+@dataclass
+class _Epoch:
+    label: str
+    images: int
+    began_at_s: float = field(default_factory=time.monotonic)
+    spoke_at_s: float = field(default_factory=time.monotonic)
+
+
+class Console(NullConsole):
+    """What rank 0 shows.
+
+    Args:
+        log: see :class:`NullConsole`.
+        stream: where to print; default standard output.
+        every_s: seconds between progress lines where there is no terminal; a bar moves four times a second.
+        bar: None = a bar when ``stream`` is a terminal that can show one.
+    """
+
+    def __init__(
+        self,
+        log: Path | None = None,
+        *,
+        stream: TextIO | None = None,
+        every_s: float = 30.0,
+        bar: bool | None = None,
+    ) -> None:
+        super().__init__(log)
+        self._stream = stream if stream is not None else sys.stdout
+        self._every_s = every_s
+        self._epoch: _Epoch | None = None
+        self._rich: RichConsole | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        utf8 = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
+        if bar if bar is not None else (self._stream.isatty() and utf8):
+            rich = RichConsole(file=self._stream, highlight=False, force_terminal=bar)
+            self._rich = None if rich.is_dumb_terminal else rich
+
+    def _print(self, *lines: str) -> None:
+        """Plain lines; letters that the stream cannot show are written as escapes. Nobody to read: no error."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            for line in lines:
+                self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # a closed pipe or stream
+            pass
+
+    def _say(self, text: str, style: str = "") -> None:
+        if self._rich is None:
+            self._print(text)
+        else:
+            self._rich.print(Text(text, style=style))
+
+    def header(
+        self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
+    ) -> None:
+        super().header(title, facts, settings)
+        if self._rich is None:
+            self._print(title, *(f"  {line}" for line in _fact_lines(facts)))
+            if settings:
+                self._print("  settings:", *(f"    {line}" for line in _setting_lines(settings)))
+            return
+        grid = Table.grid(padding=(0, 2))
+        for label, text in facts.items():
+            grid.add_row(Text(label, style="cyan"), Text(text))
+        for i, (name, value, source) in enumerate(settings):
+            setting = Text.assemble(f"{name} = ", (value, "bold"), (f"   {source}", "dim"))
+            grid.add_row(Text("settings" if i == 0 else "", style="cyan"), setting)
+        self._rich.print(
+            Panel(
+                grid,
+                title=f"[bold]{escape(title)}[/bold]",
+                title_align="left",
+                border_style="cyan",
+                expand=False,
+            )
+        )
+
+    def fact(self, text: str) -> None:
+        super().fact(text)
+        self._say(text)
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        self._say(f"note: {text}", "cyan")
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self._say(f"warning: {text}", "yellow")
+
+    def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
+        super().begin_epoch(epoch, epochs, images)
+        self._stop_bar()
+        self._epoch = _Epoch(self._epoch_label, images)
+        if self._rich is None:
+            return
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}", style="dim"),
+            TextColumn(
+                "{task.fields[figures]}",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=self._rich,
+            auto_refresh=False,  # no thread: it is drawn by `step`
+            transient=True,
+            expand=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self._epoch_label, total=images, figures="", left="")
+
+    def step(self, images: int, view: Callable[[], StepView]) -> None:
+        epoch = self._epoch
+        if epoch is None:
+            return
+        now = time.monotonic()
+        if now - epoch.spoke_at_s < (self._every_s if self._bar is None else min(self._every_s, 0.25)):
+            return
+        epoch.spoke_at_s = now
+        done = min(images, epoch.images)
+        left = duration((now - epoch.began_at_s) * (epoch.images - done) / done) if done else "?"
+        if self._bar is None:
+            self._print(f"{epoch.label} {done}/{epoch.images}  {view().text()}  {left} left")
+        else:
+            self._bar.update(
+                self._task, completed=done, figures=view().text(), left=f"{left} left", refresh=True
+            )
+
+    def end_epoch(self, view: StepView) -> None:
+        self._stop_bar()
+        super().end_epoch(view)
+        self._say(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
+        self._epoch = None
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        super().table(title, columns, rows)
+        lines = aligned(columns, rows)
+        if self._rich is None:
+            self._print(title, *(f"  {line}" for line in lines))
+            return
+        self._say(title)
+        self._say(f"  {lines[0]}", "dim")
+        for i, line in enumerate(lines[1:]):
+            self._say(f"  {line}", "bold" if i == 0 else "")
+
+    def summary(self, title: str, facts: Mapping[str, str]) -> None:
+        super().summary(title, facts)
+        self._say(title, "bold green")
+        for line in _fact_lines(facts):
+            self._say(f"  {line}")
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        self._stop_bar()
+        super().close()

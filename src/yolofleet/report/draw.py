@@ -1,0 +1,166 @@
+"""Boxes on pictures. Images are uint8 [H, W, 3] BGR, boxes [n, 4] left, top, right, bottom in their pixels."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import cv2
+import numpy as np
+
+# Twenty colours, far apart in hue and lightness for neighbouring indices; hex RGB
+_HEX = (
+    "e6194b 3cb44b 4363d8 f58231 911eb4 00bcd4 f032e6 9acd32 ff8fa3 008080 "
+    "b388ff 9a6324 ffd60a 800000 7fe3a8 808000 ffb27a 1e3a8a a9a9a9 ff5fa2"
+)
+PALETTE = tuple((int(h[4:], 16), int(h[2:4], 16), int(h[:2], 16)) for h in _HEX.split())  # BGR
+BLACK, WHITE = (0, 0, 0), (255, 255, 255)
+GREY = (114, 114, 114)  # the letterbox's
+FONT = cv2.FONT_HERSHEY_SIMPLEX
+UNICODE = int(cv2.__version__.split(".")[0]) >= 5  # OpenCV 4 draws ASCII only
+
+Colour = tuple[int, int, int]
+
+
+def colour(class_idx: int) -> Colour:
+    """BGR of a class; the palette repeats after 20."""
+    return PALETTE[class_idx % len(PALETTE)]
+
+
+def text_colour(background: Colour) -> Colour:
+    """Black or white, whichever is read better on ``background`` (luma of BT.601)."""
+    blue, green, red = background
+    return BLACK if 0.114 * blue + 0.587 * green + 0.299 * red > 140 else WHITE
+
+
+def drawable(text: str, fallback: str) -> str:
+    """``text`` as this OpenCV can draw it: as it is, without accents, or ``fallback``."""
+    if UNICODE or text.isascii():
+        return text
+    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    return plain if plain.isascii() else fallback
+
+
+@lru_cache(maxsize=4096)
+def _text_size(text: str, scale: float, thickness: int) -> tuple[int, int, int]:
+    """Width of ``text``, and the font's height above and below the base line, px."""
+    width = cv2.getTextSize(text, FONT, scale, thickness)[0][0]
+    (_, above), below = cv2.getTextSize("Ag", FONT, scale, thickness)  # the same for every text
+    return width, above, below
+
+
+def class_name(names: Sequence[str], class_idx: int) -> str:
+    return names[class_idx] if 0 <= class_idx < len(names) else str(class_idx)
+
+
+def draw_boxes(
+    image: np.ndarray,
+    boxes_xyxy_px: np.ndarray,
+    classes: np.ndarray,
+    names: Sequence[str],
+    scores: np.ndarray | None = None,
+    *,
+    line_width: int = 0,
+    hide_labels: bool = False,
+    hide_scores: bool = False,
+) -> np.ndarray:
+    """A copy of ``image`` with boxes and labels, the surest on top.
+
+    Args:
+        classes: [n] class indices.
+        names: by class index; an index without a name is written as a number.
+        scores: [n] 0..1; None = no scores (true labels).
+        line_width: pixels; 0 = by image size.
+    """
+    image = np.ascontiguousarray(image).copy()
+    height, width = image.shape[:2]
+    pen = line_width or max(1, round((height + width) / 600))
+    scale, thickness = 0.3 + 0.1 * pen, max(1, round(pen / 2))
+    order = range(len(boxes_xyxy_px)) if scores is None else np.argsort(scores, kind="stable")
+    corners = np.clip(np.rint(boxes_xyxy_px), 0, [width - 1, height - 1] * 2).astype(int).tolist()
+    for i in order:
+        left, top, right, bottom = corners[i]
+        cv2.rectangle(image, (left, top), (right, bottom), colour(int(classes[i])), pen, cv2.LINE_AA)
+    if hide_labels:
+        return image
+    for i in order:
+        class_idx = int(classes[i])
+        text = drawable(class_name(names, class_idx), f"class {class_idx}")
+        if scores is not None and not hide_scores:
+            text += f" {float(scores[i]):.2f}"
+        _draw_label(image, text, corners[i], colour(class_idx), scale, thickness, pen)
+    return image
+
+
+def _draw_label(
+    image: np.ndarray, text: str, box: Sequence[int], fill: Colour, scale: float, thickness: int, pen: int
+) -> None:
+    """A filled strip with ``text`` above the box; inside it where there is no room; never outside the image."""
+    text_w, above, below = _text_size(text, scale, thickness)
+    pad = 2 + pen // 2
+    strip_w, strip_h = text_w + 2 * pad, above + below + pad
+    left = max(0, min(box[0] - pen // 2, image.shape[1] - strip_w))
+    top = box[1] - strip_h
+    if top < 0:
+        top = max(0, min(box[1], image.shape[0] - strip_h))
+    cv2.rectangle(image, (left, top), (left + strip_w, top + strip_h), fill, cv2.FILLED)
+    base = (left + pad, top + (pad + 1) // 2 + above)
+    cv2.putText(image, text, base, FONT, scale, text_colour(fill), thickness, cv2.LINE_AA)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of a grid with its boxes.
+
+    Attributes:
+        boxes_xyxy_px, classes, scores: as for :func:`draw_boxes`.
+        title: written in the corner; most often a file name.
+    """
+
+    image: np.ndarray
+    boxes_xyxy_px: np.ndarray
+    classes: np.ndarray
+    scores: np.ndarray | None = None
+    title: str = ""
+
+
+def picture_grid(
+    pictures: Sequence[Picture], names: Sequence[str], *, most: int = 16, side_px: int = 1920
+) -> np.ndarray:
+    """Up to ``most`` pictures in a near-square grid, at most ``side_px`` wide and high; uint8 BGR."""
+    shown = pictures[:most]
+    assert shown, "no pictures"
+    columns = int(np.ceil(np.sqrt(len(shown))))
+    rows = -(-len(shown) // columns)
+    cell_h = max(p.image.shape[0] for p in shown)
+    cell_w = max(p.image.shape[1] for p in shown)
+    shrink = min(1.0, side_px / (columns * cell_w), side_px / (rows * cell_h))
+    cell_h, cell_w = max(1, int(cell_h * shrink)), max(1, int(cell_w * shrink))
+    grid = np.full((rows * cell_h, columns * cell_w, 3), 255, np.uint8)
+    for i, picture in enumerate(shown):
+        row, column = divmod(i, columns)
+        cell = grid[row * cell_h : (row + 1) * cell_h, column * cell_w : (column + 1) * cell_w]
+        cell[:] = GREY
+        _draw_into(cell, picture, names)
+    for row in range(1, rows):
+        grid[row * cell_h - 1 : row * cell_h + 1] = 255
+    for column in range(1, columns):
+        grid[:, column * cell_w - 1 : column * cell_w + 1] = 255
+    return grid
+
+
+def _draw_into(cell: np.ndarray, picture: Picture, names: Sequence[str]) -> None:
+    """Draw ``picture`` as large as it fits, in the middle of ``cell``, in place."""
+    height, width = picture.image.shape[:2]
+    ratio = min(cell.shape[0] / height, cell.shape[1] / width)
+    fit_h, fit_w = max(1, int(height * ratio)), max(1, int(width * ratio))
+    how = cv2.INTER_AREA if ratio < 1 else cv2.INTER_LINEAR
+    fitted = cv2.resize(picture.image, (fit_w, fit_h), interpolation=how)
+    boxes = np.asarray(picture.boxes_xyxy_px) * ratio
+    drawn = draw_boxes(fitted, boxes, picture.classes, names, picture.scores)
+    top, left = (cell.shape[0] - fit_h) // 2, (cell.shape[1] - fit_w) // 2
+    cell[top : top + fit_h, left : left + fit_w] = drawn
+    if picture.title:
+        _draw_label(cell, drawable(picture.title, ""), (0, 0), (40, 40, 40), 0.4, 1, 1)

@@ -1,0 +1,93 @@
+"""The machine-readable stream of a run: one JSON object a line, from every rank and host."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from yolofleet.report.folder import RunFolder, jsonable
+
+
+def _print_warning(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class EventLog:
+    """Appends events of one rank; a line is out of the process when :meth:`write` returns.
+
+    Losing events must never end a run: when the disk refuses, ``warn`` is called once and the stream stops.
+
+    Args:
+        path: ``RunFolder.events(rank)``.
+        warn: told once why the stream stopped.
+    """
+
+    def __init__(self, path: Path, *, rank: int = 0, warn: Callable[[str], None] = _print_warning) -> None:
+        self.path, self.rank = path, rank
+        self.host = socket.gethostname()
+        self._warn = warn
+        self._file: TextIO | None = None
+        self._attempt(self._open)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+", encoding="utf-8", newline="\n")
+        if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+            self._file.write("\n")  # the last line was cut by a crash; keep the next one whole
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as problem:
+            file, self._file = self._file, None
+            if file is not None:
+                try:
+                    file.close()
+                except OSError:  # it flushes again, into the same full disk
+                    pass
+            self._warn(f"events are no longer written to {self.path}: {problem.strerror or problem}")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
+        if self._file is None:
+            return
+        event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}
+        line = json.dumps(event | jsonable(fields), ensure_ascii=False)
+
+        def append(file: TextIO = self._file) -> None:
+            file.write(line + "\n")
+            file.flush()
+
+        self._attempt(append)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Events of all ranks whose files are here, by time; lines cut by a crash are skipped."""
+    events = []
+    for path in (folder.events(0), *sorted(folder.logs.glob("rank-*.events.jsonl"))):
+        if not path.is_file():
+            continue
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "time" in event:
+                events.append(event)
+    yield from sorted(events, key=lambda event: event["time"])

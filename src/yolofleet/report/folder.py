@@ -1,0 +1,160 @@
+"""The folder that a run leaves behind, and how text gets into it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.checkpoint.format import storage_error, write_atomically
+from yolofleet.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``runs/<verb>/<name>``: where everything of a run lies.
+
+    Only rank 0 makes it; other ranks get its path and may append to their own files under ``logs``.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls, verb: str, *, project: Path | None = None, name: str = "exp", exist_ok: bool = False
+    ) -> RunFolder:
+        """Make ``project/name``, or name2, name3, ... when taken; two runs never get the same one.
+
+        Raises:
+            ConfigError: ``name`` is empty or leaves the project folder.
+            StorageError: the disk refused.
+        """
+        project = project or Path("runs") / verb
+        if not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(
+                f"--name {name!r} is not a folder name",
+                hint="letters, digits, - and _; --project sets the parent",
+            )
+        try:
+            project.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = project / (name if number == 1 else f"{name}{number}")
+                try:
+                    path.mkdir(
+                        parents=True, exist_ok=exist_ok
+                    )  # exclusive: the first of two racing runs wins
+                except FileExistsError:
+                    if exist_ok:  # a file of that name
+                        raise
+                    continue
+                return cls(path)
+            raise AssertionError("unreachable")
+        except OSError as problem:
+            raise storage_error(problem, project / name) from None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def results_csv(self) -> Path:
+        return self.path / "results.csv"
+
+    @property
+    def results_json(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, rank: int) -> Path:
+        """What rank ``rank`` says, as text."""
+        return self.logs / f"rank-{rank}.log"
+
+    def events(self, rank: int) -> Path:
+        """The event stream of a rank: ``events.jsonl`` for rank 0, beside its log for others.
+
+        One file per rank, because appending from two hosts can tear lines on NFS.
+        """
+        return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
+
+    def make_tree(self) -> None:
+        """The sub-folders of a training run.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        for folder in (self.weights, self.checkpoints, self.plots, self.logs):
+            make_folder(folder)
+
+
+def make_folder(path: Path) -> Path:
+    """``path``, existing.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+    return path
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content``, whole or not at all.
+
+    Raises:
+        StorageError: the disk refused; ``path`` is as it was.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    def check(temporary: Path) -> None:
+        if temporary.read_bytes() != content:
+            raise OSError("what was read back differs from what was written")
+
+    write_atomically(path, write, check)
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` of UTF-8; line ends stay \\n on every system."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
+    write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with NumPy arrays, tensors, tuples and paths as JSON knows them, NaN and infinity as null."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return str(value)

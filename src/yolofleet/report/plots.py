@@ -1,0 +1,343 @@
+"""Curves and pictures of a run, as PNG files.
+
+matplotlib is imported when the first figure is drawn; it draws without a display and downloads nothing.
+A picture is never worth a run: call through :func:`attempt`.
+
+Legend: C classes, K classes with labels, X points of a curve, M boxes.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from yolofleet.evaluate.precision_recall import PrecisionRecall
+from yolofleet.report.draw import Picture, colour, picture_grid
+from yolofleet.report.folder import make_folder, write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f97316", "#16a34a", "#dc2626", "#9ca3af"
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#6b7280",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "text.parse_math": False,  # a class may be called "$5_bill"
+    "savefig.dpi": 150,
+}
+# Fonts for class names outside Latin, Greek and Cyrillic; those that are installed are used
+MORE_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Micro Hei",
+    "Microsoft YaHei",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Malgun Gothic",
+    "Arial Unicode MS",
+)
+MANY = 30  # classes beyond which names no longer fit under bars and beside cells
+
+
+def attempt(
+    note: Callable[[str], None], draw: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+) -> bool:
+    """Draw; when that fails, ``note`` why in one line and go on. Returns whether it worked."""
+    try:
+        draw(*args, **kwargs)
+    except Exception as problem:  # fonts, disk, a broken matplotlib: nothing of it may end a run
+        first_line = (str(problem).splitlines() or [type(problem).__name__])[0]
+        note(f"no picture from {draw.__name__}: {first_line}")
+        return False
+    return True
+
+
+@contextmanager
+def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
+    """A figure that is written to ``path`` at the end; fonts that lack a letter are not worth a warning."""
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.font_manager import get_font_names
+
+        installed = set(get_font_names())
+        fonts = ["DejaVu Sans", *(font for font in MORE_FONTS if font in installed)]
+        with (
+            warnings.catch_warnings(),
+            matplotlib.rc_context(cast(Any, {**matplotlib.rcParamsDefault, **STYLE, "font.family": fonts})),
+        ):
+            warnings.simplefilter("ignore")
+            figure = Figure(figsize=(width_in, height_in), layout="constrained")
+            FigureCanvasAgg(figure)
+            yield figure
+            make_folder(path.parent)
+            figure.savefig(path)
+    finally:
+        log.setLevel(level)
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def plot_results(results_csv: Path, path: Path) -> None:
+    """Losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
+    with results_csv.open(encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    if not rows:
+        return
+
+    def column(name: str) -> NDArray[np.float64]:
+        return np.array([float(row.get(name) or "nan") for row in rows])
+
+    epoch = column("epoch")
+
+    def lines(axes: Axes, title: str, series: Mapping[str, tuple[str, str]]) -> None:
+        axes.set_title(title)
+        shown = 0
+        for label, (name, hue) in series.items():
+            values = column(name)
+            known = np.isfinite(values)
+            if known.any():
+                marker = "o" if known.sum() <= 20 else ""
+                axes.plot(epoch[known], values[known], color=hue, label=label, marker=marker, markersize=3)
+                shown += 1
+        if shown > 1:
+            axes.legend()
+
+    with _drawing(path, 14, 6.5) as figure:
+        grid = figure.subplots(2, 4)
+        for axes, kind in zip(grid[0], ("box", "obj", "cls"), strict=False):
+            series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
+            lines(axes, f"{kind} loss", series)
+        lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
+        lines(
+            grid[1, 0],
+            "precision and recall",
+            {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)},
+        )
+        lines(
+            grid[1, 1],
+            "average precision",
+            {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)},
+        )
+        lines(grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)})
+        grid[1, 2].set_ylim(0, 1.1 * max(np.nan_to_num(column("images_per_s")).max(), 1))
+        shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
+        wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
+        grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
+        grid[1, 3].set_title("share of training time")
+        grid[1, 3].set_ylim(0, 1)
+        grid[1, 3].legend(loc="lower left", frameon=True, framealpha=0.8)
+        for axes in grid.flat:
+            axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------
+
+
+def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> None:
+    """``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5.
+
+    Args:
+        names: of all C classes.
+    """
+    if not len(curves.class_idx):
+        return
+    ap50 = curves.ap[:, 0]
+    _plot_curve(
+        folder / "PR_curve.png",
+        curves.grid,
+        curves.precision_at_recall,
+        labels=[f"{names[c]}  {ap:.3f}" for c, ap in zip(curves.class_idx, ap50, strict=True)],
+        class_idx=curves.class_idx,
+        mean_label=f"all classes  {ap50.mean():.3f} mAP50",
+        axes_labels=("recall", "precision"),
+    )
+    for name, title, values in (
+        ("P", "precision", curves.precision_curves),
+        ("R", "recall", curves.recall_curves),
+        ("F1", "F1", curves.f1_curves),
+    ):
+        mean = values.mean(axis=0)
+        _plot_curve(
+            folder / f"{name}_curve.png",
+            curves.grid,
+            values,
+            labels=[names[c] for c in curves.class_idx],
+            class_idx=curves.class_idx,
+            mean_label=f"all classes  {mean[curves.best]:.3f} at {curves.confidence:.3f}",
+            axes_labels=("confidence", title),
+            mark=curves.confidence,
+        )
+
+
+def _plot_curve(
+    path: Path,
+    x: NDArray[np.float64],
+    curves: NDArray[np.float64],
+    *,
+    labels: Sequence[str],
+    class_idx: NDArray[np.int64],
+    mean_label: str,
+    axes_labels: tuple[str, str],
+    mark: float | None = None,
+) -> None:
+    """One thin line per class ([K, X]), named when there are few, and their mean; a vertical line at ``mark``."""
+    few = len(curves) <= MANY
+    with _drawing(path, 8.5, 5.5) as figure:
+        axes = figure.subplots()
+        for label, c, curve in zip(labels, class_idx.tolist(), curves, strict=True):
+            hue = _hex(c) if few else GREY
+            axes.plot(x, curve, color=hue, linewidth=1, alpha=1 if few else 0.5, label=label if few else None)
+        axes.plot(x, curves.mean(axis=0), color=BLUE, linewidth=3, label=mean_label)
+        if mark is not None:
+            axes.axvline(mark, color=BLUE, linewidth=1, linestyle="--")
+        axes.set(xlim=(0, 1), ylim=(0, 1.01), xlabel=axes_labels[0], ylabel=axes_labels[1])
+        figure.legend(loc="outside right upper", fontsize=8)
+
+
+def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
+    """Fractions of each true class.
+
+    Args:
+        confusion: [C + 1, C + 1], rows predicted, columns true, the last is background.
+    """
+    shares = confusion / np.maximum(confusion.sum(axis=0, keepdims=True), 1)
+    labels = [*names, "background"]
+    few = len(names) <= MANY
+    side = min(max(5.0, 0.42 * len(labels) + 2.5), 14.0)
+    with _drawing(path, side + 1, side) as figure:
+        axes = figure.subplots()
+        axes.grid(False)
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        figure.colorbar(image, ax=axes, shrink=0.7, label="fraction of the true class")
+        step = 1 if few else math.ceil(len(labels) / 90)
+        ticks = range(0, len(labels), step)
+        size = 9 if few else 5
+        axes.set_xticks(ticks, [labels[i] for i in ticks], rotation=90, fontsize=size)
+        axes.set_yticks(ticks, [labels[i] for i in ticks], fontsize=size)
+        axes.set(xlabel="true", ylabel="predicted", title="confusion matrix (confidence 0.25, IoU 0.45)")
+        if few:
+            for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+                value = shares[row, column]
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if value > 0.5 else "#111827",
+                )
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def plot_labels(
+    classes: NDArray[np.integer], boxes_cxcywh_unit: NDArray[np.floating], names: Sequence[str], path: Path
+) -> None:
+    """How many labels of each class, where they lie, how large they are.
+
+    Args:
+        classes: [M]. boxes_cxcywh_unit: [M, 4].
+    """
+    boxes = np.asarray(boxes_cxcywh_unit, np.float64)
+    counts = np.bincount(np.asarray(classes, np.int64), minlength=len(names))
+    with _drawing(path, 12, 8) as figure:
+        above, below = cast(Any, figure.subfigures(2, 1))
+        axes = above.subplots()
+        axes.bar(range(len(counts)), counts, color=[_hex(c) for c in range(len(counts))])
+        step = math.ceil(len(counts) / 100)
+        ticks = range(0, len(counts), step)
+        texts = [names[i] for i in ticks]
+        upright = sum(map(len, texts)) > 100
+        axes.set_xticks(ticks, texts, rotation=90 if upright else 0, fontsize=7 if len(names) > MANY else 9)
+        axes.set_xlim(-0.6, max(len(counts), 6) - 0.4)
+        axes.grid(axis="x", visible=False)
+        axes.set_title(f"{counts.sum():,} labels of {np.count_nonzero(counts)} classes")
+        where, size, area = below.subplots(1, 3)
+        _heat(where, boxes[:, 0], boxes[:, 1])
+        where.set(title="centres", xlabel="x / width", ylabel="y / height", aspect="equal")
+        where.invert_yaxis()
+        _heat(size, boxes[:, 2], boxes[:, 3])
+        size.set(title="sizes", xlabel="width / image width", ylabel="height / image height", aspect="equal")
+        side = np.sqrt(boxes[:, 2] * boxes[:, 3])
+        area.hist(side, bins=np.geomspace(0.004, 1, 41).tolist(), color=BLUE)
+        area.set(title="side (root of the area)", xlabel="fraction of the image", xscale="log")
+        area.set_xticks([0.01, 0.03, 0.1, 0.3, 1], ["0.01", "0.03", "0.1", "0.3", "1"])
+        area.set_xticks([], minor=True)
+
+
+def _heat(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
+    """Density of points in 0..1, logarithmic."""
+    from matplotlib.colors import LogNorm
+
+    density, _, _ = np.histogram2d(x, y, bins=50, range=((0, 1), (0, 1)))
+    norm = LogNorm(vmin=0.5, vmax=max(density.max(), 1))
+    axes.imshow(density.T, cmap="Blues", norm=norm, origin="lower", extent=(0, 1, 0, 1))
+    axes.grid(False)
+
+
+def plot_pictures(pictures: Sequence[Picture], names: Sequence[str], path: Path, *, most: int = 16) -> None:
+    """A grid of images with their boxes, as JPEG or PNG by the suffix."""
+    if not pictures:
+        return
+    done, encoded = cv2.imencode(path.suffix, picture_grid(pictures, names, most=most))
+    assert done, f"OpenCV cannot write {path.suffix}"
+    write_bytes(path, encoded.tobytes())
+
+
+def _hex(class_idx: int) -> str:
+    blue, green, red = colour(class_idx)
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def training_pictures(
+    images: Any, labels: NDArray[np.floating], titles: Sequence[str] = (), *, most: int = 16
+) -> list[Picture]:
+    """A micro-batch as pictures.
+
+    Args:
+        images: uint8 [m, 3, H, W] RGB, tensor or array.
+        labels: [n, 6] image, class, cx, cy, w, h as fractions.
+    """
+    pixels = np.asarray(images)[:most].transpose(0, 2, 3, 1)  # [m, 3, H, W] -> [m, H, W, 3]
+    pictures = []
+    for i, rgb in enumerate(pixels):
+        height, width = rgb.shape[:2]
+        mine = labels[labels[:, 0] == i]
+        half = mine[:, 4:6] / 2
+        corners = np.concatenate([mine[:, 2:4] - half, mine[:, 2:4] + half], axis=1)
+        boxes = corners * np.array([width, height, width, height])
+        title = titles[i] if i < len(titles) else ""
+        pictures.append(Picture(rgb[..., ::-1], boxes, mine[:, 1].astype(np.int64), None, title))
+    return pictures

@@ -1,0 +1,137 @@
+"""Figures of a run for spreadsheets and scripts: ``results.csv`` (a row an epoch) and ``results.json``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from yolofleet.errors import StorageError
+from yolofleet.report.folder import write_json, write_text
+
+COLUMNS = (
+    "epoch",  # epochs done, from 1
+    "step",  # optimizer updates done
+    "images",  # images seen
+    "train/box_loss",
+    "train/obj_loss",
+    "train/cls_loss",
+    "metrics/precision",
+    "metrics/recall",
+    "metrics/mAP50",
+    "metrics/mAP50-95",
+    "val/box_loss",
+    "val/obj_loss",
+    "val/cls_loss",
+    "lr",
+    "seconds",  # of the epoch, validation and checkpoint included
+    "images_per_s",
+    "data_share",
+    "compute_share",
+    "comm_share",
+)
+
+
+class ResultsTable:
+    """``results.csv``: rewritten whole at every epoch, so that it is never cut and never has an epoch twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, str]]:
+        """The rows as text, by epoch; none when there is no file.
+
+        Raises:
+            StorageError: it cannot be read, or is not a table of ours.
+        """
+        if not self.path.is_file():
+            return []
+        try:
+            with self.path.open(encoding="utf-8", newline="") as f:
+                rows = [row for row in csv.DictReader(f) if row.get("epoch")]
+            return sorted(rows, key=_epoch)
+        except (OSError, ValueError, csv.Error) as problem:
+            raise StorageError(
+                f"cannot read {self.path}: {problem}", hint="move it away; the run starts a new one"
+            ) from None
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Add the row of ``row["epoch"]``; rows of that and later epochs, from before a resume, go.
+
+        Columns that are missing or not finite stay empty (an epoch without validation).
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        unknown = sorted(set(row) - set(COLUMNS))
+        assert not unknown, f"no such columns: {unknown}"
+        kept = [old for old in self.rows() if _epoch(old) < row["epoch"]]
+        self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
+
+    def drop_after(self, epochs_done: int) -> None:
+        """Resume: forget the rows of epochs that will be trained again.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        rows = self.rows()
+        kept = [row for row in rows if _epoch(row) <= epochs_done]
+        if len(kept) < len(rows):
+            self._replace(kept)
+
+    def _replace(self, rows: list[dict[str, str]]) -> None:
+        text = io.StringIO()
+        table = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write_text(self.path, text.getvalue())
+
+
+def _epoch(row: Mapping[str, str]) -> int:
+    return int(row["epoch"])
+
+
+def _cell(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.6g}" if math.isfinite(value) else ""
+
+
+def write_results(
+    path: Path,
+    *,
+    metrics: Mapping[str, float],
+    per_class: Mapping[str, Mapping[str, float]],
+    weights_sha256: str,
+    fleet: Mapping[str, Any],
+    versions: Mapping[str, str],
+    seconds: Mapping[str, float],
+    **more: Any,
+) -> None:
+    """``results.json``, the run's outcome.
+
+    Args:
+        metrics: "P", "R", "mAP50", "mAP50-95", ...
+        per_class: the same by class name.
+        weights_sha256: digest of the weights that ``metrics`` are of.
+        fleet: ranks, hosts, devices.
+        seconds: by clock phase, over all restarts.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    write_json(
+        path,
+        {
+            "metrics": metrics,
+            "per_class": per_class,
+            "weights_sha256": weights_sha256,
+            "fleet": fleet,
+            "versions": versions,
+            "seconds": seconds,
+            **more,
+        },
+    )

@@ -1,0 +1,265 @@
+import csv
+import errno
+import io
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from yolofleet.errors import ConfigError, StorageError
+from yolofleet.report.clock import PHASES, Times
+from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
+from yolofleet.report.events import EventLog, read_events
+from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
+from yolofleet.report.results import COLUMNS, ResultsTable, write_results
+
+TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
+VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)
+
+
+# -- folder ----------------------------------------------------------------------------------------------
+
+
+def test_run_folders_are_numbered_when_taken(tmp_path):
+    names = [RunFolder.create("train", project=tmp_path / "a b", name="exp").path.name for _ in range(3)]
+    assert names == ["exp", "exp2", "exp3"]
+    again = RunFolder.create("train", project=tmp_path / "a b", name="exp", exist_ok=True)
+    assert again.path.name == "exp"
+
+
+def test_runs_that_start_together_get_different_folders(tmp_path):
+    found = []
+    start = threading.Barrier(16)
+
+    def create():
+        start.wait()
+        found.append(RunFolder.create("train", project=tmp_path).path)
+
+    threads = [threading.Thread(target=create) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 16
+
+
+@pytest.mark.parametrize("name", ["", " ", "../up", "/etc"])
+def test_a_run_name_cannot_leave_its_project(tmp_path, name):
+    with pytest.raises(ConfigError, match="--name"):
+        RunFolder.create("train", project=tmp_path, name=name)
+
+
+def test_a_project_that_is_a_file_is_said(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        RunFolder.create("train", project=tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EACCES, "no permission")],
+)
+def test_a_refusing_disk_leaves_the_old_text_and_says_what_to_do(tmp_path, monkeypatch, code, words):
+    path = tmp_path / "config.yaml"
+    write_text(path, "old")
+
+    def refuse(self, content):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(StorageError, match=words) as caught:
+        write_text(path, "new")
+    assert str(path) in caught.value.what
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_text_keeps_its_letters_and_line_ends(tmp_path):
+    write_text(tmp_path / "a.txt", "Füße\n人\n")
+    assert (tmp_path / "a.txt").read_bytes() == "Füße\n人\n".encode()
+
+
+def test_json_has_no_nan_and_knows_numpy(tmp_path):
+    write_json(
+        tmp_path / "a.json", {"x": np.float32(0.5), "y": (1, float("nan")), "p": Path("a"), 3: np.arange(2)}
+    )
+    read = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert read == {"x": 0.5, "y": [1, None], "p": "a", "3": [0, 1]}
+    assert jsonable(True) is True
+
+
+# -- events ----------------------------------------------------------------------------------------------
+
+
+def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path):
+    folder = RunFolder(tmp_path)
+    with EventLog(folder.events(1), rank=1) as one, EventLog(folder.events(0), rank=0) as zero:
+        zero.write("start", world=2)
+        one.write("start", world=2)
+        zero.write("epoch", epoch=1, loss=np.float32(0.25), bad=float("inf"))
+    events = list(read_events(folder))
+    assert sorted((e["rank"], e["kind"]) for e in events) == [(0, "epoch"), (0, "start"), (1, "start")]
+    assert [e["time"] for e in events] == sorted(e["time"] for e in events)
+    epoch = next(e for e in events if e["kind"] == "epoch")
+    assert epoch["loss"] == 0.25 and epoch["bad"] is None and epoch["host"]
+    assert (tmp_path / "events.jsonl").is_file()
+
+
+def test_a_line_cut_by_a_crash_costs_only_itself(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.events(0).write_text('{"time": 1, "rank": 0, "kind": "sta')
+    with EventLog(folder.events(0)) as log:
+        log.write("start")
+    assert [e["kind"] for e in read_events(folder)] == ["start"]
+
+
+def test_a_full_disk_costs_the_events_and_one_warning(tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    path = tmp_path / "events.jsonl"
+    path.symlink_to(full)
+    warnings = []
+    log = EventLog(path, warn=warnings.append)
+    for _ in range(5):
+        log.write("step")
+    log.close()
+    assert len(warnings) == 1 and "no longer written" in warnings[0]
+
+
+def test_events_without_a_folder_do_not_stop_a_run(tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    warnings = []
+    log = EventLog(RunFolder(tmp_path).events(3), rank=3, warn=warnings.append)
+    log.write("start")
+    assert len(warnings) == 1
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def epochs_in(path):
+    with path.open(newline="") as f:
+        return [int(row["epoch"]) for row in csv.DictReader(f)]
+
+
+def test_an_epoch_trained_twice_has_one_row_and_later_ones_go(tmp_path):
+    table = ResultsTable(tmp_path / "results.csv")
+    for epoch in (1, 2, 3, 4):
+        table.write({"epoch": epoch, "lr": 0.1 * epoch})
+    table.write({"epoch": 2, "lr": 0.5})
+    assert epochs_in(table.path) == [1, 2]
+    assert table.rows()[1]["lr"] == "0.5"
+    table.write({"epoch": 3})
+    table.drop_after(1)
+    assert epochs_in(table.path) == [1]
+
+
+def test_columns_are_fixed_and_unknown_figures_stay_empty(tmp_path):
+    table = ResultsTable(tmp_path / "results.csv")
+    table.write(
+        {"epoch": 1, "train/box_loss": 0.123456789, "metrics/mAP50": float("nan"), "images": 12345678}
+    )
+    header, row = table.path.read_text().splitlines()
+    assert header == ",".join(COLUMNS)
+    assert row.startswith("1,,12345678,0.123457,,,") and "nan" not in row
+
+
+def test_a_table_that_is_not_ours_is_not_overwritten(tmp_path):
+    table = ResultsTable(tmp_path / "results.csv")
+    table.path.write_text("epoch,x\nten,1\n")
+    with pytest.raises(StorageError, match="cannot read"):
+        table.write({"epoch": 1})
+    assert table.path.read_text() == "epoch,x\nten,1\n"
+
+
+def test_results_json_has_the_promised_keys(tmp_path):
+    write_results(
+        tmp_path / "results.json",
+        metrics={"mAP50": 0.5, "P": float("nan")},
+        per_class={"person": {"AP50": np.float64(0.25)}},
+        weights_sha256="ab",
+        fleet={"ranks": 2},
+        versions={"torch": "2"},
+        seconds={"compute": 1.5},
+        epochs=3,
+    )
+    read = json.loads((tmp_path / "results.json").read_text())
+    assert read["metrics"] == {"mAP50": 0.5, "P": None} and read["per_class"]["person"]["AP50"] == 0.25
+    assert {"weights_sha256", "fleet", "versions", "seconds", "epochs"} <= set(read)
+
+
+# -- console ---------------------------------------------------------------------------------------------
+
+
+def talk(console):
+    console.header("yolofleet train", {"model": "yolov5n"}, [("epochs", "3", "command line")])
+    console.fact("a [fact] with brackets")
+    console.note("anchors fit")
+    console.warn("3 labels dropped")
+    console.begin_epoch(1, 3, 100)
+    console.step(50, lambda: VIEW)
+    console.end_epoch(VIEW)
+    console.table("validation", ["class", "P"], [["all", "0.5"], ["person", "0.25"]])
+    console.summary("done", {"weights": "runs/exp/best"})
+    console.close()
+
+
+def test_a_log_file_is_plain_text_one_line_a_fact(tmp_path):
+    stream = io.StringIO()
+    talk(Console(tmp_path / "logs" / "rank-0.log", stream=stream, every_s=0))
+    text = stream.getvalue()
+    assert text.isprintable() or not any(ord(c) < 32 and c != "\n" for c in text)
+    assert "epoch 1/3 50/100  box 0.0500  obj 0.0200  12.5 img/s  data 10% compute 80% comm 10%" in text
+    assert "  person  0.25\n" in text and "epochs = 3  (command line)" in text
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    for said in ("a [fact] with brackets", "note: anchors fit", "epoch 1/3: box", "person", "runs/exp/best"):
+        assert said in log and said in text
+    assert "50/100" not in log  # progress is not a fact
+
+
+def test_plain_progress_comes_only_every_few_seconds():
+    stream = io.StringIO()
+    console = Console(stream=stream, every_s=1000)
+    console.begin_epoch(1, 3, 100)
+    for done in range(100):
+        console.step(done, lambda: pytest.fail("the figures cost a wait for the device"))
+    assert stream.getvalue() == ""
+
+
+def test_other_ranks_only_write_their_log(tmp_path, capsys):
+    talk(NullConsole(tmp_path / "rank-1.log"))
+    assert capsys.readouterr().out == ""
+    assert "warning: 3 labels dropped" in (tmp_path / "rank-1.log").read_text()
+    talk(NullConsole())
+
+
+def test_a_bar_ends_with_the_epoch_and_keeps_brackets(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    talk(Console(stream=stream, bar=True, every_s=0))
+    text = stream.getvalue()
+    assert "a [fact] with brackets" in text and "50/100" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back
+
+
+def test_letters_that_the_stream_cannot_show_do_not_end_a_run(tmp_path):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="cp1252", newline="\n")
+    console = Console(tmp_path / "log", stream=stream)
+    console.fact("café 人")
+    assert raw.getvalue() == "café \\u4eba\n".encode("cp1252")
+    assert "café 人" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_a_closed_pipe_does_not_end_a_run():
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    stream.close()
+    talk(console)
+
+
+def test_tables_and_durations_are_aligned_for_people():
+    assert aligned(["class", "P"], [["all", "0.5"]]) == ["class    P", "all    0.5"]
+    assert [duration(s) for s in (3.44, 59.96, 125, 3725)] == ["3.4 s", "1:00", "2:05", "1:02:05"]
