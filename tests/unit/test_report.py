@@ -2,6 +2,8 @@ import csv
 import errno
 import io
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -65,14 +67,20 @@ def test_a_refusing_disk_leaves_the_old_text_and_says_what_to_do(tmp_path, monke
     path = tmp_path / "config.yaml"
     write_text(path, "old")
 
-    def refuse(self, content):
+    def refuse(_descriptor):
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(StorageError, match=words) as caught:
         write_text(path, "new")
     assert str(path) in caught.value.what
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_launcher_can_make_a_folder_without_torch():
+    code = "import sys, yolofleet.report.folder; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["False", "False"]
 
 
 def test_text_keeps_its_letters_and_line_ends(tmp_path):

@@ -1,17 +1,18 @@
-"""The folder that a run leaves behind, and how text gets into it."""
+"""The folder that a run leaves behind, and how text gets into it. No torch: the launcher uses it too."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.checkpoint.format import storage_error, write_atomically
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, StorageError
 
 
 @dataclass(frozen=True)
@@ -118,21 +119,44 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose another --project folder",
+    getattr(
+        errno, "EDQUOT", -1
+    ): "your quota is used up: free some space, or choose another --project folder",
+    errno.EROFS: "the file system is read-only: choose another --project folder",
+    errno.EACCES: "no permission to write there: choose another --project folder",
+    errno.EPERM: "no permission to write there: choose another --project folder",
+}
+
+
+def storage_error(problem: OSError, path: Path) -> StorageError:
+    """The disk's refusal in words."""
+    hint = _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
+    return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
+
+
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``, whole or not at all.
+    """Replace ``path`` by ``content``, whole or not at all: temporary name, fsync, rename.
 
     Raises:
-        StorageError: the disk refused; ``path`` is as it was.
+        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
     """
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    def check(temporary: Path) -> None:
-        if temporary.read_bytes() != content:
-            raise OSError("what was read back differs from what was written")
-
-    write_atomically(path, write, check)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+    finally:
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:  # the folder itself cannot be used
+            pass
 
 
 def write_text(path: Path, text: str) -> None:
