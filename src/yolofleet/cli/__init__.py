@@ -1,0 +1,13 @@
+"""The command line: words -> a verb and its configuration. Imports torch only inside a verb."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    from yolofleet.cli.app import run
+
+    return run(sys.argv[1:] if argv is None else list(argv))

@@ -10,27 +10,48 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 def setting(default: Any, help: str, *, group: str = "run", flag: str = "", **constraints: Any) -> Any:
     """A field with its help text, the heading it stands under in ``--help`` and, where it is not the
     field's own name, its flag."""
-    extra = {"group": group, "flag": flag} if flag else {"group": group}
+    extra: dict[str, Any] = {"group": group, "flag": flag} if flag else {"group": group}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
+def flag_of(name: str, field: FieldInfo) -> str:
+    """The flag of a setting: ``--micro-batch`` of ``micro_batch``, unless the schema gives another."""
+    extra = field.json_schema_extra
+    given = str(extra.get("flag", "")) if isinstance(extra, dict) else ""
+    return given or "--" + name.replace("_", "-")
+
+
+def group_of(field: FieldInfo) -> str:
+    """The heading that a setting stands under."""
+    extra = field.json_schema_extra
+    return str(extra["group"]) if isinstance(extra, dict) else "run"
+
+
 Natural = Annotated[int, Field(ge=1)]
+DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|[0-9]{1,3}(,[0-9]{1,3})*)$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # `device: 0` in a YAML file
+    )
 
 
 class Where(Frozen):
     """Settings that say where a verb runs; none of them may change a result."""
 
-    device: str = setting("auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where")
+    device: str = setting("auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE)
     threads: int = setting(0, "CPU threads per process; 0 = cores / local processes", ge=0, group="where")
     workers: int = setting(-1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where")
     project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")

@@ -1,0 +1,8 @@
+"""``python -m yolofleet`` is ``yolofleet``."""
+
+import sys
+
+from yolofleet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The table of verbs, and the one place where a failure becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from yolofleet import __version__
+from yolofleet.cli.commands import Verbs
+from yolofleet.errors import ConfigError, YolofleetError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TRACEBACK = "YOLOFLEET_TRACEBACK"
+
+DATA = Verbs(
+    "data",
+    {
+        "list": ("yolofleet.cli.data:list_command", "the data sets that come with yolofleet"),
+        "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
+        "check": ("yolofleet.cli.data:check_command", "read every label and image, and say what is wrong"),
+        "stats": ("yolofleet.cli.data:stats_command", "images, labels and box sizes of each class"),
+    },
+    help="Look at data sets.",
+)
+WEIGHTS = Verbs(
+    "weights",
+    {
+        "inspect": (
+            "yolofleet.cli.weights:inspect_command",
+            "what a weights file holds; nothing in it is executed",
+        )
+    },
+    help="Look at weights files.",
+)
+CHECKPOINTS = Verbs(
+    "checkpoints",
+    {
+        "list": ("yolofleet.cli.checkpoints:list_command", "the states that a run can resume from"),
+        "verify": ("yolofleet.cli.checkpoints:verify_command", "read every state and check its digest"),
+    },
+    help="Look at a run's checkpoints.",
+)
+APP = Verbs(
+    "yolofleet",
+    {
+        "train": ("yolofleet.cli.train:command", "train a detector, on anything from one CPU to many GPUs"),
+        "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
+        "predict": ("yolofleet.cli.predict:command", "find objects in images and videos"),
+        "data": (DATA, "list, make, check data sets and count what is in them"),
+        "weights": (WEIGHTS, "look into weights files"),
+        "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
+    },
+    help="Train YOLO-family detectors on any fleet, with one command and one result.",
+    epilog="yolofleet VERB --help shows the verb's options. Flags of YOLOv5 are understood.",
+    params=[
+        click.Option(
+            ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=lambda *given: _version(*given),
+            help="Show the version and exit.",
+        )
+    ],
+)  # fmt: skip
+
+
+def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(f"yolofleet {__version__}")
+        context.exit()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command line to its exit code (DESIGN: 0 done, 2 user, 3 data or file, 4 cluster, 5 numerics, 75
+    stopped); prints every failure once, without a traceback unless it is ours."""
+    try:
+        result = APP.main(list(argv), prog_name="yolofleet", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except YolofleetError as problem:
+        return _report(problem)
+    except click.ClickException as problem:
+        return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:  # `yolofleet ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        print("this is a bug in yolofleet: please report it with the lines above", file=sys.stderr)
+        return 1
+
+
+def _report(problem: YolofleetError) -> int:
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(problem)
+    else:
+        print(problem.render(), file=sys.stderr)
+    return problem.exit_code

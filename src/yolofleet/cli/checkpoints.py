@@ -1,0 +1,57 @@
+"""`yolofleet checkpoints`: the states that a run can resume from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from yolofleet.cli.commands import Command
+from yolofleet.errors import CheckpointError
+
+
+def _folder(run: str) -> Path:
+    """``checkpoints`` of a run folder, or that folder itself."""
+    path = Path(run)
+    if not path.is_dir():
+        raise CheckpointError(f"{run} is not a folder", hint="name a run folder, such as runs/train/exp")
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
+def show(run: str, verify: bool) -> int:
+    from yolofleet.checkpoint.store import CheckpointStore, load_snapshot
+
+    folder = _folder(run)
+    entries = CheckpointStore(folder).entries()
+    if not entries:
+        raise CheckpointError(f"{folder} has no checkpoint", hint="name a run folder, such as runs/train/exp")
+    broken = 0
+    for entry in entries:
+        line = f"step {entry.step:>8}  {entry.bytes / 2**20:8.1f} MiB  {entry.path}"
+        if verify:
+            try:
+                load_snapshot(entry.path)
+                line += "  whole"
+            except CheckpointError as problem:
+                broken += 1
+                line += f"  BROKEN: {problem.what}"
+        click.echo(line)
+    if broken:
+        print(f"{broken} of {len(entries)} checkpoints are broken", file=sys.stderr)
+    return CheckpointError.exit_code if broken else 0
+
+
+list_command = Command(
+    "list",
+    params=[click.Argument(["run"])],
+    callback=lambda run: show(run, False),
+    help="List the states of the run folder RUN, newest first, without reading them.",
+)
+verify_command = Command(
+    "verify",
+    params=[click.Argument(["run"])],
+    callback=lambda run: show(run, True),
+    help="Read every state of the run folder RUN and check its digest; exit code 3 if one is broken.",
+)

@@ -1,0 +1,189 @@
+"""click's commands as yolofleet needs them: verbs imported when used, options made from a schema."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import click
+
+from yolofleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from yolofleet.config.schema import Where
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class Verbs(click.Group):
+    """A group whose members are ``module:attribute`` and a summary; --help imports none of them."""
+
+    def __init__(
+        self, name: str, members: Mapping[str, tuple[str | click.Command, str]], **extra: Any
+    ) -> None:
+        super().__init__(
+            name,
+            context_settings=SETTINGS,
+            subcommand_metavar="VERB ...",
+            invoke_without_command=True,
+            callback=_help_if_bare,
+            **extra,
+        )
+        self.members = members
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.members)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.members:
+            return None
+        member = self.members[cmd_name][0]
+        if isinstance(member, str):
+            module, attribute = member.split(":")
+            member = getattr(import_module(module), attribute)
+        assert isinstance(member, click.Command)
+        return member
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        command = self.get_command(ctx, args[0])
+        if command is not None:
+            return args[0], command, args[1:]
+        from yolofleet.config.aliases import VERBS
+        from yolofleet.config.suggest import nearest, shown
+
+        near = VERBS.get(args[0]) or nearest(args[0], self.members)
+        hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"
+        raise ConfigError(
+            f"{ctx.command_path} has no verb {shown(args[0])}", source="command line", hint=hint
+        )
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.members.items()])
+
+
+@click.pass_context
+def _help_if_bare(ctx: click.Context) -> int:
+    """A bare `yolofleet` asks what there is."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    return 0
+
+
+class Command(click.Command):
+    """A verb: old spellings are rewritten before its options are read."""
+
+    def __init__(self, name: str, **extra: Any) -> None:
+        super().__init__(name, context_settings=SETTINGS, **extra)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from yolofleet.config.aliases import rewrite
+
+        flags: dict[str, bool] = {}
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Option):
+                takes_value = not (parameter.is_flag or parameter.count)
+                flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
+        rewritten = rewrite(str(self.name), args, flags)
+        say(rewritten.notes)
+        return super().parse_args(ctx, rewritten.argv)
+
+
+def say(notes: Iterable[str]) -> None:
+    """Tell the user something once, not once per process."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+class SchemaCommand(Command):
+    """A verb whose options are the fields of a model, under their headings.
+
+    Args:
+        run: called with what the user set (by field name) and the values of ``extra_options``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: type[Where],
+        run: Callable[..., int],
+        *,
+        extra_options: Iterable[click.Option] = (),
+        **extra: Any,
+    ) -> None:
+        self.model = model
+
+        def callback(**values: Any) -> int:
+            given = {
+                field: value
+                for field, value in values.items()
+                if field in model.model_fields and value is not None and value != ()
+            }
+            return run(
+                given, **{name: value for name, value in values.items() if name not in model.model_fields}
+            )
+
+        options = [_option(name, field) for name, field in model.model_fields.items()]
+        config = click.Option(
+            ["--config", "config_file"],
+            default="",
+            metavar="FILE",
+            help="YAML file with any of these settings",
+        )
+        super().__init__(name, params=[*options, config, *extra_options], callback=callback, **extra)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from yolofleet.config.schema import group_of
+
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            field = self.model.model_fields.get(str(parameter.name))
+            if record:
+                flag, help = record
+                if parameter.secondary_opts:
+                    flag = f"--[no-]{parameter.opts[0][2:]}"
+                sections.setdefault(group_of(field) if field else "general", []).append((flag, help))
+        width = max(len(flag) for rows in sections.values() for flag, _ in rows)
+        order = ["what", "how much", "how", "where", "keeping", "looking", "general"]
+        for title in sorted(sections, key=order.index):
+            with formatter.section(title.capitalize()):
+                formatter.write_dl(
+                    [(flag.ljust(width), help) for flag, help in sections[title]], col_max=width
+                )
+
+
+def _option(name: str, field: FieldInfo) -> click.Option:
+    """Texts all the way: the schema checks and converts them, for every source alike."""
+    from yolofleet.config.schema import flag_of
+
+    flag, kind = flag_of(name, field), field.annotation
+    help = (field.description or "") + _default_text(field)
+    if kind is bool:
+        return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help)
+    metavar = "TEXT"
+    if get_origin(kind) is Literal:
+        metavar = "|".join(map(str, get_args(kind)))
+    elif kind in (int, float):
+        metavar = "N" if kind is int else "X"
+    elif name in ("project",):
+        metavar = "FOLDER"
+    return click.Option(
+        [flag, name], type=str, default=None, multiple=get_origin(kind) is tuple, metavar=metavar, help=help
+    )
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.default in ("", None, ()):
+        return ""
+    words = {True: "on", False: "off"}
+    default = words[field.default] if isinstance(field.default, bool) else f"{field.default}"
+    return f"  [{default}]"

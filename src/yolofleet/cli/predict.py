@@ -1,0 +1,19 @@
+"""`yolofleet predict`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yolofleet.cli.commands import SchemaCommand
+from yolofleet.config.load import resolve_predict
+from yolofleet.config.schema import PredictConfig
+
+
+def run(given: dict[str, Any], config_file: str) -> int:
+    config = resolve_predict(given, config_file=config_file)
+    from yolofleet.predict.run import predict_command
+
+    return predict_command(config.value)
+
+
+command = SchemaCommand("predict", PredictConfig, run, help="Find objects in images and videos.")

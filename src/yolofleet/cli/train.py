@@ -1,0 +1,80 @@
+"""`yolofleet train`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.load import resolve_train
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import Recipe, TrainConfig, group_of
+from yolofleet.config.suggest import shown
+
+
+def run(given: dict[str, Any], config_file: str, dry_run: bool) -> int:
+    config, recipe = resolve_train(given, config_file=config_file)
+    say([*config.notes, *recipe.notes])
+    if dry_run:
+        click.echo(plan(config, recipe))
+        return 0
+    from yolofleet.launch import start
+
+    return start(config, recipe)
+
+
+def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
+    """Every setting with its source, and what would be started."""
+    lines = []
+    groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
+    for group in [*(g for g in groups if g != "where"), "where"]:
+        names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
+        lines += [group, *_rows(config, names), ""]
+    lines += ["hyperparameters", *_rows(recipe, list(Recipe.model_fields)), ""]
+    c = config.value
+    micro_batch, step_images = micro_batch_of(c), c.batch * max(1, round(c.nominal_batch / c.batch))
+    lines += [
+        "would run",
+        f"  {_processes(c.device)}",
+        f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
+    ]
+    return "\n".join(lines)
+
+
+def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
+    rows = []
+    for name in names:
+        value = getattr(resolved.value, name)
+        text = (
+            " ".join(map(shown, value)) if isinstance(value, tuple) else shown("" if value is None else value)
+        )
+        rows.append(f"  {name:<18} {text:<24} {resolved.sources[name]}")
+    return rows
+
+
+def _processes(device: str) -> str:
+    if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:
+        return f"{os.environ['WORLD_SIZE']} processes, started by torchrun"
+    if device == "auto":
+        return "a process for each CUDA device that torch sees, else one on the CPU"
+    from yolofleet.launch.job import processes_of
+
+    count = processes_of(device)
+    return "one process" if count == 1 else f"{count} processes"
+
+
+command = SchemaCommand(
+    "train",
+    TrainConfig,
+    run,
+    extra_options=[
+        click.Option(
+            ["--dry-run"], is_flag=True, help="show every setting, where it came from and what would run"
+        ),
+    ],
+    help="Train a detector. One of --model, --cfg and --weights says which.",
+    epilog="Hyperparameters are in --recipe and --set. Flags of YOLOv5's train.py are understood.",
+)

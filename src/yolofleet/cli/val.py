@@ -1,0 +1,21 @@
+"""`yolofleet val`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yolofleet.cli.commands import SchemaCommand
+from yolofleet.config.load import resolve_val
+from yolofleet.config.schema import ValConfig
+
+
+def run(given: dict[str, Any], config_file: str) -> int:
+    config = resolve_val(given, config_file=config_file)
+    from yolofleet.launch import start_val
+
+    return start_val(config)
+
+
+command = SchemaCommand(
+    "val", ValConfig, run, help="Measure the accuracy of weights on a data set, by COCO's protocol."
+)

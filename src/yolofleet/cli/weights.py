@@ -1,0 +1,5 @@
+"""`yolofleet weights`: what a file holds."""
+
+from __future__ import annotations
+
+

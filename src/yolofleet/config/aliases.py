@@ -1,0 +1,261 @@
+"""Old spellings: YOLOv5's flags -> today's, in one table; and why some are refused.
+
+``rewrite`` turns a command line into today's flags, each as ``--flag=value`` (so a value is never taken for
+a flag), before it is parsed. Underscores and hyphens are the same. Nothing is accepted and silently ignored:
+a flag without effect here says so once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from yolofleet.config.suggest import nearest, shown
+from yolofleet.errors import ConfigError
+
+Values = Literal["none", "one", "maybe", "some"]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a spelling becomes.
+
+    Attributes:
+        values: how many values follow it; ``maybe`` is none or one, ``some`` is one or more.
+        to: values -> today's arguments.
+        note: tell the user what it became, or this sentence.
+        refusal: why it cannot be used; then ``hint`` says what to do instead.
+    """
+
+    values: Values = "one"
+    to: Callable[[list[str]], list[str]] = lambda values: []
+    note: bool | str = False
+    refusal: str = ""
+    hint: str | None = None
+
+
+def same(flag: str, values: Values = "one") -> Spelling:
+    """Another spelling of ``flag``."""
+    return Spelling(values, lambda given: [f"{flag}={value}" for value in given])
+
+
+def now(flag: str) -> Spelling:
+    """``flag`` with its value is what it is called today; said once."""
+    return Spelling("one", lambda given: [f"{flag}={value}" for value in given], note=True)
+
+
+def switch(*argv: str) -> Spelling:
+    """A switch that became ``argv``; said once."""
+    return Spelling("none", lambda given: list(argv), note=True)
+
+
+def refused(why: str, hint: str | None = None, values: Values = "none") -> Spelling:
+    return Spelling(values, refusal=why, hint=hint)
+
+
+def _img(values: list[str]) -> list[str]:
+    if len(values) > 2 or len(set(values)) > 1:
+        raise ConfigError(
+            f"--img {' '.join(map(shown, values))}: only one size, for square images, is available",
+            hint=f"--img {max(values, key=lambda v: (len(v), v))}; images keep their shape inside it",
+        )
+    return [f"--img={values[0]}"]
+
+
+def _one_model(values: list[str]) -> list[str]:
+    if len(values) > 1:
+        raise ConfigError(
+            f"--weights with {len(values)} files: ensembles are not available yet",
+            hint="name one file, and run each",
+        )
+    return [f"--weights={values[0]}"]
+
+
+def _device(values: list[str]) -> list[str]:
+    return ["--device=" + (values[0].lower().replace(" ", "").replace("cuda:", "") or "auto")]
+
+
+def _batch(values: list[str]) -> list[str]:
+    if values[0] in ("-1", "auto"):
+        raise ConfigError(
+            f"--batch {values[0]}: finding the batch by itself is not available yet", hint="--batch 16"
+        )
+    return [f"--batch={values[0]}"]
+
+
+def _save_period(values: list[str]) -> list[str]:
+    return [] if values[0] == "-1" else [f"--save-period={values[0]}"]
+
+
+def _task(values: list[str]) -> list[str]:
+    if values[0] in ("speed", "study"):
+        raise ConfigError(f"--task {values[0]} is not available: val measures accuracy", hint="leave it out")
+    return [f"--split={values[0]}"]
+
+
+def _txt_format(values: list[str]) -> list[str]:
+    return [f"--txt-format={ {'0': 'yolo', '1': 'voc'}.get(values[0], values[0]) }"]
+
+
+LATER = "is not available yet"
+EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
+TTA = refused(f"test-time augmentation {LATER}", "leave it out")
+LAUNCHED = Spelling("one")  # filled in by launchers; the worker reads its place from the environment
+IMG = Spelling("some", _img)
+BATCH = Spelling("one", _batch)
+DEVICE = Spelling("one", _device)
+HALF = switch("--precision=fp16")
+ONNX = refused("OpenCV does not run the network here", "leave it out")
+
+SPELLINGS: dict[str, dict[str, Spelling]] = {
+    "train": {
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--batch": BATCH,
+        "--batch-size": BATCH,
+        "--device": DEVICE,
+        "--hyp": same("--recipe"),
+        "--label-smoothing": Spelling("one", lambda given: [f"--set=label_smoothing={given[0]}"]),
+        "--freeze": Spelling("some", lambda given: [f"--freeze={','.join(given)}"]),
+        "--cache": Spelling("maybe", lambda given: [f"--cache={(given or ['ram'])[0]}"]),
+        "--cache-images": switch("--cache=ram"),
+        "--resume": Spelling("maybe", lambda given: [f"--resume={(given or ['auto'])[0]}"]),
+        "--save-period": Spelling("one", _save_period),
+        "--nosave": switch("--save-period=0", "--save-minutes=0"),
+        "--noval": switch("--val-period=0"),
+        "--noautoanchor": switch("--no-autoanchor"),
+        "--noplots": switch("--no-plots"),
+        "--cos-lr": switch("--lr-schedule=cosine"),
+        "--local-rank": LAUNCHED,
+        "--artifact-alias": Spelling(note="has no effect: there is no artifact store"),
+        "--rect": refused(f"rectangular training {LATER}", "leave it out: images are padded to a square"),
+        "--image-weights": refused(f"drawing images by class accuracy {LATER}", "leave it out"),
+        "--quad": refused(
+            "four images in one are not offered: it changes the loss", "leave it out, or raise --img"
+        ),
+        "--evolve": EVOLVE,
+        "--evolve-population": EVOLVE,
+        "--resume-evolve": EVOLVE,
+        "--bucket": refused(
+            "results go to a folder, not to a bucket", "--project FOLDER, and copy it", "maybe"
+        ),
+        "--entity": refused(f"logging to Weights & Biases {LATER}", "--tensorboard", "one"),
+        "--upload-dataset": refused("data sets are not uploaded", "leave it out", "maybe"),
+        "--bbox-interval": refused(f"logging to Weights & Biases {LATER}", "--tensorboard", "one"),
+    },
+    "val": {
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--batch": BATCH,
+        "--batch-size": BATCH,
+        "--device": DEVICE,
+        "--weights": Spelling("some", _one_model),
+        "--conf-thres": now("--conf"),
+        "--iou-thres": now("--iou"),
+        "--task": Spelling("one", _task, note=True),
+        "--half": HALF,
+        "--local-rank": LAUNCHED,
+        "--augment": TTA,
+        "--tta": TTA,
+        "--save-hybrid": refused("labels mixed into the predictions would inflate the figures", "--save-txt"),
+        "--dnn": ONNX,
+    },
+    "predict": {
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--device": DEVICE,
+        "--weights": Spelling("some", _one_model),
+        "--classes": same("--classes", "some"),
+        "--conf-thres": now("--conf"),
+        "--iou-thres": now("--iou"),
+        "--view-img": switch("--show"),
+        "--save-format": Spelling("one", _txt_format, note=True),
+        "--nosave": switch("--save=none"),
+        "--line-thickness": now("--line-width"),
+        "--half": HALF,
+        "--data": Spelling(note="has no effect: class names travel inside the weights"),
+        "--local-rank": LAUNCHED,
+        "--augment": TTA,
+        "--tta": TTA,
+        "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
+        "--dnn": ONNX,
+    },
+}
+VERBS = {"detect": "predict", "test": "val", "inspect": "weights inspect"}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    argv: list[str]
+    notes: list[str]
+
+
+def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewritten:
+    """Today's command line for ``argv``.
+
+    Args:
+        flags: today's flags of the verb, and whether each takes a value.
+
+    Raises:
+        ConfigError: an unknown or refused flag, or a value missing.
+    """
+    known = {flag: Spelling("one" if takes else "none", _keep(flag, takes)) for flag, takes in flags.items()}
+    known |= SPELLINGS.get(verb, {})
+    result, notes = [], []
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            result.append(token)
+            continue
+        spelled, equals, value = token.partition("=")
+        flag = spelled.replace("_", "-")
+        spelling = known.get(flag)
+        if spelling is None:
+            raise _unknown(verb, spelled, known)
+        if spelling.refusal:
+            raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
+        values = _values(spelled, spelling.values, [value] if equals else None, rest)
+        became = spelling.to(values)
+        result += became
+        if isinstance(spelling.note, str):
+            notes.append(f"{spelled} {spelling.note}")
+        elif spelling.note:
+            notes.append(
+                f"{' '.join([spelled, *map(shown, values)])} is now {' '.join(became).replace('=', ' ')}"
+            )
+    return Rewritten(result, list(dict.fromkeys(notes)))
+
+
+def _keep(flag: str, takes: bool) -> Callable[[list[str]], list[str]]:
+    return lambda values: [f"{flag}={values[0]}"] if takes else [flag]
+
+
+def _values(flag: str, wanted: Values, attached: list[str] | None, rest: list[str]) -> list[str]:
+    """Take a flag's values off ``rest``; what looks like a flag is none (a negative number does not)."""
+    if wanted == "none":
+        if attached:
+            raise ConfigError(f"{flag} takes no value, {shown(attached[0])} was given", source="command line")
+        return []
+    if attached is not None:
+        return attached
+    taken: list[str] = []
+    while rest and not re.match(r"--.|-[A-Za-z]", rest[0]) and (wanted == "some" or not taken):
+        taken.append(rest.pop(0))
+    if not taken and wanted != "maybe":
+        raise ConfigError(f"{flag} needs a value", source="command line")
+    return taken
+
+
+def _unknown(verb: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigError:
+    usable = [
+        flag[2:] for flag, spelling in known.items() if not spelling.refusal and spelling is not LAUNCHED
+    ]
+    near = nearest(spelled.replace("_", "-")[2:], usable)
+    hint = f"did you mean --{near}?" if near else f"yolofleet {verb} --help lists them"
+    return ConfigError(f"{verb} has no {shown(spelled)}", source="command line", hint=hint)

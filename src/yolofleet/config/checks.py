@@ -1,0 +1,142 @@
+"""Settings that cannot stand together: an error before anything starts, never a setting that is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.errors import ConfigError
+
+LARGEST_DEFAULT_MICRO_BATCH = 16
+
+
+def micro_batch_of(config: TrainConfig) -> int:
+    """Images that pass the network together: ``--micro-batch``, or the largest divisor of ``--batch`` up to 16."""
+    return config.micro_batch or max(d for d in divisors(config.batch) if d <= LARGEST_DEFAULT_MICRO_BATCH)
+
+
+def divisors(n: int) -> list[int]:
+    """Of ``n`` >= 1, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
+    """What no single setting shows.
+
+    Raises:
+        ConfigError: names every setting involved and where it came from.
+    """
+    c = config.value
+    _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    if not (c.model or c.cfg or c.weights):
+        raise ConfigError(
+            "no model: one of --weights, --model and --cfg is needed",
+            hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
+        )
+    if c.model and c.cfg:
+        raise _clash(config, "model", "cfg", "both say which network to build", "leave one out")
+    _check_micro_batch(config)
+    if c.sync_bn and c.reduce == "exact":
+        raise _clash(
+            config,
+            "sync_bn",
+            "reduce",
+            "statistics across devices are equal up to rounding only",
+            "instead of --sync-bn raise --micro-batch: its statistics are those of one micro-batch on every fleet",
+        )
+    if c.deterministic and c.cudnn_benchmark == "on":
+        raise _clash(
+            config, "deterministic", "cudnn_benchmark", "timing may choose other kernels", "leave one out"
+        )
+    if c.patience and not c.val_period and config.is_given("patience"):
+        raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
+    _check_precision(config)
+    r = recipe.value
+    if r.autobalance:
+        raise ConfigError(
+            "autobalance: true is not available: its balance would depend on the fleet",
+            source=recipe.sources["autobalance"],
+            hint="remove it; the fixed balance of the levels is used",
+        )
+    if r.mosaic9 and not r.mosaic:
+        raise ConfigError(
+            f"mosaic9: {r.mosaic9:g} is a share of the mosaics, but mosaic is 0",
+            source=recipe.sources["mosaic9"],
+            hint="set mosaic above 0, or mosaic9 to 0",
+        )
+
+
+def check_val(config: Resolved[ValConfig]) -> None:
+    """As :func:`check_train`."""
+    _need(config, "weights", "a .safetensors file of a run, or a .pt file")
+    _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    _check_precision(config)
+    _only_with(config, "save_conf", "save_txt")
+
+
+def check_predict(config: Resolved[PredictConfig]) -> None:
+    """As :func:`check_train`."""
+    _need(config, "weights", "a .safetensors file of a run, or a .pt file")
+    _need(config, "source", "an image, folder, glob, list file or video")
+    _check_precision(config)
+    _only_with(config, "save_conf", "save_txt")
+    _only_with(config, "txt_format", "save_txt")
+
+
+def _check_micro_batch(config: Resolved[TrainConfig]) -> None:
+    batch, micro = config.value.batch, config.value.micro_batch
+    if not micro or batch % micro == 0:
+        return
+    near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
+    listed = " or ".join([", ".join(map(str, near[:-1])), str(near[-1])]) if len(near) > 1 else str(near[0])
+    raise ConfigError(
+        f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
+        source=_sources(config, "micro_batch", "batch"),
+        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {listed}",
+    )
+
+
+def _check_precision(config: Resolved[Any]) -> None:
+    if config.value.precision == "fp16" and config.value.device.startswith("cpu"):
+        raise _clash(
+            config, "precision", "device", "CPUs do not compute in fp16", "--precision fp32, or bf16"
+        )
+
+
+def _need(config: Resolved[Any], name: str, example: str) -> None:
+    if not getattr(config.value, name):
+        raise ConfigError(f"--{name} is missing", hint=f"--{name} is {example}")
+
+
+def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
+    """``name`` has no effect without ``needed``."""
+    if getattr(config.value, name) != type(config.value).model_fields[name].default and not getattr(
+        config.value, needed
+    ):
+        flag = needed.replace("_", "-")
+        raise ConfigError(
+            f"{config.spelled(name)} has no effect without --{flag}",
+            source=config.sources[name],
+            hint=f"add --{flag}",
+        )
+
+
+def _clash(config: Resolved[Any], first: str, second: str, why: str, hint: str) -> ConfigError:
+    return ConfigError(
+        f"{config.spelled(first)} and {config.spelled(second)} cannot stand together: {why}",
+        source=_sources(config, first, second),
+        hint=hint,
+    )
+
+
+def _sources(config: Resolved[Any], *names: str) -> str:
+    """``runs/a.yaml:12, batch from the command line``: where several settings came from."""
+    sources = {name: config.sources[name] for name in names}
+    if len(set(sources.values())) == 1:
+        return sources[names[0]]
+    return ", ".join(
+        f"--{name.replace('_', '-')} {'by default' if source == DEFAULT else source}"
+        for name, source in sources.items()
+    )

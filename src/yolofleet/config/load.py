@@ -1,0 +1,214 @@
+"""What a verb runs with: defaults < configuration file < command line; and ``config.yaml``, which repeats it.
+
+A resumed run starts from its own ``config.yaml`` instead of the defaults (``resume.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet import __version__
+from yolofleet.config.checks import check_predict, check_train, check_val
+from yolofleet.config.recipe import load_recipe
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
+from yolofleet.config.resume import continue_run, find_run
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, Where
+from yolofleet.config.suggest import shown
+from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
+from yolofleet.errors import ConfigError
+
+__all__ = [
+    "Job",
+    "Resolved",
+    "check_train",
+    "dump_config",
+    "load_config_yaml",
+    "load_job",
+    "load_recipe",
+    "resolve",
+    "resolve_predict",
+    "resolve_train",
+    "resolve_val",
+]
+
+MODELS: dict[str, type[Where]] = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig}
+VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file that are not settings
+HEADER = (
+    f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
+    f"# `{SOURCES}` says where the values came from that are not defaults.\n"
+)
+
+
+def resolve_train(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """The settings of a training run, checked.
+
+    Args:
+        given: what the user set, by name; texts or values.
+        config_file: a YAML file with any settings, and a recipe's values under ``hyperparameters``.
+        source: where ``given`` came from.
+
+    Raises:
+        ConfigError: anything that cannot be used, with its source.
+    """
+    command = layer_of(given, source)
+    file, hyperparameters = _files("train", config_file)
+    config = resolve(TrainConfig, [file, command])
+    recipe = load_recipe(
+        config.value.recipe,
+        [*_overrides(file, "set"), *_overrides(command, "set")],
+        hyperparameters=None if "recipe" in command else hyperparameters,
+    )
+    if "set" in file and "set" in command:  # both were applied, so both are kept
+        both = Sourced([*file["set"].value, *command["set"].value], source)
+        config = resolve(TrainConfig, [file, {**command, "set": both}])
+    notes: tuple[str, ...] = ()
+    if config.value.resume:
+        found = find_run(config.value, is_named=config.is_given("name"))
+        if found is not None:
+            stored = load_config_yaml(found.folder / "config.yaml")
+            config, recipe = continue_run(found, stored, (config, recipe))
+        else:
+            notes = (f"nothing to resume in {config.value.project or 'runs/train'}: this is a new run",)
+            config = resolve(TrainConfig, [file, {**command, "resume": Sourced("", source)}])
+    check_train(config, recipe)
+    return Resolved(config.value, config.sources, (*notes, *config.notes)), recipe
+
+
+def resolve_val(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[ValConfig]:
+    """As :func:`resolve_train`, for ``val``."""
+    config = resolve(ValConfig, [_files("val", config_file)[0], layer_of(given, source)])
+    check_val(config)
+    return config
+
+
+def resolve_predict(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[PredictConfig]:
+    """As :func:`resolve_train`, for ``predict``."""
+    config = resolve(PredictConfig, [_files("predict", config_file)[0], layer_of(given, source)])
+    check_predict(config)
+    return config
+
+
+def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:
+    return [Sourced(text, layer[name].source) for text in layer[name].value] if name in layer else []
+
+
+def _files(verb: str, config_file: str) -> tuple[Layer, Layer | None]:
+    """The layer of ``--config``, and its hyperparameters if it has any.
+
+    Raises:
+        ConfigError: it is the configuration of another verb.
+    """
+    if not config_file:
+        return {}, None
+    said, settings, hyperparameters = _read_file(Path(config_file))
+    if said not in (None, verb):
+        raise ConfigError(
+            f"{config_file} is the configuration of {said}, not of {verb}", hint=f"yolofleet {said}"
+        )
+    if hyperparameters is not None and verb != "train":
+        raise ConfigError(f"{RECIPE} only count in training", source=config_file, hint="remove that section")
+    if said is not None:  # a whole run of ours: repeating it is a new run, even if it had been resumed
+        settings = {name: entry for name, entry in settings.items() if name != "resume"}
+    return settings, hyperparameters
+
+
+# -- config.yaml ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one ``config.yaml`` says; ``recipe`` is None where nothing is trained."""
+
+    verb: str
+    config: Resolved[Any]
+    recipe: Resolved[Recipe] | None
+
+
+def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
+    """The text of ``config.yaml``; :func:`load_job` gives equal values and sources back."""
+    verb = next(verb for verb, model in MODELS.items() if isinstance(config.value, model))
+    values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
+    sources: dict[str, Any] = _not_default(config)
+    if recipe is not None:
+        values[RECIPE] = recipe.value.model_dump(mode="json")
+        sources[RECIPE] = _not_default(recipe)
+    return HEADER + write_yaml({**values, SOURCES: sources})
+
+
+def load_job(path: Path) -> Job:
+    """Read back what :func:`dump_config` wrote.
+
+    Raises:
+        ConfigError: the file is missing, or was changed so that it does not fit together.
+    """
+    verb, settings, hyperparameters = _read_file(path, verbatim=True)
+    if verb is None:
+        raise ConfigError(f"{path} has no {VERB}", hint=f"one of {', '.join(MODELS)}")
+    config = resolve(MODELS[verb], [settings])
+    return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
+
+
+def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """The ``config.yaml`` of a training run, as :func:`load_job`."""
+    job = load_job(path)
+    if job.verb != "train" or job.recipe is None:
+        raise ConfigError(f"{path} is not the configuration of a training run")
+    return job.config, job.recipe
+
+
+def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
+    return {name: source for name, source in resolved.sources.items() if source != DEFAULT}
+
+
+def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, Layer, Layer | None]:
+    """Verb, settings and hyperparameters (None: not in the file).
+
+    A value's source is its line; with ``verbatim``, what the file's ``sources`` say. What they do not name
+    was a default and stays one, whatever today's default is.
+    """
+    values = read_yaml(path)
+    verb: str | None = None
+    if VERB in values:
+        said_verb, line = values.pop(VERB)
+        verb = str(said_verb)
+        if verb not in MODELS:
+            raise ConfigError(
+                f"{VERB}: {shown(said_verb)} is not one of {', '.join(MODELS)}", source=f"{path}:{line}"
+            )
+    sources = _section(values, SOURCES, path)
+    hyperparameters = _section(values, RECIPE, path)
+    nested = _section(sources, RECIPE, path) if sources is not None else None
+
+    def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> Layer:
+        result = {}
+        for name, (value, line) in found.items():
+            source = f"{path}:{line}"
+            if stored is not None:
+                said = str(stored[name].value) if name in stored else DEFAULT
+                source = said if verbatim or said == DEFAULT else source
+            result[name] = Sourced(value, source)
+        return result
+
+    inner = (
+        None if hyperparameters is None else layer(hyperparameters, nested if sources is not None else None)
+    )
+    return verb, layer(values, sources), inner
+
+
+def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:
+    """Take a nested mapping out of ``values``."""
+    if name not in values:
+        return None
+    value, line = values.pop(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: {shown(value)} is not a mapping", source=f"{path}:{line}")
+    return value

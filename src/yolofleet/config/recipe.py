@@ -1,0 +1,130 @@
+"""Hyperparameters: built-in recipes, recipe files, YOLOv5's hyp files, and single values on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from yolofleet.config.resolve import COMMAND_LINE, Layer, Resolved, Sourced, resolve
+from yolofleet.config.schema import Recipe
+from yolofleet.config.suggest import did_you_mean, shown
+from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
+from yolofleet.errors import ConfigError
+
+DEFAULT_RECIPE = "scratch-low"
+YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
+
+# Keys of YOLOv5's hyp files that this trainer does not have. Those without an effect there are passed over
+# with a note; a value that has one is refused.
+WITHOUT_EFFECT = {
+    "iou_t": "no trainer reads it; labels are matched by anchor_t",
+}
+ONLY_ZERO = {
+    "copy_paste": "it needs segments, which are not read yet; YOLOv5 does nothing either when labels are boxes",
+    "anchors": "anchors come from the model description",
+}
+RENAMED = {"giou": "box"}
+
+
+def recipe_names() -> list[str]:
+    """Built-in recipes."""
+    folder = resources.files("yolofleet.config") / "recipes"
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def load_recipe(
+    name_or_path: str = "", overrides: Iterable[str | Sourced] = (), *, hyperparameters: Layer | None = None
+) -> Resolved[Recipe]:
+    """Defaults < recipe < ``hyperparameters`` (of a configuration file) < ``overrides``.
+
+    Args:
+        name_or_path: a built-in name, a file, or a YOLOv5 hyp file name; "" is ``scratch-low``.
+        overrides: ``key=value`` each.
+
+    Raises:
+        ConfigError: no such recipe, an unknown key, a value out of range.
+    """
+    notes: list[str] = []
+    layers: list[Layer] = []
+    if hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
+        layers.append(_read(name_or_path or DEFAULT_RECIPE, notes))
+    layers.append(hyperparameters or {})
+    layers.append(_overrides(overrides))
+    return resolve(Recipe, layers, notes)
+
+
+def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
+    builtin, path = _builtin_name(name_or_path), Path(name_or_path)
+    if builtin is not None:
+        with resources.as_file(resources.files("yolofleet.config") / "recipes" / f"{builtin}.yaml") as file:
+            return {key: Sourced(e.value, f"recipe {builtin}") for key, e in read_yaml(file).items()}
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe {shown(name_or_path)} is neither built in nor a file",
+            hint=did_you_mean(name_or_path, recipe_names()) or f"built in: {', '.join(recipe_names())}",
+        )
+    return _without_obsolete(read_yaml(path), path, notes)
+
+
+def _builtin_name(name_or_path: str) -> str | None:
+    """``scratch-low``, and ``hyp.scratch-low.yaml`` where no such file is."""
+    names = recipe_names()
+    if name_or_path in names:
+        return name_or_path
+    path = PurePosixPath(name_or_path.replace("\\", "/"))
+    name = path.name.removeprefix("hyp.").removesuffix(".yaml")
+    if path.suffix == ".yaml" and name in names and str(path.parent) in YOLOV5_FOLDERS:
+        return None if Path(name_or_path).is_file() else name
+    return None
+
+
+def _without_obsolete(values: Mapping[str, Located], path: Path, notes: list[str]) -> dict[str, Sourced]:
+    found: dict[str, Sourced] = {}
+    for key, (value, line) in values.items():
+        source = f"{path}:{line}"
+        if key in WITHOUT_EFFECT:
+            notes.append(f"{key} has no effect ({source}): {WITHOUT_EFFECT[key]}")
+        elif key in ONLY_ZERO:
+            if value:
+                raise ConfigError(
+                    f"{key}: {shown(value)} is not available: {ONLY_ZERO[key]}",
+                    source=source,
+                    hint="set it to 0, or remove the line",
+                )
+            notes.append(f"{key}: 0 has no effect ({source})")
+        elif key in RENAMED:
+            new = RENAMED[key]
+            if new in values:
+                raise ConfigError(
+                    f"{key} is the old name of {new}, which is set too", source=source, hint="remove one"
+                )
+            notes.append(f"{key} is now {new} ({source})")
+            found[new] = Sourced(value, source)
+        else:
+            found[key] = Sourced(value, source)
+    return found
+
+
+def _overrides(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
+    found: dict[str, Sourced] = {}
+    for entry in overrides:
+        text, source = entry if isinstance(entry, Sourced) else (entry, COMMAND_LINE)
+        key, equals, value = str(text).partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise ConfigError(
+                f"--set {shown(text)} is not key=value", source=source, hint="for example --set lr0=0.02"
+            )
+        if key not in Recipe.model_fields:
+            raise ConfigError(
+                f"--set {shown(text)}: the recipe has no {shown(key)}",
+                source=source,
+                hint=did_you_mean(key, Recipe.model_fields),
+            )
+        parsed: Any = read_scalar(value, source)
+        found[key] = Sourced(parsed, source)
+    return found

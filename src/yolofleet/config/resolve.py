@@ -1,0 +1,166 @@
+"""Several layers of settings -> one frozen, checked value that knows where each of its parts came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from yolofleet.config.schema import flag_of
+from yolofleet.config.suggest import did_you_mean, shown
+from yolofleet.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+MAX_INT = 2**31 - 1
+
+
+class Sourced(NamedTuple):
+    """A raw value and where it came from: ``command line``, ``runs/a.yaml:12``, ``recipe scratch-low``."""
+
+    value: Any
+    source: str
+
+
+Layer = Mapping[str, Sourced]
+
+
+def layer_of(values: Mapping[str, Any], source: str) -> dict[str, Sourced]:
+    """A layer whose values all come from one place."""
+    return {name: Sourced(value, source) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """Settings after which nothing changes any more.
+
+    Attributes:
+        value: the checked model.
+        sources: of every field.
+        notes: what to tell the user once (obsolete keys, new names).
+    """
+
+    value: T
+    sources: Mapping[str, str]
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def is_given(self, name: str) -> bool:
+        """Somebody chose this value; it is not the default."""
+        return self.sources[name] != DEFAULT
+
+    def spelled(self, name: str) -> str:
+        """The setting and its value as the user would write them: ``--batch 40``, or ``batch: 40`` in a file."""
+        flag = flag_of(name, type(self.value).model_fields[name])
+        value = getattr(self.value, name)
+        if isinstance(value, bool):
+            return flag if value else f"--no-{flag[2:]}"
+        return f"{flag} {shown(value)}"
+
+
+def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:
+    """Merge ``layers`` over the defaults, later ones winning, and check the result.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type or outside its range.
+    """
+    given: dict[str, Sourced] = {}
+    for layer in layers:
+        for name, entry in layer.items():
+            if name not in model.model_fields:
+                raise ConfigError(
+                    f"unknown setting {shown(name)}",
+                    source=entry.source,
+                    hint=did_you_mean(name, model.model_fields),
+                )
+            given[name] = entry
+    for name, entry in given.items():
+        _check_plain(name, model.model_fields[name], entry)
+    try:
+        value = model.model_validate({name: entry.value for name, entry in given.items()})
+    except ValidationError as problem:
+        raise _config_error(model, given, problem) from None
+    for name, entry in given.items():
+        number = getattr(value, name)
+        if isinstance(number, int) and abs(number) > MAX_INT:
+            raise _refused(name, model.model_fields[name], entry, f"is larger than {MAX_INT}")
+    sources = {name: given[name].source if name in given else DEFAULT for name in model.model_fields}
+    return Resolved(value, sources, tuple(notes))
+
+
+def _check_plain(name: str, field: FieldInfo, entry: Sourced) -> None:
+    """What pydantic would let pass: true as a number, a mapping as anything."""
+    if isinstance(entry.value, bool) and field.annotation is not bool:
+        raise _refused(name, field, entry, f"is not {_kind(field)}")
+    if isinstance(entry.value, dict):
+        raise _refused(name, field, entry, f"is not {_kind(field)}")
+
+
+def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError) -> ConfigError:
+    """The first problem in full, the names of the others."""
+    errors = problem.errors(include_url=False, include_context=True)
+    names = list(dict.fromkeys(str(e["loc"][0]) for e in errors))
+    first, name = errors[0], names[0]
+    field, entry = model.model_fields[name], given[name]
+    kind, context = str(first["type"]), first.get("ctx", {})
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        words = {"gt": "not above", "ge": "below", "lt": "not below", "le": "above"}
+        bound = next(b for b in words if b in context)
+        what = f"is {words[bound]} {context[bound]:g}"
+        hint = f"allowed: {allowed_range(field)}"
+    elif kind == "literal_error":
+        choices = [str(c) for c in get_args(field.annotation)]
+        what = f"is not one of {', '.join(choices)}"
+        hint = did_you_mean(str(entry.value), choices) or f"{field.description}"
+    else:
+        what, hint = f"is not {_kind(field)}", f"expected: {field.description}"
+    if len(names) > 1:
+        hint += f" (also wrong: {', '.join(names[1:])})"
+    return _refused(name, field, entry, what, hint)
+
+
+def _refused(name: str, field: FieldInfo, entry: Sourced, what: str, hint: str | None = None) -> ConfigError:
+    label = flag_of(name, field) if entry.source == COMMAND_LINE else f"{name}:"
+    return ConfigError(
+        f"{label} {shown(entry.value)} {what}",
+        source=entry.source,
+        hint=hint or f"expected: {field.description}",
+    )
+
+
+def _kind(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is tuple:
+        return "a list of texts"
+    if get_origin(field.annotation) is Literal:
+        return f"one of {', '.join(str(c) for c in get_args(field.annotation))}"
+    words = {int: "a whole number", float: "a finite number", bool: "true or false"}
+    return words.get(field.annotation, "of this form" if _pattern(field) else "a text")  # type: ignore[arg-type]
+
+
+def _pattern(field: FieldInfo) -> str | None:
+    return next((p for m in field.metadata if (p := getattr(m, "pattern", None))), None)
+
+
+def allowed_range(field: FieldInfo) -> str:
+    """``0 to 1``, ``at least 32``, ``above 0``, or nothing."""
+    bounds = {
+        b: v
+        for m in field.metadata
+        for b in ("gt", "ge", "lt", "le")
+        if (v := getattr(m, b, None)) is not None
+    }
+    low = (
+        f"at least {bounds['ge']:g}"
+        if "ge" in bounds
+        else f"above {bounds['gt']:g}"
+        if "gt" in bounds
+        else ""
+    )
+    high = (
+        f"at most {bounds['le']:g}" if "le" in bounds else f"below {bounds['lt']:g}" if "lt" in bounds else ""
+    )
+    return ", ".join(part for part in (low, high) if part)

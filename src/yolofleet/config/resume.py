@@ -1,0 +1,131 @@
+"""``--resume``: which run is continued, and what may be different this time.
+
+A run is a function of data, recipe and seed, so those stay; where it runs, what it keeps and shows, and how
+long it goes on may change.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of
+from yolofleet.config.suggest import shown
+from yolofleet.errors import ConfigError
+
+FIXED_GROUPS = ("what", "how much", "how")
+MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
+CHECKPOINTS = "checkpoints/step-*.safetensors"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run to continue.
+
+    Attributes:
+        folder: holds config.yaml and checkpoints.
+        resume: what ``--resume`` now says: the folder, or one checkpoint file in it.
+    """
+
+    folder: Path
+    resume: Path
+
+
+def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
+    """The run that ``--resume`` means; None: ``auto`` found nothing, but a new run can be started.
+
+    Args:
+        is_named: ``--name`` was given, so ``auto`` looks at runs of that name only.
+
+    Raises:
+        ConfigError: there is nothing to continue.
+    """
+    if config.resume != "auto":
+        return _named_run(config.resume)
+    project = config.project or Path("runs") / "train"
+    name = re.compile(re.escape(config.name) + r"\d*") if is_named else re.compile(".*", re.DOTALL)
+    runs = [
+        folder
+        for folder in project.glob("*")
+        if name.fullmatch(folder.name) and (folder / "config.yaml").is_file()
+    ]
+    states = [
+        (max(f.stat().st_mtime_ns for f in found), run)
+        for run in runs
+        if (found := list(run.glob(CHECKPOINTS)))
+    ]
+    if states:
+        newest = max(states)[1]
+        return Found(newest, newest)
+    if config.data:
+        return None
+    raise ConfigError(
+        f"--resume auto: no run with a checkpoint in {project}", hint="--resume FOLDER names one"
+    )
+
+
+def _named_run(resume: str) -> Found:
+    path = Path(resume)
+    if not path.exists():
+        raise ConfigError(
+            f"--resume {shown(resume)} does not exist", hint="--resume auto continues the newest run"
+        )
+    folder, target = (path, path) if path.is_dir() else (path.parent.parent, path)
+    if path.is_file() and path.parent.name == "weights":  # YOLOv5's habit: --resume runs/.../weights/last.pt
+        target = folder
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"--resume {shown(resume)}: {folder} is not a run folder (it has no config.yaml)",
+            hint="--weights FILE starts a new run from these weights",
+        )
+    if not any(folder.glob(CHECKPOINTS)):
+        raise ConfigError(
+            f"--resume {shown(resume)}: {folder} has no checkpoint",
+            hint="the run ended before its first one; start it anew",
+        )
+    return Found(folder, target)
+
+
+def continue_run(
+    found: Found,
+    stored: tuple[Resolved[TrainConfig], Resolved[Recipe]],
+    asked: tuple[Resolved[TrainConfig], Resolved[Recipe]],
+) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """The stored run with what was asked for now, where that may change.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    old, new = stored[0].value, asked[0].value
+    values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
+    sources = dict(stored[0].sources)
+    notes = []
+    for name, field in TrainConfig.model_fields.items():
+        if not asked[0].is_given(name) or name in ("resume", "name", "project", "exist_ok", "recipe", "set"):
+            continue
+        was, now = getattr(old, name), getattr(new, name)
+        if was != now and group_of(field) in FIXED_GROUPS:
+            if name not in MAY_CHANGE:
+                raise _fixed(
+                    found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]
+                )
+            notes.append(f"{flag_of(name, field)} is {shown(now)} from here on; the run had {shown(was)}")
+        values[name], sources[name] = now, asked[0].sources[name]
+    for name, source in asked[1].sources.items():
+        chosen = asked[0].is_given("recipe") or not source.startswith((DEFAULT, "recipe "))
+        was, now = getattr(stored[1].value, name), getattr(asked[1].value, name)
+        if chosen and was != now:
+            raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
+    values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
+    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
+
+
+def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
+    return ConfigError(
+        f"{now} differs from the run's {was}, and a resumed run stays what it was",
+        source=f"{source}; the run's: {found.folder / 'config.yaml'}",
+        hint=f"leave it out, or start a new run with --weights {found.folder / 'weights' / 'last.safetensors'}",
+    )

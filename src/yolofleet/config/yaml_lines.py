@@ -1,0 +1,147 @@
+"""YAML as settings need it: mappings of scalars and lists, each key with its line; written so that it
+reads back equal.
+
+Scalars follow YAML 1.2: ``1e-3`` is a number, ``on`` and ``2020-01-01`` are text. Nothing is constructed
+from tags; aliases, duplicate keys and files above 1 MB are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from yolofleet.config.suggest import shown
+from yolofleet.errors import ConfigError
+
+MAX_BYTES = 1_000_000
+TAG = "tag:yaml.org,2002:"
+SCALARS = (  # tag, pattern, first characters
+    ("null", r"(~|null|Null|NULL|)", [*"~nN", ""]),
+    ("bool", r"(true|True|TRUE|false|False|FALSE)", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+)
+
+
+class Located(NamedTuple):
+    """A value and the line it stands on, from 1; nested mappings hold ``Located`` again."""
+
+    value: Any
+    line: int
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not read here", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def read_yaml(path: Path) -> dict[str, Located]:
+    """The mapping in a file.
+
+    Raises:
+        ConfigError: no such file, not YAML, not a mapping, a key twice; names the line.
+    """
+    try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes: not a settings file")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", hint="check the path") from None
+    except (OSError, ValueError) as problem:  # ValueError: not UTF-8, or a null byte in the path
+        raise ConfigError(
+            f"{path} cannot be read: {problem}", hint="a text file in UTF-8 is needed"
+        ) from None
+    node = _compose(text, str(path))
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} does not hold `key: value` lines", source=f"{path}:1")
+    return _mapping(node, str(path))
+
+
+def read_scalar(text: str, source: str) -> Any:
+    """One value as it would stand in a file: number, true/false, null or text.
+
+    Raises:
+        ConfigError: not one.
+    """
+    node = _compose(text, source)
+    return text if node is None else _value(node, source)
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Block style, in the order given; :func:`read_yaml` gives equal values back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _compose(text: str, source: str) -> Any:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as problem:
+        line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
+        raise ConfigError(f"not YAML: {problem.problem or problem.context}", source=source + line) from None
+    except (yaml.YAMLError, ValueError) as problem:
+        raise ConfigError(f"not YAML: {' '.join(str(problem).split())[:200]}", source=source) from None
+    except RecursionError:
+        raise ConfigError("not a settings file: nested too deeply", source=source) from None
+
+
+def _mapping(node: yaml.MappingNode, source: str) -> dict[str, Located]:
+    found: dict[str, Located] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError("a key must be a plain word", source=f"{source}:{line}")
+        key = str(key_node.value)
+        if key in found:
+            raise ConfigError(
+                f"{shown(key)} is set twice, in lines {found[key].line} and {line}",
+                source=source,
+                hint="remove one",
+            )
+        found[key] = Located(_value(value_node, source), line)
+    return found
+
+
+def _value(node: Any, source: str) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, source)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, source) for item in node.value]
+    text, kind = node.value, node.tag.removeprefix(TAG)
+    try:
+        if kind in ("str", "int"):
+            return str(text) if kind == "str" else int(text)
+        if kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if kind in ("bool", "null"):
+            return None if kind == "null" else text.lower() == "true"
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{shown(text)} with tag {shown(node.tag)} cannot be read",
+        source=f"{source}:{node.start_mark.line + 1}",
+    )
