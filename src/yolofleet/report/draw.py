@@ -82,7 +82,7 @@ def draw_boxes(
     corners = np.clip(np.rint(boxes_xyxy_px), 0, [width - 1, height - 1] * 2).astype(int).tolist()
     for i in order:
         left, top, right, bottom = corners[i]
-        cv2.rectangle(image, (left, top), (right, bottom), colour(int(classes[i])), pen, cv2.LINE_AA)
+        cv2.rectangle(image, (left, top), (right, bottom), colour(int(classes[i])), pen)
     if hide_labels:
         return image
     for i in order:

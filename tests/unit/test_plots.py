@@ -1,0 +1,134 @@
+import subprocess
+import sys
+import warnings
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from yolofleet.errors import ConfigError
+from yolofleet.evaluate.precision_recall import precision_recall
+from yolofleet.report import plots
+from yolofleet.report.plots import (
+    attempt,
+    plot_confusion,
+    plot_curves,
+    plot_labels,
+    plot_pictures,
+    plot_results,
+    training_pictures,
+)
+from yolofleet.report.results import ResultsTable
+from yolofleet.report.tensorboard import TensorboardLog
+
+ODD_NAMES = ("$5_bill", "_under$core^2", "人")  # mathematics for matplotlib, and a letter it has no font for
+
+
+def picture(path):
+    image = cv2.imread(str(path))
+    assert image is not None and image.std() > 1, f"{path} is empty"
+    return image
+
+
+def test_curves_of_a_run_are_drawn_from_one_epoch_on(tmp_path):
+    table = ResultsTable(tmp_path / "results.csv")
+    plot_results_of = tmp_path / "plots" / "results.png"
+    table.write({"epoch": 1, "train/box_loss": 0.1, "lr": 0.01, "data_share": 0.1, "compute_share": 0.9})
+    plot_results(table.path, plot_results_of)  # no validation yet, no rate yet
+    table.write({"epoch": 2, "train/box_loss": 0.1, "metrics/mAP50": 0.5, "images_per_s": 10.0})
+    plot_results(table.path, plot_results_of)
+    assert picture(plot_results_of).shape[1] > 1500
+
+
+def test_evaluation_curves_and_odd_class_names_are_drawn(tmp_path):
+    rng = np.random.default_rng(0)
+    score = rng.random(60)
+    hit = rng.random((60, 10)) < score[:, None]
+    curves = precision_recall(hit, score, rng.integers(0, 3, 60), np.array([20, 0, 20]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_curves(curves, ODD_NAMES, tmp_path)
+        plot_confusion(rng.integers(0, 9, (4, 4)), ODD_NAMES, tmp_path / "confusion_matrix.png")
+    names = {"PR_curve.png", "P_curve.png", "R_curve.png", "F1_curve.png", "confusion_matrix.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        picture(tmp_path / name)
+
+
+def test_nothing_found_and_nothing_labelled_is_not_an_error(tmp_path):
+    none = precision_recall(np.zeros((0, 10), bool), np.zeros(0), np.zeros(0, int), np.array([0, 0]))
+    plot_curves(none, ("a", "b"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    plot_confusion(np.zeros((2, 2), int), ("a",), tmp_path / "c.png")
+    plot_labels(np.zeros(0, int), np.zeros((0, 4)), ("a",), tmp_path / "l.png")
+    plot_pictures([], ("a",), tmp_path / "p.jpg")
+
+
+def test_label_statistics_of_many_classes_are_drawn(tmp_path):
+    rng = np.random.default_rng(0)
+    boxes = rng.uniform(0.1, 0.9, (500, 4))
+    plot_labels(rng.integers(0, 300, 500), boxes, [f"class {i}" for i in range(300)], tmp_path / "labels.png")
+    picture(tmp_path / "labels.png")
+
+
+def test_a_picture_that_fails_is_a_note_and_not_the_end_of_a_run(tmp_path):
+    notes = []
+    (tmp_path / "file").write_text("")
+    boxes = np.full((1, 4), 0.5)
+    assert not attempt(
+        notes.append, plot_labels, np.zeros(1, int), boxes, ["a"], tmp_path / "file" / "labels.png"
+    )
+    assert len(notes) == 1 and notes[0].startswith("no picture from plot_labels: ")
+    assert attempt(notes.append, plot_pictures, [], ["a"], tmp_path / "p.jpg")
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plot_confusion(np.ones((2, 2), int), ("a",), tmp_path / "c.png")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_matplotlib_is_imported_only_when_something_is_drawn():
+    code = "import sys, yolofleet.report.plots; print('matplotlib' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "False"
+
+
+def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
+    images = torch.zeros((2, 3, 40, 80), dtype=torch.uint8)
+    images[:, 0] = 200  # red
+    labels = np.array([[1, 2, 0.5, 0.5, 0.5, 0.25]], np.float32)
+    first, second = training_pictures(images, labels, ["a.jpg"])
+    assert len(first.boxes_xyxy_px) == 0 and first.title == "a.jpg"
+    assert second.boxes_xyxy_px.tolist() == [[20, 15, 60, 25]] and second.classes.tolist() == [2]
+    assert second.image[0, 0].tolist() == [0, 0, 200]  # BGR
+    plot_pictures([first, second], ("a", "b", "c"), tmp_path / "train_batch0.jpg")
+    picture(tmp_path / "train_batch0.jpg")
+
+
+def test_tensorboard_that_is_not_installed_is_said_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'yolofleet\[tensorboard\]'"):
+        TensorboardLog(tmp_path)
+
+
+def test_tensorboard_gets_every_finite_figure(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = TensorboardLog(tmp_path)
+    log.write({"epoch": 3, "metrics/mAP50": 0.5, "images_per_s": float("nan")})
+    log.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["metrics/mAP50"]
+    assert events.Scalars("metrics/mAP50")[0].step == 3
+
+
+def test_fonts_for_other_scripts_are_used_only_where_installed():
+    from matplotlib.font_manager import get_font_names
+
+    assert "DejaVu Sans" in get_font_names()  # comes with matplotlib: there is always one
+    assert "DejaVu Sans" not in plots.MORE_FONTS
