@@ -21,12 +21,13 @@ from yolofleet.errors import ConfigError
 
 MAX_ROWS = 300
 MAX_REPEATS = 100
+MAX_BLOCKS = 1000  # after the depth multiple, in all rows together; yolov5x6 has 51
 MAX_CHANNELS = 16384
 MAX_KERNEL = 31
 MAX_LEVELS = 8
 MAX_ANCHORS = 32
 MAX_CLASSES = 100_000
-MAX_PARAMETERS = 2_000_000_000
+MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
 MAX_YAML_BYTES = 1_000_000
 
 Anchors = tuple[tuple[tuple[float, float], ...], ...]  # [L][A] (width, height), pixels
@@ -425,19 +426,15 @@ class _Checker:
 
 def _short(value: Any) -> str:
     """A stranger's value for a message: never long, never deep."""
-    if isinstance(value, (dict, list, tuple)) and len(value) > 8:
-        return f"{type(value).__name__} of {len(value)}"
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "a number of more than 18 digits"
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return repr(value)[:80]
-    return (
-        repr([v if isinstance(v, (str, int, float, bool, type(None))) else type(v).__name__ for v in value])[
-            :80
-        ]
-        if isinstance(value, (list, tuple))
-        else type(value).__name__
-    )
+    if isinstance(value, (list, tuple)) and len(value) <= 8:
+        return f"[{', '.join(v[:20] if isinstance(v, str) else _kind_or_number(v) for v in value)}]"
+    return repr(value[:60]) if isinstance(value, str) else _kind_or_number(value)
+
+
+def _kind_or_number(value: Any) -> str:
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 10**18):
+        return str(value)
+    return f"a {type(value).__name__}"
 
 
 # -- working out channels and strides -------------------------------------------------------------------
@@ -461,7 +458,7 @@ def layers(description: ModelDescription, *, source: str = "") -> list[Layer]:
     """
     check = _Checker(source or description.name)
     found: list[Layer] = []
-    parameters = 0
+    blocks = 0
     for i, row in enumerate(description.rows):
         where = f"row {i} ({row.module})"
         inputs = tuple(i + j if j < 0 else j for j in row.inputs)
@@ -496,9 +493,11 @@ def layers(description: ModelDescription, *, source: str = "") -> list[Layer]:
             args = (out, *args[1:])
             if row.module in ("Conv", "Focus"):
                 stride *= _checked_stride(check, where, row.module, args, in_channels[0], repeats)
-        parameters += repeats * 9 * out * out  # coarse, to refuse the absurd before allocating
-        if out > MAX_CHANNELS or parameters > MAX_PARAMETERS or stride > 1024:
-            raise check.error(f"{where}: the network is too large ({out} channels, stride {stride})")
+        blocks += repeats
+        if blocks > MAX_BLOCKS or out > MAX_CHANNELS or not MIN_STRIDE <= stride <= MAX_STRIDE:
+            raise check.error(
+                f"{where}: the network is too large ({blocks} blocks, {out} channels, stride {stride})"
+            )
         found.append(Layer(inputs, repeats, row.module, args, in_channels, out, stride))
     return found
 

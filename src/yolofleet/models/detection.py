@@ -16,6 +16,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, Focus, Upsample
 from yolofleet.models.description import MAX_CLASSES, Layer, ModelDescription, layers
 
+MAX_PARAMETERS = 2_000_000_000
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
 
 
@@ -112,15 +113,29 @@ class DetectionModel(nn.Module):
         return torch.cat(decoded, 1)
 
 
+def outline(description: ModelDescription, nc: int) -> DetectionModel:
+    """A network on the meta device: names and shapes, neither memory nor random numbers.
+
+    Raises:
+        ConfigError: the description's rows do not fit together, or a number is out of range.
+    """
+    with torch.device("meta"):
+        model = DetectionModel(description, nc)
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters > MAX_PARAMETERS:
+        raise ConfigError(
+            f"model {description.name} has {parameters:,} parameters", hint="use smaller multiples"
+        )
+    return model
+
+
 def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> DetectionModel:
     """A network with starting weights that depend on nothing but the arguments.
 
     Raises:
-        ConfigError: the description's rows do not fit together, or ``nc`` is out of range.
+        ConfigError: see :func:`outline`.
     """
-    with torch.device("meta"):  # no memory, no global random numbers
-        model = DetectionModel(description, nc)
-    model.to_empty(device="cpu")
+    model = outline(description, nc).to_empty(device="cpu")
     initialise(model, torch.Generator().manual_seed(seed))
     return model
 

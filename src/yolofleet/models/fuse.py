@@ -24,6 +24,8 @@ def fuse(model: DetectionModel) -> DetectionModel:
             assert bn.running_mean is not None and bn.running_var is not None
             scale = bn.weight.double() / (bn.running_var.double() + bn.eps).sqrt()
             conv.weight.copy_(conv.weight.double() * scale.view(-1, 1, 1, 1))
-            conv.bias = nn.Parameter((bn.bias.double() - scale * bn.running_mean.double()).to(conv.weight.dtype))
+            conv.bias = nn.Parameter(
+                (bn.bias.double() - scale * bn.running_mean.double()).to(conv.weight.dtype)
+            )
             module.bn = nn.Identity()
     return fused.requires_grad_(False)
