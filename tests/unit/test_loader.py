@@ -89,6 +89,22 @@ def test_images_arrive_channels_last_and_without_a_copy(workers):
             assert batch.images.is_shared() == (workers > 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinned_images_stay_channels_last(workers):
+    with train_loader(samples(), keys(2), count_labels, workers=workers, pin_memory=True) as loader:
+        for batch in loader:
+            assert batch.images.is_pinned() and batch.images.permute(0, 2, 3, 1).is_contiguous()
+            assert batch.targets[1] == 3
+    pictures = Pictures(4)
+    index = index_of([(image.shape[1], image.shape[0]) for image in pictures.images])
+    batches = val_batches(index, IMG, 4, 32)
+    with val_loader(index, batches, IMG, workers=workers, cache=pictures, pin_memory=True) as loader:
+        for batch, images, ways_back in loader:
+            assert images.is_pinned() and len(images) == len(ways_back) == len(batch.image_idx)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_keys_are_taken_lazily(workers):
     taken = []
