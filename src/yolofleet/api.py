@@ -1,0 +1,136 @@
+"""The Python face: what ``yolofleet train`` and ``yolofleet predict`` do, as two names.
+
+from yolofleet import Trainer, load_model
+
+result = Trainer(data="coco128.yaml", weights="yolov5n.pt", epochs=3, device="0,1").fit()
+for prediction in load_model(result.weights).predict("street.jpg"):
+    print(prediction.counts())
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
+from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    Stopped,
+    StorageError,
+    YolofleetError,
+)
+from yolofleet.launch import is_worker, resumed_folder
+from yolofleet.launch.job import JobSpec, processes_of
+from yolofleet.predict.predictor import Predictor
+from yolofleet.report.folder import RunFolder, write_text
+
+
+def load_model(weights: str | Path, *, device: str = "auto", **settings: Any) -> Predictor:
+    """A detector from a weights file (.safetensors, or a foreign .pt, which is read without executing it).
+
+    Args:
+        weights: a file, or the folder of a run (its best weights).
+        device: auto | cpu | mps | one CUDA id.
+        settings: further arguments of :class:`yolofleet.predict.predictor.Predictor`: conf, iou, classes,
+            img (default: as in training), ...
+
+    Raises:
+        CheckpointError: no such file, or not weights.
+        ConfigError: no such device, class or precision.
+    """
+    path = Path(weights)
+    if path.is_dir():
+        path = best_weights(path)
+    found = read_weights(resolve_weights(str(path)))
+    return Predictor(model_from_weights(found), device=device, **{"img": found.header.img, **settings})
+
+
+def best_weights(run: Path) -> Path:
+    """Of a run's folder: those of the best validation, or the last ones of a run that never validated."""
+    best = run / "weights" / "best.safetensors"
+    return best if best.exists() else best.with_name("last.safetensors")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run left behind.
+
+    Attributes:
+        folder: of the run.
+        metrics: of its last validation, as in results.json: "P", "R", "mAP50", "mAP50-95", ...
+        weights: its best.
+    """
+
+    folder: Path
+    metrics: dict[str, float]
+    weights: Path
+
+
+class Trainer:
+    """A training run, checked when it is made and done by :meth:`fit`.
+
+    Args:
+        settings: every setting of ``yolofleet train``, by its name with underscores: data, model, weights,
+            epochs, batch, device, ...; ``set=("lr0=0.005",)`` changes the recipe.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest one), a wrong value, or some that exclude each other.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+        self.config, self.recipe = resolve_train(given, source="Trainer(...)")
+
+    def fit(self) -> TrainResult:
+        """Train: here for one device, in a process per device for several (also from a notebook).
+
+        Raises:
+            YolofleetError: anything foreseen; Stopped when the run was asked to stop and can be resumed.
+        """
+        if is_worker():
+            raise ConfigError(
+                "Trainer starts its processes by itself, and this one was started by torchrun",
+                hint="start the script with python, or use torchrun with -m yolofleet train",
+            )
+        settings = self.config.value
+        resumed = resumed_folder(settings)
+        folder = (
+            RunFolder(resumed)
+            if resumed
+            else RunFolder.create(
+                "train", project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+            )
+        )
+        write_text(folder.config, dump_config(self.config, self.recipe))
+        processes = processes_of(settings.device)
+        if processes == 1:
+            from yolofleet.worker import run
+
+            run(self.config, self.recipe, folder.path)
+        else:
+            from yolofleet.launch.local import run_agent
+
+            code = run_agent(JobSpec("train", folder.path.resolve(), processes))
+            if code:
+                raise failure(code, folder)
+        results = json.loads(folder.results_json.read_text(encoding="utf-8"))
+        return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
+
+
+def failure(exit_code: int, folder: RunFolder) -> YolofleetError:
+    """The error of a job whose processes ended with ``exit_code``; they have said why on standard error."""
+    kinds = (ConfigError, DataError, StorageError, ClusterError, NumericsError, Stopped)
+    kind = next((kind for kind in kinds if kind.exit_code == exit_code), YolofleetError)
+    if kind is Stopped:
+        return Stopped(
+            "the run was stopped; its state is saved", hint=f"Trainer(resume={str(folder.path)!r}).fit()"
+        )
+    return kind(
+        f"the run ended with exit code {exit_code}", source=str(folder.logs), hint="its message is above"
+    )

@@ -1,0 +1,274 @@
+"""Images in, boxes in their own pixels out.
+
+N images of a pass, K candidates, C classes, n boxes of an image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.config.suggest import did_you_mean, shown
+from yolofleet.errors import ConfigError, DataError
+from yolofleet.geometry.letterbox import Letterbox, letterbox
+from yolofleet.geometry.nms import detections
+from yolofleet.models.detection import DetectionModel
+from yolofleet.models.fuse import fuse
+from yolofleet.parallel.world import device_of
+from yolofleet.predict.sources import Frame, Source
+from yolofleet.report.draw import class_name, draw_boxes
+from yolofleet.train.precision import autocast, resolve_precision
+
+SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The boxes of one image, best first.
+
+    Attributes:
+        frame: where the image came from.
+        boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
+        scores: float32 [n], 0..1. classes: int64 [n].
+        names: of all classes.
+        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms"; those of a
+            pass over several images are shared out evenly.
+    """
+
+    frame: Frame
+    boxes_xyxy_px: np.ndarray
+    scores: np.ndarray
+    classes: np.ndarray
+    names: tuple[str, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Its file, ``camera N``, or ``image N`` for an array."""
+        return self.frame.path
+
+    @property
+    def image_bgr(self) -> np.ndarray:
+        return self.frame.image
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
+        """A copy of the image with the boxes; see ``report.draw.draw_boxes``."""
+        return draw_boxes(
+            self.image_bgr,
+            self.boxes_xyxy_px,
+            self.classes,
+            self.names,
+            self.scores,
+            line_width=line_width,
+            hide_labels=hide_labels,
+            hide_scores=hide_conf,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able; boxes rounded to 0.01 px, scores to 0.00001."""
+        height, width = self.image_bgr.shape[:2]
+        return {
+            "path": self.path,
+            "frame": self.frame.number if self.frame.video else None,
+            "width": width,
+            "height": height,
+            "detections": [
+                {
+                    "class": c,
+                    "name": class_name(self.names, c),
+                    "score": round(score, 5),
+                    "box_xyxy_px": [round(side, 2) for side in box],
+                }
+                for c, score, box in zip(
+                    self.classes.tolist(), self.scores.tolist(), self.boxes_xyxy_px.tolist(), strict=True
+                )
+            ],
+        }
+
+    def counts(self) -> str:
+        """``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
+        found, counts = np.unique(self.classes, return_counts=True)
+        words = [
+            f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"
+            for c, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+        return ", ".join(words) or "nothing"
+
+
+def plural(name: str) -> str:
+    """English, roughly; names that are not ASCII letters to the end stay as they are."""
+    if not (name and name[-1].isascii() and name[-1].isalpha()):
+        return name
+    return name + ("es" if name.lower().endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
+    """Numbers of classes given by number or name.
+
+    Raises:
+        ConfigError: there is no such class; offers the nearest name.
+    """
+    found = []
+    for entry in wanted:
+        text = str(entry).strip()
+        if text.isdecimal():
+            if int(text) >= len(names):
+                raise ConfigError(
+                    f"class {shown(text)} does not exist", hint=f"0 to {len(names) - 1}, or a name"
+                )
+            found.append(int(text))
+        elif text in names:
+            found.append(list(names).index(text))
+        else:
+            listed = f"one of {', '.join(list(names)[:10])}" + (", ..." if len(names) > 10 else "")
+            raise ConfigError(f"class {shown(text)} does not exist", hint=did_you_mean(text, names) or listed)
+    return sorted(set(found))
+
+
+class Predictor:
+    """A detector ready to use.
+
+    Args:
+        model: any copy; it is not changed.
+        names: class names; default the model's own.
+        device: auto | cpu | mps | one CUDA id.
+        img: longest side the image is scaled to, pixels; rounded up to the stride.
+        conf: lowest score kept. iou: overlap of boxes of one class above which the lower score goes.
+        max_det: most boxes per image.
+        classes: keep only these, by number or name; empty = all.
+        agnostic: suppress over all classes together.
+        precision: auto | fp32 | fp16 | bf16 of the forward pass.
+        batch: images per forward pass, where neighbours have the same shape.
+
+    Raises:
+        ConfigError: no such device, class or precision.
+    """
+
+    def __init__(
+        self,
+        model: DetectionModel,
+        names: Sequence[str] | None = None,
+        *,
+        device: str | torch.device = "auto",
+        img: int = 640,
+        conf: float = 0.25,
+        iou: float = 0.45,
+        max_det: int = 1000,
+        classes: Iterable[str | int] = (),
+        agnostic: bool = False,
+        precision: str = "auto",
+        batch: int = 1,
+    ) -> None:
+        self.device = device if isinstance(device, torch.device) else one_device(device)
+        self.precision = resolve_precision(precision, self.device)
+        self.names = tuple(model.names if names is None else names)
+        self.stride = max(model.strides)
+        self.img = -(-img // self.stride) * self.stride
+        self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
+        self.classes = class_numbers(classes, self.names) or None
+        self.model = fuse(model).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def predict(self, source: SourceLike) -> list[Prediction]:
+        """All predictions of ``source``; for videos prefer :meth:`stream`, which keeps none.
+
+        Args:
+            source: what ``predict.sources.Source`` takes, a uint8 [H, W, 3] BGR array, or a list of these.
+
+        Raises:
+            DataError: something cannot be read.
+        """
+        parts = [source] if isinstance(source, (str, Path, np.ndarray)) else source
+        return [
+            prediction for number, part in enumerate(parts) for prediction in self._predict_one(part, number)
+        ]
+
+    __call__ = predict
+
+    def _predict_one(self, part: str | Path | np.ndarray, number: int) -> list[Prediction]:
+        if isinstance(part, np.ndarray):
+            if part.dtype != np.uint8 or part.ndim != 3 or part.shape[2] != 3 or not part.size:
+                raise DataError(f"image {number} is {part.dtype} {part.shape}, not uint8 (H, W, 3) BGR")
+            return list(self.stream([Frame(f"image {number}", part, number)]))
+        frames = Source(str(part))
+        found = list(self.stream(frames))
+        if frames.problems:
+            raise DataError("; ".join(frames.problems))
+        return found
+
+    def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
+        """Predictions in the order of ``frames``, as they come."""
+        waiting: list[tuple[Frame, np.ndarray, Letterbox, float]] = []
+        began = time.perf_counter()
+        for frame in frames:
+            read_s = time.perf_counter() - began
+            image, back = letterbox(frame.image, self.img, stride=self.stride)
+            if waiting and waiting[0][1].shape != image.shape:
+                yield from self._pass(waiting)
+                waiting = []
+            waiting.append((frame, image, back, read_s))
+            if len(waiting) == self.batch:
+                yield from self._pass(waiting)
+                waiting = []
+            began = time.perf_counter()
+        if waiting:
+            yield from self._pass(waiting)
+
+    @torch.inference_mode()
+    def _forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
+        """uint8 [h, w, 3] each, of one shape -> decoded [N, K, 5 + C], float32."""
+        pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
+        for image, row in zip(images_bgr, pixels, strict=True):
+            cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=row)
+        images = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(255)
+        with autocast(self.precision, self.device):
+            raws = self.model(images)
+        decoded = self.model.decode(raws)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # so that "forward" and "nms" are what they say
+        return decoded
+
+    def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:
+        began = time.perf_counter()
+        decoded = self._forward([image for _, image, _, _ in waiting])
+        forward_s = time.perf_counter() - began
+        per_image, _capped = detections(
+            decoded,
+            conf=self.conf,
+            iou=self.iou,
+            max_det=self.max_det,
+            multi_label=False,
+            agnostic=self.agnostic,
+            classes=self.classes,
+        )
+        rows = [found.cpu().numpy() for found in per_image]  # [n, 6] x1, y1, x2, y2, score, class
+        nms_s = time.perf_counter() - began - forward_s
+        for (frame, _, back, read_s), row in zip(waiting, rows, strict=True):
+            shares = {"read": read_s, "forward": forward_s / len(waiting), "nms": nms_s / len(waiting)}
+            boxes = back.to_native(row[:, :4])
+            yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
+
+
+def one_device(spec: str) -> torch.device:
+    """The device of a verb that runs in one process.
+
+    Raises:
+        ConfigError: ``spec`` names several, or one that is not there.
+    """
+    if "," in spec or spec.startswith("cpu:"):
+        raise ConfigError(
+            f"--device {spec}: prediction runs on one device", hint="auto, cpu, mps or one CUDA id, as 0"
+        )
+    if spec not in ("auto", "cpu", "mps") and not spec.isdecimal():
+        raise ConfigError(f"--device {spec} is not a device", hint="auto, cpu, mps or one CUDA id, as 0")
+    return device_of(spec, 0)

@@ -1,0 +1,275 @@
+"""``yolofleet predict``: detect, draw, write, and say what was found."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+
+from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
+from yolofleet.config.schema import PredictConfig
+from yolofleet.errors import ConfigError, DataError, StorageError
+from yolofleet.predict.predictor import Prediction, Predictor
+from yolofleet.predict.sources import Source
+from yolofleet.report.console import Console
+from yolofleet.report.draw import class_name
+from yolofleet.report.folder import RunFolder, make_folder, write_bytes, write_json, write_text
+
+CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
+
+
+def predict_command(config: PredictConfig) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        YolofleetError: anything foreseen; DataError when no image could be read.
+    """
+    source = Source(config.source, vid_stride=config.vid_stride)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    model = model_from_weights(read_weights(resolve_weights(config.weights)))
+    predictor = Predictor(
+        model,
+        device=config.device,
+        img=config.img,
+        conf=config.conf,
+        iou=config.iou,
+        max_det=config.max_det,
+        classes=config.classes,
+        agnostic=config.agnostic_nms,
+        precision=config.precision,
+        batch=config.batch,
+    )
+    folder = RunFolder.create("detect", project=config.project, name=config.name, exist_ok=config.exist_ok)
+    with Console() as console, Output(config, folder.path) as output:
+        console.header(
+            "yolofleet predict",
+            {
+                "weights": f"{config.weights}, {len(predictor.names)} classes",
+                "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
+                "where": f"{predictor.device}, {predictor.precision}",
+                "results": str(folder.path),
+            },
+        )
+        seconds: list[dict[str, float]] = []
+        for prediction in predictor.stream(source):
+            output.write(prediction)
+            seconds.append(prediction.seconds)
+            console.fact(progress_line(prediction, len(source)))
+            if config.show and not show(prediction, config):
+                break
+        for problem in source.problems:
+            console.warn(f"skipped: {problem}")
+        if not seconds:
+            raise DataError(
+                f"nothing of {config.source} could be read: {source.problems[0]}",
+                hint="look at the files with a viewer",
+            )
+        output.finish()
+        console.summary(f"{len(seconds)} images, {speed_text(seconds)}", {"results": str(folder.path)})
+    return 0
+
+
+def progress_line(prediction: Prediction, items: int) -> str:
+    """``img 3/16 street.jpg: 4 persons, 1 dog, 12 ms``."""
+    frame = prediction.frame
+    place = f"{frame.item + 1}/{items}"
+    if frame.video is not None:
+        place += f" frame {frame.number + 1}" + (f"/{frame.video.frames}" if frame.video.frames else "")
+    ms = 1000 * (prediction.seconds["forward"] + prediction.seconds["nms"])
+    return (
+        f"{'video' if frame.video else 'img'} {place} {prediction.path}: {prediction.counts()}, {ms:.0f} ms"
+    )
+
+
+def speed_text(seconds: list[dict[str, float]]) -> str:
+    """Mean milliseconds an image; the first one is left out (allocation, kernel choice) where there are more."""
+    rated = seconds[1:] or seconds
+    means = {part: 1000 * sum(s[part] for s in rated) / len(rated) for part in rated[0]}
+    return "ms an image: " + ", ".join(f"{part} {ms:.1f}" for part, ms in means.items())
+
+
+def show(prediction: Prediction, config: PredictConfig) -> bool:
+    """Show the picture in a window; False when q or Escape was pressed.
+
+    Raises:
+        ConfigError: this OpenCV has no windows.
+    """
+    try:
+        cv2.imshow("yolofleet", drawn(prediction, config))
+        return cv2.waitKey(1 if prediction.frame.video else 300) & 0xFF not in (ord("q"), 27)
+    except cv2.error:
+        raise ConfigError(
+            "--show: this OpenCV cannot open windows",
+            hint="pip install opencv-python instead of opencv-python-headless, or look into the results folder",
+        ) from None
+
+
+def drawn(prediction: Prediction, config: PredictConfig) -> np.ndarray:
+    return prediction.draw(
+        line_width=config.line_width, hide_labels=config.hide_labels, hide_conf=config.hide_conf
+    )
+
+
+class Output:
+    """Everything that is written, as the settings ask.
+
+    Pictures ``<name>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
+    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. Files of one name from several
+    folders get a number.
+    """
+
+    def __init__(self, config: PredictConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self._stems: dict[int, str] = {}  # item -> what its files are called
+        self._taken: set[str] = set()
+        self._video: cv2.VideoWriter | None = None
+        self._video_item = -1
+        self._video_size = (0, 0)
+        self._all: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_video()
+
+    def write(self, prediction: Prediction) -> None:
+        """What belongs to one image.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        config, frame = self.config, prediction.frame
+        stem = self._stem(prediction)
+        if config.save == "images":
+            if frame.video is not None:
+                self._write_frame(prediction, stem)
+            else:
+                suffix = Path(prediction.path).suffix
+                write_picture(self.folder / f"{stem}{suffix}", drawn(prediction, config))
+        each = f"{stem}_{frame.number}" if frame.video is not None else stem
+        if config.save_txt and len(prediction):
+            text = as_txt(prediction, config.txt_format, scores=config.save_conf)
+            write_text(self.folder / "labels" / f"{each}.txt", text)
+        if config.save_crop:
+            self._write_crops(prediction, each)
+        if config.save_json or config.save_csv:
+            self._all.append(prediction.to_json())
+
+    def finish(self) -> None:
+        """What belongs to the whole source."""
+        self._end_video()
+        if self.config.save_json:
+            write_json(self.folder / "predictions.json", self._all)
+        if self.config.save_csv:
+            write_text(self.folder / "predictions.csv", as_csv(self._all))
+
+    def _stem(self, prediction: Prediction) -> str:
+        item = prediction.frame.item
+        if item not in self._stems:
+            base = Path(prediction.path).stem or "image"
+            stem, number = base, 1
+            while stem.lower() in self._taken:  # a disk may not tell A.jpg from a.jpg
+                number += 1
+                stem = f"{base}_{number}"
+            self._taken.add(stem.lower())
+            self._stems[item] = stem
+        return self._stems[item]
+
+    def _write_crops(self, prediction: Prediction, each: str) -> None:
+        height, width = prediction.image_bgr.shape[:2]
+        low = np.floor(prediction.boxes_xyxy_px[:, :2]).astype(int)
+        high = np.minimum(np.ceil(prediction.boxes_xyxy_px[:, 2:]).astype(int), (width, height))
+        for n, ((left, top), (right, bottom), c) in enumerate(
+            zip(low.tolist(), high.tolist(), prediction.classes.tolist(), strict=True)
+        ):
+            if right > left and bottom > top:
+                crop = prediction.image_bgr[top:bottom, left:right]
+                kind = file_name(class_name(prediction.names, c), f"class {c}")
+                write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop)
+
+    def _write_frame(self, prediction: Prediction, stem: str) -> None:
+        frame = prediction.frame
+        assert frame.video is not None
+        picture = drawn(prediction, self.config)
+        if self._video is None or self._video_item != frame.item:
+            self._end_video()
+            path = self.folder / f"{stem}.mp4"
+            self._video_item, self._video_size = frame.item, (picture.shape[1], picture.shape[0])
+            rate_hz = max(frame.video.rate_hz / self.config.vid_stride, 1.0)
+            make_folder(path.parent)
+            self._video = cv2.VideoWriter(
+                str(path), cv2.VideoWriter.fourcc(*"mp4v"), rate_hz, self._video_size
+            )
+            if not self._video.isOpened():
+                raise StorageError(
+                    f"cannot write {path} as a video",
+                    hint="--save none with --save-txt or --save-json, or another disk",
+                )
+        if (picture.shape[1], picture.shape[0]) != self._video_size:  # some cameras change in flight
+            picture = cv2.resize(picture, self._video_size)
+        self._video.write(picture)
+
+    def _end_video(self) -> None:
+        if self._video is not None:
+            self._video.release()
+            self._video = None
+
+
+def file_name(name: str, fallback: str) -> str:
+    """A class name as a folder: what some system refuses becomes ``_``; never a path upward."""
+    plain = re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name).strip(" .")
+    return plain or fallback
+
+
+def write_picture(path: Path, image: np.ndarray) -> None:
+    """Encode by suffix (JPEG where OpenCV cannot write that kind) and write whole or not at all.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    try:
+        done, encoded = cv2.imencode(path.suffix, image)
+    except cv2.error:
+        done = False
+    if not done:
+        path = path.with_suffix(".jpg")
+        _, encoded = cv2.imencode(".jpg", image)
+    write_bytes(path, encoded.tobytes())
+
+
+def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
+    """A line per box: ``class cx cy w h`` as fractions of the image (yolo), or ``class x1 y1 x2 y2`` in pixels
+    (voc), then the score if asked."""
+    height, width = prediction.image_bgr.shape[:2]
+    boxes = prediction.boxes_xyxy_px.astype(np.float64)
+    if form == "yolo":
+        size = boxes[:, 2:] - boxes[:, :2]
+        boxes = np.concatenate([boxes[:, :2] + size / 2, size], axis=1) / [width, height, width, height]
+    lines = []
+    for c, box, score in zip(
+        prediction.classes.tolist(), boxes.tolist(), prediction.scores.tolist(), strict=True
+    ):
+        numbers = [*box, *([score] if scores else [])]
+        lines.append(" ".join([str(c), *(f"{number:.6g}" for number in numbers)]))
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(predictions: list[dict[str, Any]]) -> str:
+    """A line per box of all images."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(CSV_COLUMNS)
+    for image in predictions:
+        for box in image["detections"]:
+            frame = "" if image["frame"] is None else image["frame"]
+            row = [image["path"], frame, box["class"], box["name"], box["score"], *box["box_xyxy_px"]]
+            table.writerow(row)
+    return text.getvalue()

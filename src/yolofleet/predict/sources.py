@@ -1,0 +1,168 @@
+"""What ``--source`` means: pictures and video frames, in a fixed order; what cannot be read is noted, not fatal."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from yolofleet.data.decode import read_image
+from yolofleet.data.yolotxt import IMAGE_SUFFIXES
+from yolofleet.errors import DataError
+
+VIDEO_SUFFIXES = {
+    *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
+    *(".ts", ".webm", ".wmv"),
+}
+
+
+@dataclass(frozen=True)
+class Video:
+    """What a frame's video is.
+
+    Attributes:
+        frames: how many there are; 0 = not known (a camera, some containers).
+        rate_hz: frames a second as stored.
+    """
+
+    frames: int
+    rate_hz: float
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture, or one frame of a video.
+
+    Attributes:
+        path: its file, or ``camera N``.
+        image: uint8 [H, W, 3] BGR, as a picture viewer shows it.
+        item: number of the file, from 0.
+        number: of the frame in its video, from 0.
+        video: None for a picture.
+    """
+
+    path: str
+    image: np.ndarray
+    item: int = 0
+    number: int = 0
+    video: Video | None = None
+
+
+class Source:
+    """Iterate once over the frames of ``spec``.
+
+    Args:
+        spec: a picture, a video, a folder (not its sub-folders), a glob, a list file (.txt: a path per line,
+            relative to the list), or a camera's number.
+        vid_stride: take every Nth frame of a video.
+
+    Attributes:
+        items: files, in order; a camera is one item.
+        problems: a line per item that could not be read; complete when the iteration has ended.
+
+    Raises:
+        DataError: nothing matches.
+    """
+
+    def __init__(self, spec: str, *, vid_stride: int = 1) -> None:
+        self.items = find_items(spec)
+        self.problems: list[str] = []
+        self._stride = vid_stride
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Frame]:
+        for number, item in enumerate(self.items):
+            try:
+                if isinstance(item, int) or item.suffix.lower() in VIDEO_SUFFIXES:
+                    yield from self._frames(item, number)
+                else:
+                    yield Frame(str(item), read_image(item), number)
+            except DataError as problem:
+                self.problems.append(problem.what)
+
+    def _frames(self, item: Path | int, number: int) -> Iterator[Frame]:
+        name = str(item) if isinstance(item, Path) else f"camera {item}"
+        capture = cv2.VideoCapture(name if isinstance(item, Path) else item)
+        try:
+            if not capture.isOpened():
+                raise DataError(f"{name} cannot be opened as a video")
+            frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+            rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
+            video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
+            count = 0
+            while capture.grab():  # decoding is left out for frames that are skipped
+                if count % self._stride == 0:
+                    found, image = capture.retrieve()
+                    if not found:
+                        break
+                    yield Frame(name, image, number, count, video)
+                count += 1
+            if count == 0:
+                raise DataError(f"{name} has no frame that can be read")
+        finally:
+            capture.release()
+
+
+def find_items(spec: str) -> list[Path | int]:
+    """Files that ``spec`` names, or the number of a camera.
+
+    Raises:
+        DataError: there are none.
+    """
+    path = Path(spec)
+    if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
+        raise DataError(
+            f"source {spec} is an address; only local files and cameras are read", hint="download it first"
+        )
+    if path.is_dir():
+        known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+        found = sorted(p for p in path.iterdir() if p.suffix.lower() in known and p.is_file())
+        if not found:
+            inside = sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5]
+            hint = (
+                f"it holds {', '.join(inside)}"
+                if inside
+                else "sub-folders are not searched: give a glob, as 'folder/**/*.jpg'"
+            )
+            raise DataError(f"source {spec} has no pictures or videos", hint=hint)
+        return list(found)
+    if path.is_file():
+        return _listed(path) if path.suffix.lower() == ".txt" else [path]
+    if re.fullmatch(r"\d{1,3}", spec):
+        return [int(spec)]
+    if glob.has_magic(spec):
+        found = sorted(p for p in map(Path, glob.glob(spec, recursive=True)) if p.is_file())  # noqa: PTH207  (absolute patterns too)
+        if found:
+            return list(found)
+        raise DataError(
+            f"source {spec} matches no file", hint="quote the pattern, so that the shell leaves it alone"
+        )
+    raise DataError(
+        f"source {spec} does not exist",
+        hint="an image, folder, glob, list file (.txt), video or camera number",
+    )
+
+
+def _listed(path: Path) -> list[Path | int]:
+    """Paths of a list file; empty lines and lines with ``#`` in front are passed over."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as problem:
+        raise DataError(f"source {path} cannot be read as a list of paths: {problem}") from None
+    entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not entries:
+        raise DataError(f"source {path} lists nothing", hint="one path a line")
+    return [_beside(path, entry) for entry in entries]
+
+
+def _beside(listing: Path, entry: str) -> Path:
+    """An entry relative to its list, or else to the working folder."""
+    near = listing.parent / entry
+    return near if near.exists() else Path(entry)
