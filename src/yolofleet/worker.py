@@ -1,7 +1,7 @@
 """The composition root of one process: find my place, join the fleet, build the parts, run, always close.
 
 :func:`run` is called in the caller's process for one device or under somebody's torchrun; ``python -m
-yolofleet.worker VERB FOLDER`` is what our own launcher starts, one per device, and reads FOLDER/config.yaml.
+yolofleet.worker FOLDER`` is what our own launcher starts, one per device, and reads FOLDER/config.yaml.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from yolofleet import __version__
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights, read_weights, resolve_weights
 from yolofleet.config.checks import micro_batch_of
-from yolofleet.config.load import Resolved, dump_config, load_config_yaml, load_settings_yaml
+from yolofleet.config.load import Resolved, dump_config, load_job
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import build_index
+from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.data.sources import load_dataset
@@ -36,16 +36,19 @@ from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yol
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import family_of
 from yolofleet.launch.local import die_with_parent, error_path
-from yolofleet.models.detection import build_model
+from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
+from yolofleet.models.detection import DetectionModel, build_model
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import Place, World, device_of, place_from_environment
+from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze
+from yolofleet.train.pictures import draw_evaluation
 from yolofleet.train.precision import resolve_precision
 from yolofleet.train.report import TrainReport, evaluation_figures, show_evaluation
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
@@ -177,7 +180,7 @@ def place_text(world: World) -> str:
 
 def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder: RunFolder) -> None:
     """One rank of a training run. Collective: every rank."""
-    config = resolved.value
+    config, clock = resolved.value, Clock()
     set_kernels(config)
     torch.manual_seed(config.seed)
     random.seed(config.seed)
@@ -216,6 +219,8 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
         weight_decay=schedule.weight_decay,
         precision=precision,
     )
+    if config.autoanchor:
+        say_anchor_fit(console, index, model, recipe, img)
     averaged = build_model(model.description, model.nc)  # shares its tensors with the moving average
     averaged.load_state_dict(state.average.average, strict=False, assign=True)
     averaged.names = model.names
@@ -225,14 +230,18 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     if snapshot is not None:
         check_resume(snapshot.values["fingerprint"], mark)
         state.restore(snapshot)
+        clock.restore(snapshot.values["clock"])
 
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     cache = ImageCache(index, img, config.cache, token=f"{token}-train")
     val_cache = ImageCache(val_index, img, config.cache, token=f"{token}-val")
+    world.barrier()  # every process of this machine has them open: their names may go
+    for opened in (cache, val_cache):
+        opened.unlink()
     workers = loader_processes(config.workers, world)
     samples = TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs)
     report = TrainReport(
-        folder, console, events, world, config, terms=loss.terms, header=header, dataset_images=len(index)
+        folder, console, events, world, config, clock, terms=loss.terms, header=header, dataset_images=len(index)
     )
 
     def evaluate_average() -> Evaluation:
@@ -293,7 +302,7 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
             + (f", {len(frozen)} tensors frozen" if frozen else ""),
             "step": f"{config.nominal_batch} images (after warm-up) as micro-batches of {micro_batch}, {precision}",
             "image": f"{img} px" + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
-            "loader": f"{workers} processes, cache {config.cache}",
+            "loader": f"{workers} processes; {cache.note}",
         },
         settings=[
             (name, str(getattr(config, name)), source)
@@ -311,6 +320,19 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
         val_cache.close()
         events.close()
         console.close()
+
+
+def say_anchor_fit(console: NullConsole, index: DataIndex, model: DetectionModel, recipe: Recipe, img: int) -> None:
+    """How the anchors fit the labels at the training size; they are not changed."""
+    image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
+    longest = index.sizes_wh.max(1, keepdims=True)
+    sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]
+    recall, per_label = anchor_fit(sizes_px, model.anchors_px.reshape(-1, 2).cpu().numpy(), recipe.anchor_t)
+    text = f"anchors: {recall:.3f} of the labels can be matched, {per_label:.2f} anchors each"
+    if recall >= GOOD_ENOUGH:
+        console.fact(text)
+    else:
+        console.warn(f"{text}; give better ones in a --cfg file, or raise --set anchor_t")
 
 
 # -- val -----------------------------------------------------------------------------------------------------
@@ -364,6 +386,8 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     if config.save_txt:
         for image, text in detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf).items():
             write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
+    if config.plots:
+        draw_evaluation(evaluation, index, folder.plots, console.note)
     console.summary("validated", {"results": str(folder.path)})
     console.close()
 
@@ -372,19 +396,17 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """``python -m yolofleet.worker train|val FOLDER``: leaves its last words in FOLDER/logs when it fails."""
+    """``python -m yolofleet.worker FOLDER``: leaves its last words in FOLDER/logs when it fails."""
     die_with_parent()
-    verb, folder = argv[0], Path(argv[1])
+    folder = Path(argv[0])
     rank = int(os.environ.get("RANK", "0"))
     if rank:  # rank 0 speaks; the others write
         log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
     try:
-        if verb == "val":
-            run(load_settings_yaml(folder / "config.yaml", ValConfig), None, folder)
-        else:
-            run(*load_config_yaml(folder / "config.yaml"), folder)
+        job = load_job(folder / "config.yaml")
+        run(job.config, job.recipe, folder)
         return 0
     except YolofleetError as error:
         words = {"message": error.render(), "type": type(error).__name__, "exit_code": error.exit_code}

@@ -42,7 +42,7 @@ def _start(verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recip
         made = RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
         folder = made.path
     write_text(folder / "config.yaml", dump_config(config, recipe))
-    return run_agent(JobSpec(verb, folder.resolve(), processes))
+    return run_agent(JobSpec(folder.resolve(), processes))
 
 
 def is_worker() -> bool:

@@ -15,7 +15,6 @@ from yolofleet.errors import ConfigError
 class JobSpec:
     """One run on this machine: ``processes`` workers that read ``folder``/config.yaml."""
 
-    verb: str
     folder: Path
     processes: int
 
@@ -59,7 +58,6 @@ def agent_argv(job: JobSpec) -> list[str]:
         "--max-restarts=0",
         "-m",
         "yolofleet.worker",
-        job.verb,
         str(job.folder),
     ]
 

@@ -183,7 +183,7 @@ class TrainingRun:
                     )
                     self.tally += done.terms * plan.images
                     self.tally_images += plan.images
-                    self.report.step(plan, self.tally, self.tally_images)
+                    self.report.step(plan, mine, self.tally, self.tally_images)
                     stop_asked, save_asked = done.requests
                     last = self.is_last(plan)
                     save_asked |= last or self._every(self.config.save_steps, plan.step, plan.step + 1)
@@ -217,13 +217,14 @@ class TrainingRun:
         Collective: every rank, where the plan says that an epoch ended.
         """
         before, last = self.state.progress.epochs_done, self.is_last(plan)
-        epoch = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
-        if epoch == before and not last:
+        done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
+        if done == before and not last:
             return False
+        epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
         terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = 0
-        progress = replace(self.state.progress, epochs_done=epoch)
+        progress = replace(self.state.progress, epochs_done=done)
         evaluation = None
         if last or self._every(self.config.val_period, before, epoch):
             with self.report.clock("evaluate"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.index import DataIndex
+from yolofleet.data.loader import MicroBatch
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
@@ -23,8 +24,12 @@ from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, write_json
 from yolofleet.report.results import ResultsTable
+from yolofleet.report.tensorboard import TensorboardLog
+from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
+
+PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
 def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -52,6 +57,7 @@ class TrainReport:
         events: EventLog,
         world: World,
         config: TrainConfig,
+        clock: Clock,
         *,
         terms: Sequence[str],
         header: WeightsHeader,
@@ -59,11 +65,12 @@ class TrainReport:
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = folder, console, events, world, config
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
-        self.clock = Clock()
+        self.clock = clock
         self.table = ResultsTable(folder.results_csv)
+        self.tensorboard = TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
+        self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
         self.sha256: dict[str, str] = {}
-        self._epoch_open = False
 
     def begin(
         self,
@@ -77,6 +84,7 @@ class TrainReport:
         resumed: bool,
     ) -> None:
         """Say what will run where; training starts or continues."""
+        self.index, self.val_index = index, val_index
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
         self.console.header("yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings)
@@ -92,6 +100,8 @@ class TrainReport:
         self.versions = versions
         if self.world.is_main:
             self.table.drop_after(state.progress.epochs_done)
+        if self.draws and not resumed:
+            draw_labels(index, self.folder.plots, self.console.note)
         self._open_epoch(state.progress.epochs_done + 1)
         self.clock.training()
 
@@ -99,8 +109,10 @@ class TrainReport:
         if epoch <= self.config.epochs:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
 
-    def step(self, plan: StepPlan, tally: Tensor, tally_images: int) -> None:
+    def step(self, plan: StepPlan, mine: Sequence[MicroBatch], tally: Tensor, tally_images: int) -> None:
         """After every step; the tally is read only when something is shown."""
+        if self.draws and plan.step < PICTURED_STEPS and mine:
+            draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images)
 
         def view() -> StepView:
@@ -158,6 +170,8 @@ class TrainReport:
         self.events.write("epoch", **row)
         if self.world.is_main:
             self.table.write(row)
+        if self.tensorboard:
+            self.tensorboard.write(row)
         self._open_epoch(epoch + 1)
 
 
@@ -168,6 +182,12 @@ class TrainReport:
         self.events.write("end", step=state.step, seconds=times.seconds)
         if not self.world.is_main:
             return
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.draws:
+            draw_results(self.folder.results_csv, self.folder.plots, self.console.note)
+            if self.last_evaluation is not None:
+                draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
         figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
         write_json(
             self.folder.results_json,
@@ -195,10 +215,10 @@ class TrainReport:
 def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
     """The table after a validation, and what may explain it."""
     console.table(*evaluation_table(evaluation, per_class=per_class))
-    if evaluation.capped_images:
+    if evaluation.candidates_cut:
         console.note(
-            f"{evaluation.capped_images} images had more candidates than are looked at; the lowest scores were "
-            "left out (usual in the first epochs)"
+            f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "
+            "first (usual in the first epochs)"
         )
 
 

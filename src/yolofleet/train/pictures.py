@@ -1,0 +1,65 @@
+"""Pictures of a run, drawn by rank 0; one that cannot be drawn is a note, never an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from yolofleet.data.decode import read_image
+from yolofleet.data.index import DataIndex
+from yolofleet.data.loader import MicroBatch
+from yolofleet.evaluate.run import Evaluation, labels_of
+from yolofleet.report.draw import Picture
+from yolofleet.report.plots import (
+    attempt,
+    plot_confusion,
+    plot_curves,
+    plot_labels,
+    plot_pictures,
+    plot_results,
+    training_pictures,
+)
+
+SHOWN = 16  # images in a grid
+SHOWN_SCORE = 0.25  # detections drawn
+
+
+def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:
+    attempt(note, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, folder / "labels.png")
+
+
+def draw_micro_batch(micro_batch: MicroBatch, names: Sequence[str], folder: Path, note: Callable[[str], None]) -> None:
+    """What the network is trained on."""
+    pictures = training_pictures(micro_batch.images, micro_batch.labels, most=SHOWN)
+    attempt(note, plot_pictures, pictures, names, folder / f"train_step{micro_batch.step}.jpg")
+
+
+def draw_evaluation(evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:
+    """Curves, confusion matrix, and some of this rank's images with truth and with detections."""
+    attempt(note, plot_curves, evaluation.metrics.curves, index.names, folder)
+    attempt(note, plot_confusion, evaluation.confusion, index.names, folder / "confusion_matrix.png")
+    attempt(note, _draw_examples, evaluation, index, folder)
+
+
+def draw_results(results_csv: Path, folder: Path, note: Callable[[str], None]) -> None:
+    attempt(note, plot_results, results_csv, folder / "results.png")
+
+
+def _draw_examples(evaluation: Evaluation, index: DataIndex, folder: Path) -> None:
+    found, truths, detections = evaluation.detections, [], []
+    for image in np.unique(found.image)[:SHOWN].tolist():
+        pixels, title = read_image(index.path(image)), Path(index.path(image)).name
+        labels = labels_of(index, np.array([image]))
+        truths.append(Picture(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, None, title))
+        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        boxes = _corners(found.boxes_xywh_px[rows])
+        detections.append(Picture(pixels, boxes, found.class_idx[rows], found.score[rows], title))
+    plot_pictures(truths, index.names, folder / "val_labels.jpg", most=SHOWN)
+    plot_pictures(detections, index.names, folder / "val_predictions.jpg", most=SHOWN)
+
+
+def _corners(boxes_xywh: np.ndarray) -> np.ndarray:
+    """[M, 4] x, y, w, h -> x1, y1, x2, y2."""
+    return np.concatenate([boxes_xywh[:, :2], boxes_xywh[:, :2] + boxes_xywh[:, 2:]], axis=1)
