@@ -71,8 +71,7 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
         objects = np.maximum(records.objects[c], 1)
         hits = np.einsum("tad,md->tam", hit, within, dtype=np.int64)
         recall[:, c, counts] = (hits / objects[:, None])[:, counts]
-        at_points = _precision_at_recall_points(hit, miss, objects).swapaxes(1, 2)  # [T, R, A]
-        precision[:, :, c, counts] = at_points[:, :, counts]
+        precision[:, :, c, counts] = _precision_at_recall_points(hit, miss, objects)[:, :, counts]
 
     figures = dict(zip(FIGURES, _twelve(precision, recall), strict=True))
     curves = _precision_recall_at_50(records)
@@ -98,16 +97,14 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
 def _precision_at_recall_points(
     hit: NDArray[np.uint8], miss: NDArray[np.uint8], objects: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[T, A, D] bits by falling score, [A] objects -> [T, A, R] best precision at or beyond each recall."""
-    hits = np.cumsum(hit, axis=2, dtype=np.float64)
-    misses = np.cumsum(miss, axis=2, dtype=np.float64)
-    precision = hits / (misses + hits + np.spacing(1))
-    best = np.maximum.accumulate(precision[..., ::-1], axis=2)[..., ::-1]
-    best = np.concatenate([best, np.zeros((T, A, 1))], axis=2)  # a recall that is never reached: precision 0
-    recall = hits / objects[:, None]
-    at = np.empty((T, A, len(RECALL_POINTS)))
-    for t, a in np.ndindex(T, A):
-        at[t, a] = best[t, a, np.searchsorted(recall[t, a], RECALL_POINTS, side="left")]
+    """[T, A, D] bits by falling score, [A] objects -> [T, R, A] best precision at or beyond each recall."""
+    at = np.empty((T, len(RECALL_POINTS), A))
+    for t, a in np.ndindex(T, A):  # one by one: a class can have millions of detections
+        hits = np.cumsum(hit[t, a], dtype=np.float64)
+        misses = np.cumsum(miss[t, a], dtype=np.float64)
+        precision = hits / (misses + hits + np.spacing(1))
+        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)  # 0 where recall ends before
+        at[t, :, a] = best[np.searchsorted(hits / objects[a], RECALL_POINTS, side="left")]
     return at
 
 

@@ -93,11 +93,12 @@ def precision_recall(
     recall_curves = np.zeros((len(present), POINTS))
     at_recall = np.zeros((len(present), POINTS))
     ap = np.zeros((len(present), hit.shape[1]))
-    order = np.argsort(-score, kind="stable")
+    order = np.lexsort((-score, class_idx))  # stable
     hit, score, class_idx = hit[order], score[order], class_idx[order]
+    borders = np.searchsorted(class_idx, np.arange(len(labels_per_class) + 1))
     for row, c in enumerate(present):
-        mine = class_idx == c
-        if not mine.any():
+        mine = slice(borders[c], borders[c + 1])
+        if borders[c] == borders[c + 1]:
             continue
         hits = np.cumsum(hit[mine], axis=0, dtype=np.float64)  # [D of the class, T]
         recall = hits / labels_per_class[c]

@@ -1,0 +1,53 @@
+"""Detections for others: COCO's results format and YOLO text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from yolofleet.data.index import DataIndex
+from yolofleet.evaluate.matching import ScoredBoxes
+
+
+def detections_as_coco_json(
+    detections: ScoredBoxes, image_ids: Sequence[int], category_ids: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a COCO results file; the floats are those that were matched, so pycocotools finds the same.
+
+    Args:
+        detections: ``image`` is the position in the index.
+        image_ids: by position.
+        category_ids: by class number; default the class number itself.
+    """
+    return [
+        {
+            "image_id": int(image_ids[image]),
+            "category_id": c if category_ids is None else int(category_ids[c]),
+            "bbox": box,
+            "score": score,
+        }
+        for image, c, box, score in zip(
+            detections.image.tolist(),
+            detections.class_idx.tolist(),
+            detections.boxes_xywh_px.tolist(),
+            detections.score.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def detections_as_yolo_txt(
+    detections: ScoredBoxes, index: DataIndex, *, scores: bool = False
+) -> dict[int, str]:
+    """By image position the text of its file: a line ``class cx cy w h [score]`` per detection, fractions of
+    the image; an image without detections is absent."""
+    lines: dict[int, list[str]] = {}
+    size = index.sizes_wh[detections.image]
+    wh = detections.boxes_xywh_px[:, 2:] / size
+    centre = detections.boxes_xywh_px[:, :2] / size + wh / 2
+    for row, (image, c) in enumerate(
+        zip(detections.image.tolist(), detections.class_idx.tolist(), strict=True)
+    ):
+        numbers = [*centre[row], *wh[row], *([detections.score[row]] if scores else [])]
+        lines.setdefault(image, []).append(" ".join([str(c), *(f"{number:.6g}" for number in numbers)]))
+    return {image: "\n".join(text) + "\n" for image, text in lines.items()}

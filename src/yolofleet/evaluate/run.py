@@ -1,0 +1,363 @@
+"""Validation by the whole fleet: each rank takes batches of a fixed list, one gather, the same figures everywhere.
+
+The list of batches and the shape of each image follow from the data alone (``data.loader.val_batches``), and
+what is gathered is put in the order of the images before it is summed; so the figures do not depend on how
+many ranks there were or which took what.
+
+Legend: N images of a batch, D detections, C classes, T loss terms, B batches of a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+from torch import Tensor
+
+from yolofleet.data.cache import ImageCache
+from yolofleet.data.index import DataIndex
+from yolofleet.data.loader import ValBatch, val_batches, val_loader
+from yolofleet.errors import ConfigError
+from yolofleet.evaluate.coco import CocoMetrics, summarize
+from yolofleet.evaluate.confusion import confusion_matrix
+from yolofleet.evaluate.matching import (
+    Labels,
+    MatchRecords,
+    ScoredBoxes,
+    joined,
+    match_detections,
+    merge,
+    rows,
+)
+from yolofleet.geometry.letterbox import Letterbox
+from yolofleet.geometry.nms import detections as decoded_to_detections
+from yolofleet.models.detection import DetectionModel
+
+_DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
+PARTS = ("load", "forward", "nms", "match", "wall")
+
+
+class Ranks(Protocol):
+    """What evaluation needs of ``parallel.world.World``."""
+
+    rank: int
+    size: int
+
+    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
+
+
+class Loss(Protocol):
+    """What evaluation needs of a loss: sums and counts of its terms (``losses.yolov5.Yolov5Loss``)."""
+
+    terms: tuple[str, ...]  # "box/0", "box/1", ...
+    gains: Tensor
+
+    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int], /) -> Any: ...
+
+    def sums(self, raws: list[Tensor], targets: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Equal on every rank, but for ``detections``.
+
+    Attributes:
+        confusion: int64 [C + 1, C + 1], rows predicted, columns true, the last is background.
+        losses: mean validation loss by kind (box, obj, cls), or None when no loss was given.
+        detections: this rank's, or everybody's when gathered; ``image`` is the position in the index.
+        images: of the whole split.
+        candidates_cut: boxes left out because an image had more than non-maximum suppression looks at.
+        seconds: by part, of the rank that took longest in it: load (waiting for images), forward (copy,
+            network, decoding, loss), nms, match; wall is all of it.
+    """
+
+    metrics: CocoMetrics
+    confusion: NDArray[np.int64]
+    losses: Mapping[str, float] | None
+    detections: ScoredBoxes
+    images: int
+    candidates_cut: int
+    seconds: Mapping[str, float]
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all ranks over the seconds of the slowest."""
+        return self.images / max(self.seconds["wall"], 1e-9)
+
+
+def evaluate(
+    model: DetectionModel,
+    index: DataIndex,
+    *,
+    world: Ranks,
+    device: torch.device,
+    precision: str = "fp32",
+    img: int = 640,
+    batch: int = 32,
+    conf: float = 0.001,
+    iou: float = 0.6,
+    max_det: int = 300,
+    single_cls: bool = False,
+    workers: int = 0,
+    cache: ImageCache | None = None,
+    loss: Loss | None = None,
+    gather_detections: bool = False,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Detect on every image once, match, and count.
+
+    Collective: every rank, once, with the same arguments; ranks without work take part. One gather at the end.
+
+    Args:
+        model: on ``device``, in eval mode, fused or not.
+        precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
+        img: longest side, pixels. batch: images at a time.
+        conf, iou, max_det: of non-maximum suppression, several classes a box.
+        single_cls: every detection is of class 0.
+        loss: adds validation losses.
+        gather_detections: give every rank all detections.
+        on_batch: told (batches done, batches of this rank).
+
+    Raises:
+        ConfigError: the model's classes are not the data's.
+    """
+    assert not model.training, "evaluate in eval mode"
+    if not single_cls and model.nc != len(index.names):
+        raise ConfigError(
+            f"the model has {model.nc} classes, the data set {len(index.names)}",
+            hint="validate with the data set that the model was trained on",
+        )
+    share = _shares(val_batches(index, img, batch, max(model.strides)), world.size)[world.rank]
+    watch = _Stopwatch(device)
+    shard = _Shard()
+    with val_loader(
+        index, share, img, workers=workers, cache=cache, pin_memory=device.type == "cuda"
+    ) as batches:
+        for done in range(len(share)):
+            with watch("load"):
+                val_batch, images_u8, letterboxes = next(batches)
+            with watch("forward"), torch.inference_mode():
+                images = images_u8.to(device, non_blocking=True).float().div_(255)
+                with _autocast(precision, device):
+                    raws = model(images)
+                if loss is not None:
+                    targets = loss.match(
+                        _letterboxed_labels(index, val_batch, letterboxes), len(images), val_batch.size_hw
+                    )
+                    shard.add_losses(val_batch.ordinal, loss.sums(raws, targets), targets.counts)
+                decoded = model.decode(raws)
+            with watch("nms"), torch.inference_mode():
+                per_image, cut = decoded_to_detections(
+                    decoded, conf=conf, iou=iou, max_det=max_det, multi_label=True, agnostic=single_cls
+                )
+                shard.candidates_cut += cut
+                shard.found.append(_native_detections(val_batch, per_image, letterboxes, single_cls))
+            if on_batch is not None:
+                on_batch(done + 1, len(share))
+    with watch("match"):
+        positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
+        labels, found = labels_of(index, positions), shard.detections()
+        place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))  # position -> order of ids
+        records = match_detections(
+            replace(labels, image=place[labels.image]),
+            replace(found, image=place[found.image]),
+            classes=len(index.names),
+            images_seen=len(positions),
+        )
+        confusion = confusion_matrix(labels, found, len(index.names))
+    return _merged(
+        world.all_gather_bytes(shard.to_bytes(records, confusion, watch.seconds(), gather_detections)),
+        index,
+        loss,
+        None if gather_detections else found,
+    )
+
+
+def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
+    """True boxes of some images of an index; ``image`` is the position."""
+    first, last = index.offsets[positions], index.offsets[positions + 1]
+    picked = np.concatenate(
+        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
+    )
+    image = np.repeat(positions, last - first)
+    unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
+    size = np.asarray(index.sizes_wh, np.float64)[image]
+    wh = unit[:, 2:] * size
+    return Labels(
+        image=image,
+        class_idx=np.asarray(index.classes[picked], np.int64),
+        boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
+        area_px=np.asarray(index.area_px[picked], np.float64),
+        crowd=np.asarray(index.crowd[picked], bool),
+    )
+
+
+def _shares(batches: Sequence[ValBatch], ranks: int) -> list[list[ValBatch]]:
+    """Batches of each rank: the largest batch first, to the rank with the fewest pixels so far."""
+    shares: list[list[ValBatch]] = [[] for _ in range(ranks)]
+    pixels = [0] * ranks
+    sizes = [len(b.image_idx) * b.size_hw[0] * b.size_hw[1] for b in batches]
+    for i in sorted(range(len(batches)), key=lambda i: -sizes[i]):
+        rank = pixels.index(min(pixels))
+        shares[rank].append(batches[i])
+        pixels[rank] += sizes[i]
+    return shares
+
+
+def _letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> np.ndarray:
+    """float32 [n, 6] image in the batch, class, cx, cy, w, h as fractions of the padded image; no crowds."""
+    labels = labels_of(index, np.array(batch.image_idx, np.int64))
+    labels = rows(labels, ~labels.crowd)
+    slot = np.searchsorted(np.array(batch.image_idx), labels.image)
+    ratio = np.array([back.ratio for back in letterboxes])[slot, None]
+    pad = np.array([(back.pad_left, back.pad_top) for back in letterboxes])[slot]
+    size = np.array([(w, h) for h, w in (back.size_hw for back in letterboxes)])[slot]
+    xy, wh = labels.boxes_xywh_px[:, :2], labels.boxes_xywh_px[:, 2:]
+    centre = ((xy + wh / 2) * ratio + pad) / size
+    return np.column_stack([slot, labels.class_idx, centre, wh * ratio / size]).astype(np.float32)
+
+
+def _native_detections(
+    batch: ValBatch, per_image: Sequence[Tensor], letterboxes: Sequence[Letterbox], single_cls: bool
+) -> ScoredBoxes:
+    """Per image [n, 6] xyxy px of the network's image, score, class -> native pixels."""
+    counts = [len(found) for found in per_image]
+    every = torch.cat(list(per_image)).cpu().numpy().astype(np.float64)  # one copy from the device
+    parts = np.split(every[:, :4], np.cumsum(counts)[:-1])
+    xyxy = np.concatenate([back.to_native(part) for back, part in zip(letterboxes, parts, strict=True)])
+    return ScoredBoxes(
+        image=np.repeat(np.array(batch.image_idx, np.int64), counts),
+        class_idx=np.zeros(len(every), np.int64) if single_cls else every[:, 5].astype(np.int64),
+        boxes_xywh_px=np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1),
+        score=every[:, 4],
+    )
+
+
+def _autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+class _Stopwatch:
+    """Seconds by part; a part ends when the device has done its work (NMS waits for it anyway)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._began_s = time.perf_counter()
+        self._part = ""
+        self._part_began_s = 0.0
+
+    def __call__(self, part: str) -> _Stopwatch:
+        self._part, self._part_began_s = part, time.perf_counter()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._seconds[self._part] += time.perf_counter() - self._part_began_s
+
+    def seconds(self) -> NDArray[np.float64]:
+        """In the order of ``PARTS``."""
+        self._seconds["wall"] = time.perf_counter() - self._began_s
+        return np.array([self._seconds[part] for part in PARTS])
+
+
+# what travels ---------------------------------------------------------------------------------------------
+
+
+class _Shard:
+    """What one rank collects while it works through its batches."""
+
+    def __init__(self) -> None:
+        none = np.zeros(0, np.int64)
+        self.found = [ScoredBoxes(none, none, np.zeros((0, 4)), np.zeros(0))]
+        self.candidates_cut = 0
+        self._ordinals: list[int] = []
+        self._sums: list[NDArray[np.float64]] = []
+        self._counts: list[NDArray[np.int64]] = []
+
+    def add_losses(self, ordinal: int, sums: Tensor, counts: NDArray[np.int64]) -> None:
+        self._ordinals.append(ordinal)
+        self._sums.append(sums.double().cpu().numpy())
+        self._counts.append(np.asarray(counts, np.int64))
+
+    def detections(self) -> ScoredBoxes:
+        """By image position; the order within an image stays."""
+        found = joined(self.found)
+        return rows(found, np.argsort(found.image, kind="stable"))
+
+    def to_bytes(
+        self,
+        records: MatchRecords,
+        confusion: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        with_detections: bool,
+    ) -> bytes:
+        arrays: dict[str, NDArray[Any]] = {
+            "records": np.frombuffer(records.to_bytes(), np.uint8),
+            "confusion": confusion,
+            "seconds": seconds,
+            "candidates_cut": np.array([self.candidates_cut], np.int64),
+        }
+        if self._ordinals:
+            arrays["loss_ordinals"] = np.array(self._ordinals, np.int64)
+            arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
+            arrays["loss_counts"] = np.stack(self._counts)
+        if with_detections:
+            found = self.detections()
+            arrays |= {name: getattr(found, name) for name in _DETECTION_FIELDS}
+        return save_arrays(arrays)
+
+
+def _merged(
+    payloads: Sequence[bytes], index: DataIndex, loss: Loss | None, own: ScoredBoxes | None
+) -> Evaluation:
+    """Every rank's bytes -> the evaluation; ``own`` detections, or those in the bytes."""
+    shards = [load_arrays(payload) for payload in payloads]
+    records = merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
+    images = int(records.images_seen[0])
+    assert images == len(index), f"{images} of {len(index)} images were evaluated"
+    if own is None:
+        own = joined([ScoredBoxes(*(shard[name] for name in _DETECTION_FIELDS)) for shard in shards])
+        own = rows(own, np.argsort(own.image, kind="stable"))
+    return Evaluation(
+        metrics=summarize(records, index.names),
+        confusion=np.sum([shard["confusion"] for shard in shards], axis=0),
+        losses=None if loss is None else _mean_losses(loss, shards),
+        detections=own,
+        images=images,
+        candidates_cut=int(sum(shard["candidates_cut"][0] for shard in shards)),
+        seconds=dict(
+            zip(PARTS, np.max([shard["seconds"] for shard in shards], axis=0).tolist(), strict=True)
+        ),
+    )
+
+
+def _mean_losses(loss: Loss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:
+    """Sums and counts of all batches, added in the order of the batches, then divided once."""
+    busy = [shard for shard in shards if "loss_ordinals" in shard]
+    order = np.argsort(np.concatenate([shard["loss_ordinals"] for shard in busy]))
+    sums = np.concatenate([shard["loss_sums"] for shard in busy])[order]  # [all batches, T]
+    counts = np.concatenate([shard["loss_counts"] for shard in busy]).sum(axis=0)
+    total = np.zeros(len(loss.terms))
+    for row in sums:
+        total += row
+    means = loss.gains.double().cpu().numpy() * total / np.maximum(counts, 1)
+    by_kind: dict[str, float] = {}
+    for term, mean in zip(loss.terms, means.tolist(), strict=True):
+        kind = term.split("/")[0]
+        by_kind[kind] = by_kind.get(kind, 0.0) + mean
+    return by_kind

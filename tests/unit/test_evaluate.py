@@ -1,0 +1,209 @@
+"""Evaluation from image files to figures, with a network that finds red and blue rectangles."""
+
+import json
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detection_sets import run_cocoeval
+
+from yolofleet.data.index import build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import ConfigError
+from yolofleet.evaluate.coco import FIGURES
+from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.evaluate.run import evaluate, labels_of
+
+SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
+
+
+class RectangleFinder:
+    """One box per class: the extent of what is red (class 0) or blue (class 1), scored by its width."""
+
+    nc = 2
+    strides = (8, 16, 32)
+    training = False
+
+    def __call__(self, images):
+        red, green, blue = images.unbind(1)
+        rows = []
+        for mask in ((red > 0.6) & (blue < 0.4), (blue > 0.6) & (red < 0.4)):
+            assert not (mask & (green > 0.4)).any()
+            x = torch.arange(images.shape[3])
+            y = torch.arange(images.shape[2])
+            wide, high = mask.any(1), mask.any(2)  # [N, W], [N, H]
+            x1, x2 = (torch.where(wide, x, 999).amin(1), torch.where(wide, x, -1).amax(1) + 1)
+            y1, y2 = (torch.where(high, y, 999).amin(1), torch.where(high, y, -1).amax(1) + 1)
+            rows.append(torch.stack([(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1], 1))
+        boxes = torch.stack(rows, 1).float()  # [N, 2, 4]
+        objectness = (0.3 + boxes[..., 2:3] / 200).clamp(min=0) * (boxes[..., 2:3] > 0)
+        return [torch.cat([boxes, objectness, torch.eye(2).expand(len(images), 2, 2)], 2)]
+
+    def decode(self, raws):
+        return raws[0]
+
+
+class CentreLoss:
+    """Distance of found and labelled centres, as fractions of the image: tells whether labels moved along."""
+
+    terms = ("box/0", "obj/0", "obj/1")
+    gains = torch.tensor([1.0, 0.5, 0.5])
+
+    def match(self, labels, images, size_hw):
+        return SimpleNamespace(
+            labels=labels, size_hw=size_hw, counts=np.array([len(labels), images, images], np.int64)
+        )
+
+    def sums(self, raws, targets):
+        h, w = targets.size_hw
+        image, class_idx = targets.labels[:, 0].astype(int), targets.labels[:, 1].astype(int)
+        found = raws[0][image, class_idx, :4].numpy() / np.array([w, h, w, h])
+        away = torch.tensor(np.abs(found - targets.labels[:, 2:]).sum())
+        return torch.stack([away, raws[0][..., 4].sum() * 0.1, raws[0].new_tensor(len(raws[0]))]).float()
+
+
+@dataclass
+class ThreadWorld:
+    """A rank of a world whose ranks are threads."""
+
+    rank: int
+    size: int
+    meeting: threading.Barrier
+    board: list
+
+    def all_gather_bytes(self, payload):
+        self.board[self.rank] = payload
+        self.meeting.wait(30)
+        return list(self.board)
+
+
+def on_ranks(size, work):
+    """``work(world)`` of every rank, in rank order."""
+    meeting, board, done = threading.Barrier(size), [b""] * size, [None] * size
+
+    def run(rank):
+        done[rank] = work(ThreadWorld(rank, size, meeting, board))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is not None for result in done)
+    return done
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """Seven images of several shapes; image 3 has no rectangle and no label."""
+    root = tmp_path_factory.mktemp("rectangles")
+    (root / "images").mkdir()
+    (root / "labels").mkdir()
+    for i, (w, h) in enumerate(SIZES_WH):
+        image = np.full((h, w, 3), 114, np.uint8)
+        lines = []
+        for c, bgr in enumerate([(0, 0, 255), (255, 0, 0)] if i != 3 else []):
+            x1, x2 = c * (w // 2), c * (w // 2) + w // 2 - 3 - i
+            y1, y2 = (3 * i + 5 * c) % (h // 2), (3 * i + 5 * c) % (h // 2) + h // 2
+            image[y1:y2, x1:x2] = bgr
+            lines.append(f"{c} {(x1 + x2) / 2 / w} {(y1 + y2) / 2 / h} {(x2 - x1) / w} {(y2 - y1) / h}")
+        name = f"{(i * 5) % 7:03d}"  # ids not in the order of anything
+        cv2.imwrite(str(root / "images" / f"{name}.png"), image)
+        (root / "labels" / f"{name}.txt").write_text("\n".join(lines))
+    (root / "data.yaml").write_text("train: images\nval: images\nnames: [red, blue]\n")
+    return build_index(load_dataset(str(root / "data.yaml")), "val")
+
+
+def evaluated(index, world, **more):
+    settings = {"img": 96, "batch": 2, "loss": CentreLoss(), "gather_detections": True} | more
+    return evaluate(RectangleFinder(), index, world=world, device=torch.device("cpu"), **settings)
+
+
+def test_boxes_come_back_to_native_pixels_and_match_the_labels(index):
+    (result,) = on_ranks(1, lambda world: evaluated(index, world))
+    assert result.metrics.map50 == pytest.approx(1.0, abs=1e-12)
+    assert result.metrics.figures["P"] == result.metrics.figures["R"] == 1.0
+    assert result.images == 7 and result.candidates_cut == 0
+    assert result.confusion.tolist() == [[6, 0, 0], [0, 6, 0], [0, 0, 0]]
+    assert result.losses["box"] < 0.05  # four fractions, half a pixel each
+    assert result.images_per_s > 0 and result.seconds["wall"] >= result.seconds["load"]
+    assert {name: row["labels"] for name, row in result.metrics.per_class.items()} == {"red": 6, "blue": 6}
+
+
+@pytest.mark.parametrize("size", [2, 3, 11])
+def test_every_rank_of_any_world_gets_the_figures_of_one(index, size):
+    (alone,) = on_ranks(1, lambda world: evaluated(index, world))
+    for result in on_ranks(size, lambda world: evaluated(index, world)):
+        assert result.metrics.figures == alone.metrics.figures
+        assert result.metrics.per_class == alone.metrics.per_class
+        assert result.losses == alone.losses  # the same floats, added in the same order
+        assert (result.confusion == alone.confusion).all()
+        for name in ("image", "class_idx", "boxes_xywh_px", "score"):
+            assert (getattr(result.detections, name) == getattr(alone.detections, name)).all()
+
+
+def test_without_gathering_each_rank_keeps_its_own_detections(index):
+    results = on_ranks(2, lambda world: evaluated(index, world, gather_detections=False))
+    mine, theirs = (set(result.detections.image.tolist()) for result in results)
+    assert not mine & theirs and mine | theirs == {i for i in range(7) if len(index.labels(i))}
+    assert results[0].metrics.figures == results[1].metrics.figures
+
+
+def test_figures_do_not_depend_on_the_batch(index):
+    (small,) = on_ranks(1, lambda world: evaluated(index, world, batch=1))
+    (large,) = on_ranks(1, lambda world: evaluated(index, world, batch=7))
+    assert small.metrics.figures == large.metrics.figures
+
+
+def test_written_json_gives_pycocotools_the_same_figures(index):
+    pycocotools = pytest.importorskip("pycocotools.coco")
+    from pycocotools.cocoeval import COCOeval
+
+    (result,) = on_ranks(1, lambda world: evaluated(index, world))
+    labels = labels_of(index, np.arange(len(index)))
+    ids = index.image_ids.tolist()
+    truth = {
+        "images": [{"id": i} for i in ids],
+        "categories": [{"id": c} for c in range(2)],
+        "annotations": [
+            {"id": k + 1, "image_id": ids[i], "category_id": c, "bbox": box, "area": area, "iscrowd": 0}
+            for k, (i, c, box, area) in enumerate(
+                zip(
+                    labels.image.tolist(),
+                    labels.class_idx.tolist(),
+                    labels.boxes_xywh_px.tolist(),
+                    labels.area_px.tolist(),
+                    strict=True,
+                )
+            )
+        ],
+    }
+    rows = json.loads(json.dumps(detections_as_coco_json(result.detections, ids)))
+    figures, _ = run_cocoeval(pycocotools.COCO, COCOeval, truth, rows)
+    np.testing.assert_allclose(
+        [result.metrics.figures[name] for name in FIGURES], figures, rtol=0, atol=1e-12
+    )
+    assert {row["category_id"] for row in detections_as_coco_json(result.detections, ids, [7, 9])} == {7, 9}
+
+
+def test_written_text_is_near_the_labels(index):
+    (result,) = on_ranks(1, lambda world: evaluated(index, world))
+    texts = detections_as_yolo_txt(result.detections, index, scores=True)
+    assert set(texts) == {i for i in range(7) if len(index.labels(i))}
+    for image, text in texts.items():
+        found = sorted([float(value) for value in line.split()] for line in text.splitlines())
+        for line, label in zip(found, sorted(index.labels(image).tolist()), strict=True):
+            assert line[:5] == pytest.approx(label, abs=0.03) and 0 < line[5] <= 1
+
+
+def test_another_number_of_classes_is_refused(index):
+    model = RectangleFinder()
+    model.nc = 3
+    with pytest.raises(ConfigError, match="3 classes, the data set 2"):
+        evaluate(
+            model, index, world=ThreadWorld(0, 1, threading.Barrier(1), [b""]), device=torch.device("cpu")
+        )
