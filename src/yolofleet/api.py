@@ -116,7 +116,7 @@ class Trainer:
         else:
             from yolofleet.launch.local import run_agent
 
-            code = run_agent(JobSpec("train", folder.path.resolve(), processes))
+            code = run_agent(JobSpec(folder.path.resolve(), processes))
             if code:
                 raise failure(code, folder)
         results = json.loads(folder.results_json.read_text(encoding="utf-8"))

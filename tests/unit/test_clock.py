@@ -40,10 +40,11 @@ def test_every_second_belongs_to_exactly_one_phase():
         hand.at += 1
     with clock("checkpoint"):
         hand.at += 7
-    times = clock.end_epoch()
+    epoch, times = clock.end_epoch(), clock.run_so_far()
     expected = {"start": 5, "data": 2, "compute": 12, "comm": 8, "evaluate": 5, "checkpoint": 7}
     assert times.seconds == expected and set(expected) == set(PHASES)
     assert times.elapsed_s == hand.at == 39
+    assert epoch.seconds == {**expected, "start": 0}  # start-up belongs to no epoch
     assert times.share("data") == 2 / 22 and times.share("comm") == 8 / 22
 
 
@@ -95,7 +96,8 @@ def test_an_epoch_goes_on_after_a_restart():
     run_steps(second, hand, 2, compute=96)  # its first step is warm-up again: 8 images in 100 s are rated
     epoch = second.end_epoch()
     assert epoch.steps == 4 and epoch.images == 32
-    assert epoch.seconds["start"] == 30 and epoch.seconds["compute"] == 12 + 192
+    assert epoch.seconds["start"] == 0 and epoch.seconds["compute"] == 12 + 192
+    assert second.run_so_far().seconds["start"] == 30
     assert epoch.rate_img_s == pytest.approx(24 / 120)
     assert second.run_so_far().steps == 7
 

@@ -89,15 +89,17 @@ def test_a_grid_holds_sixteen_pictures_of_any_shape_within_its_size():
         [Picture(grey(*s), none, np.zeros(0, int), title="a.jpg") for s in shapes], NAMES, side_px=800
     )
     assert max(grid.shape) <= 800 and grid.dtype == np.uint8
-    assert picture_grid([Picture(grey(64, 64), none, np.zeros(0, int))], NAMES).shape == (64, 64, 3)
+    small = picture_grid([Picture(grey(64, 64), none, np.zeros(0, int))], NAMES, side_px=300)
+    assert small.shape == (200, 200, 3)  # enlarged
 
 
 def test_boxes_in_a_grid_lie_where_they_lie_in_the_picture():
     picture = Picture(grey(100, 100), np.array([[20.0, 20, 80, 80]]), np.array([0]))
-    grid = picture_grid([picture] * 4, NAMES, side_px=400)
-    small = picture_grid([picture] * 4, NAMES, side_px=100)
-    assert tuple(grid[80, 50]) == tuple(grid[180, 150]) == colour(0)  # lower borders of cells 0 and 3
-    assert tuple(small[40, 25]) == colour(0)
+    same = picture_grid([picture] * 4, NAMES, side_px=200)
+    half = picture_grid([picture] * 4, NAMES, side_px=100)
+    double = picture_grid([picture] * 4, NAMES, side_px=600)
+    assert tuple(same[80, 50]) == tuple(same[180, 150]) == colour(0)  # lower borders of cells 0 and 3
+    assert tuple(half[40, 25]) == tuple(double[160, 100]) == colour(0)
 
 
 def test_a_hundred_boxes_take_milliseconds():

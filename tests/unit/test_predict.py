@@ -368,6 +368,46 @@ def test_the_python_face_opens_a_run_folder_and_names_mistakes(weights, tmp_path
         Trainer(data="shapes", model="yolov5n", epoch=3)
 
 
+def test_a_trainer_trains_and_returns_what_predict_takes(tmp_path, monkeypatch, capsys):
+    from yolofleet import Trainer, load_model
+
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    for i in range(4):
+        cv2.imwrite(str(tmp_path / "images" / f"{i}.png"), np.full((64, 64, 3), 60 * i, np.uint8))
+        (tmp_path / "labels" / f"{i}.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    data = tmp_path / "data.yaml"
+    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [box]\n")
+    sizes = {"img": 32, "batch": 2, "nominal_batch": 2, "max_steps": 2, "workers": 0}
+    trainer = Trainer(
+        data=data, model="yolov5n", device="cpu", threads=1, project=tmp_path / "runs", plots=False, **sizes
+    )
+    result = trainer.fit()
+    assert result.folder == tmp_path / "runs" / "exp" and 0 <= result.metrics["mAP50"] <= 1
+    assert load_model(result.weights, device="cpu").names == ("box",)
+    assert (result.folder / "config.yaml").is_file() and (result.folder / "results.csv").is_file()
+
+
+def test_a_trainer_under_torchrun_is_refused_with_what_to_do(monkeypatch):
+    from yolofleet import Trainer
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if name != "WORLD_SIZE" else "1")
+    with pytest.raises(ConfigError, match="torchrun"):
+        Trainer(data="shapes", model="yolov5n").fit()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, "ConfigError"), (4, "ClusterError"), (75, "Stopped"), (9, "YolofleetError")]
+)
+def test_a_failed_job_is_the_error_of_its_exit_code(tmp_path, code, kind):
+    from yolofleet.api import failure
+    from yolofleet.report.folder import RunFolder
+
+    assert type(failure(code, RunFolder(tmp_path))).__name__ == kind
+
+
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, yolofleet; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -15,7 +15,7 @@ from yolofleet.report.clock import PHASES, Times
 from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
 from yolofleet.report.events import EventLog, read_events
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
-from yolofleet.report.results import COLUMNS, ResultsTable, write_results
+from yolofleet.report.results import COLUMNS, ResultsTable
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
 VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)
@@ -180,22 +180,6 @@ def test_a_table_that_is_not_ours_is_not_overwritten(tmp_path):
     with pytest.raises(StorageError, match="cannot read"):
         table.write({"epoch": 1})
     assert table.path.read_text() == "epoch,x\nten,1\n"
-
-
-def test_results_json_has_the_promised_keys(tmp_path):
-    write_results(
-        tmp_path / "results.json",
-        metrics={"mAP50": 0.5, "P": float("nan")},
-        per_class={"person": {"AP50": np.float64(0.25)}},
-        weights_sha256="ab",
-        fleet={"ranks": 2},
-        versions={"torch": "2"},
-        seconds={"compute": 1.5},
-        epochs=3,
-    )
-    read = json.loads((tmp_path / "results.json").read_text())
-    assert read["metrics"] == {"mAP50": 0.5, "P": None} and read["per_class"]["person"]["AP50"] == 0.25
-    assert {"weights_sha256", "fleet", "versions", "seconds", "epochs"} <= set(read)
 
 
 # -- console ---------------------------------------------------------------------------------------------

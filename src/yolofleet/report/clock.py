@@ -101,8 +101,10 @@ class Clock:
         return left
 
     def training(self) -> None:
-        """Start-up is over: the first step begins."""
+        """Start-up is over: the first step begins. Start-up is of the run and of no epoch."""
         self.switch("compute")
+        self._run.seconds["start"] += self._epoch.seconds["start"]
+        self._epoch.seconds["start"] = 0.0
         self._training_at_step = self._training_s()
 
     def step(self, images: int) -> None:
@@ -125,7 +127,7 @@ class Clock:
         return self._epoch.times()
 
     def end_epoch(self) -> Times:
-        """Times since the last call (or the start of the run, over all restarts); begins the next epoch."""
+        """Times since the last call (or since the first step, over all restarts); begins the next epoch."""
         times = self.epoch_so_far()
         self._run.add(self._epoch)
         self._epoch = _Tally()

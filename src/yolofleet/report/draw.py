@@ -129,15 +129,20 @@ class Picture:
 def picture_grid(
     pictures: Sequence[Picture], names: Sequence[str], *, most: int = 16, side_px: int = 1920
 ) -> np.ndarray:
-    """Up to ``most`` pictures in a near-square grid, at most ``side_px`` wide and high; uint8 BGR."""
+    """Up to ``most`` pictures in a near-square grid, uint8 BGR; small ones are enlarged, so that it can be read.
+
+    Args:
+        side_px: longest side of the grid; the shortest that a grid is enlarged to is two thirds of it.
+    """
     shown = pictures[:most]
     assert shown, "no pictures"
     columns = int(np.ceil(np.sqrt(len(shown))))
     rows = -(-len(shown) // columns)
     cell_h = max(p.image.shape[0] for p in shown)
     cell_w = max(p.image.shape[1] for p in shown)
-    shrink = min(1.0, side_px / (columns * cell_w), side_px / (rows * cell_h))
-    cell_h, cell_w = max(1, int(cell_h * shrink)), max(1, int(cell_w * shrink))
+    longest = max(columns * cell_w, rows * cell_h)
+    scale = min(max(longest, side_px * 2 // 3), side_px) / longest
+    cell_h, cell_w = max(1, int(cell_h * scale)), max(1, int(cell_w * scale))
     grid = np.full((rows * cell_h, columns * cell_w, 3), 255, np.uint8)
     for i, picture in enumerate(shown):
         row, column = divmod(i, columns)

@@ -148,6 +148,12 @@ def plot_results(results_csv: Path, path: Path) -> None:
             {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)},
         )
         lines(grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)})
+        for axes, names in (
+            (grid[1, 0], ("metrics/precision", "metrics/recall")),
+            (grid[1, 1], ("metrics/mAP50", "metrics/mAP50-95")),
+        ):
+            top = max(np.nan_to_num(column(name)).max() for name in names)
+            axes.set_ylim(0, 1.05 * top if top > 0 else 1)
         grid[1, 2].set_ylim(0, 1.1 * max(np.nan_to_num(column("images_per_s")).max(), 1))
         shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
         wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))

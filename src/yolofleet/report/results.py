@@ -1,4 +1,4 @@
-"""Figures of a run for spreadsheets and scripts: ``results.csv`` (a row an epoch) and ``results.json``."""
+"""Figures of a run for spreadsheets and scripts: ``results.csv``, a row an epoch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from yolofleet.errors import StorageError
-from yolofleet.report.folder import write_json, write_text
+from yolofleet.report.folder import write_text
 
 COLUMNS = (
     "epoch",  # epochs done, from 1
@@ -98,40 +97,3 @@ def _cell(value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:.6g}" if math.isfinite(value) else ""
-
-
-def write_results(
-    path: Path,
-    *,
-    metrics: Mapping[str, float],
-    per_class: Mapping[str, Mapping[str, float]],
-    weights_sha256: str,
-    fleet: Mapping[str, Any],
-    versions: Mapping[str, str],
-    seconds: Mapping[str, float],
-    **more: Any,
-) -> None:
-    """``results.json``, the run's outcome.
-
-    Args:
-        metrics: "P", "R", "mAP50", "mAP50-95", ...
-        per_class: the same by class name.
-        weights_sha256: digest of the weights that ``metrics`` are of.
-        fleet: ranks, hosts, devices.
-        seconds: by clock phase, over all restarts.
-
-    Raises:
-        StorageError: the disk refused.
-    """
-    write_json(
-        path,
-        {
-            "metrics": metrics,
-            "per_class": per_class,
-            "weights_sha256": weights_sha256,
-            "fleet": fleet,
-            "versions": versions,
-            "seconds": seconds,
-            **more,
-        },
-    )
