@@ -11,7 +11,7 @@ import torch
 from reference import reference
 
 from yolofleet.config.load import resolve_predict
-from yolofleet.errors import CheckpointError, ConfigError, DataError
+from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.models.description import describe
 from yolofleet.models.detection import build_model
 from yolofleet.predict.predictor import Predictor, class_numbers, plural
@@ -332,6 +332,35 @@ def test_a_class_that_is_not_in_the_weights_is_said_before_anything_is_written(w
     with pytest.raises(ConfigError, match="did you mean dog"):
         predict_command(configured(weights, pictures, tmp_path / "out", classes=["dogg"]))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_setting_without_effect_is_refused(weights, pictures, tmp_path):
+    with pytest.raises(ConfigError, match="--workers"):
+        predict_command(configured(weights, pictures, tmp_path, workers=4))
+
+
+def test_a_video_that_does_not_reach_the_disk_is_said(weights, video, tmp_path, monkeypatch):
+    monkeypatch.setattr(cv2, "VideoWriter", SilentWriter)
+    with pytest.raises(StorageError, match="cannot write"):
+        predict_command(configured(weights, video, tmp_path))
+
+
+class SilentWriter:
+    """What OpenCV does on a full disk: nothing, without a word."""
+
+    fourcc = staticmethod(lambda *_: 0)
+
+    def __init__(self, *_):
+        pass
+
+    def isOpened(self):
+        return True
+
+    def write(self, _):
+        pass
+
+    def release(self):
+        pass
 
 
 def test_a_window_that_cannot_be_opened_is_said(weights, pictures, tmp_path, monkeypatch):

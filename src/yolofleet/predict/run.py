@@ -30,6 +30,10 @@ def predict_command(config: PredictConfig) -> int:
     Raises:
         YolofleetError: anything foreseen; DataError when no image could be read.
     """
+    if config.workers > 0:
+        raise ConfigError(
+            f"--workers {config.workers}: prediction has no loader processes", hint="leave it out"
+        )
     source = Source(config.source, vid_stride=config.vid_stride)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -130,7 +134,7 @@ class Output:
         self._stems: dict[int, str] = {}  # item -> what its files are called
         self._taken: set[str] = set()
         self._video: cv2.VideoWriter | None = None
-        self._video_item = -1
+        self._video_item, self._video_path = -1, folder
         self._video_size = (0, 0)
         self._all: list[dict[str, Any]] = []
 
@@ -138,7 +142,8 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_video()
+        if self._video is not None:  # something failed: what there is stays
+            self._video.release()
 
     def write(self, prediction: Prediction) -> None:
         """What belongs to one image.
@@ -202,6 +207,7 @@ class Output:
         if self._video is None or self._video_item != frame.item:
             self._end_video()
             path = self.folder / f"{stem}.mp4"
+            self._video_path = path
             self._video_item, self._video_size = frame.item, (picture.shape[1], picture.shape[0])
             rate_hz = max(frame.video.rate_hz / self.config.vid_stride, 1.0)
             make_folder(path.parent)
@@ -218,9 +224,14 @@ class Output:
         self._video.write(picture)
 
     def _end_video(self) -> None:
-        if self._video is not None:
-            self._video.release()
-            self._video = None
+        """Raises StorageError when nothing of it reached the disk (OpenCV says nothing itself)."""
+        video, self._video = self._video, None
+        if video is not None:
+            video.release()
+            if not (self._video_path.is_file() and self._video_path.stat().st_size):
+                raise StorageError(
+                    f"cannot write {self._video_path}", hint="is the disk full? try another --project"
+                )
 
 
 def file_name(name: str, fallback: str) -> str:

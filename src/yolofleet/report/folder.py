@@ -125,7 +125,7 @@ _HINTS = {
         errno, "EDQUOT", -1
     ): "your quota is used up: free some space, or choose another --project folder",
     errno.EROFS: "the file system is read-only: choose another --project folder",
-    errno.EACCES: "no permission to write there: choose another --project folder",
+    errno.EACCES: "no permission to write there, or another program has it open: choose another --project folder",
     errno.EPERM: "no permission to write there: choose another --project folder",
 }
 
