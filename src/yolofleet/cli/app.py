@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -14,6 +15,7 @@ from yolofleet.cli.commands import Verbs
 from yolofleet.errors import ConfigError, YolofleetError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+UNREAD = 141  # 128 + SIGPIPE
 TRACEBACK = "YOLOFLEET_TRACEBACK"
 
 DATA = Verbs(
@@ -74,23 +76,38 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 def run(argv: Sequence[str]) -> int:
     """Run a command line to its exit code (DESIGN: 0 done, 2 user, 3 data or file, 4 cluster, 5 numerics, 75
     stopped); prints every failure once, without a traceback unless it is ours."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the program
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        result = APP.main(list(argv), prog_name="yolofleet", standalone_mode=False)
+        with APP.make_context("yolofleet", list(argv)) as context:
+            result = APP.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
     except YolofleetError as problem:
         return _report(problem)
     except click.ClickException as problem:
         return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `yolofleet ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception:
+    except Exception as problem:
+        if isinstance(problem, BrokenPipeError) and _nobody_reads():
+            return UNREAD
         traceback.print_exc()
         print("this is a bug in yolofleet: please report it with the lines above", file=sys.stderr)
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Standard output is closed (`yolofleet ... | head`); then what is left in its buffer is dropped."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _report(problem: YolofleetError) -> int:

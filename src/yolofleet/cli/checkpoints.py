@@ -21,9 +21,9 @@ def _folder(run: str) -> Path:
 
 
 def show(run: str, verify: bool) -> int:
+    folder = _folder(run)
     from yolofleet.checkpoint.store import CheckpointStore, load_snapshot
 
-    folder = _folder(run)
     entries = CheckpointStore(folder).entries()
     if not entries:
         raise CheckpointError(f"{folder} has no checkpoint", hint="name a run folder, such as runs/train/exp")

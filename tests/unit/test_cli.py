@@ -1,0 +1,360 @@
+"""The command line from words to exit code, and the scripts in the root folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reference import reference
+
+import yolofleet
+from yolofleet.cli import main
+from yolofleet.config.aliases import SPELLINGS
+from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs a command line in this process: exit code, standard output, standard error."""
+
+    def run(*argv):
+        code = main(list(argv))
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(out):
+    """name -> (value, source) of a dry run."""
+    rows = [line.split(maxsplit=2) for line in out.splitlines() if line.startswith("  ")]
+    return {row[0]: tuple(row[1:]) for row in rows if len(row) == 3}
+
+
+def test_version_and_help(cli):
+    assert cli("--version") == (0, f"yolofleet {yolofleet.__version__}\n", "")
+    for argv in ([], ["--help"], ["-h"], ["data"], ["weights"], ["checkpoints"]):
+        code, out, err = cli(*argv)
+        assert code == 0 and "Verbs:" in out and err == ""
+    for verb in (
+        ["train"],
+        ["val"],
+        ["predict"],
+        ["data", "check"],
+        ["weights", "inspect"],
+        ["checkpoints", "list"],
+    ):
+        code, out, err = cli(*verb, "--help")
+        assert code == 0 and out.startswith(f"Usage: yolofleet {' '.join(verb)}") and err == ""
+
+
+def test_help_of_a_verb_shows_every_setting_under_its_heading(cli):
+    for verb, model in (("train", TrainConfig), ("val", ValConfig), ("predict", PredictConfig)):
+        out = cli(verb, "--help")[1]
+        for name, field in model.model_fields.items():
+            assert flag_of(name, field)[2:] in out
+        assert "What:\n" in out and "Where:\n" in out
+
+
+GUIDES = [  # command lines of the well-known guides
+    ("--data coco.yaml --epochs 300 --weights '' --cfg yolov5s.yaml --batch-size 32",
+     {"data": "coco.yaml", "epochs": "300", "cfg": "yolov5s.yaml", "batch": "32"}),
+    ("--batch 64 --data coco.yaml --weights yolov5s.pt --device 0,1", {"batch": "64", "device": "0,1"}),
+    ("--local-rank=1 --batch 64 --data coco.yaml --cfg yolov5s.yaml --weights ''", {"batch": "64"}),
+    ("--batch 128 --data ./data/coco.yaml --cfg yolov5s.yaml", {"data": "./data/coco.yaml"}),
+    ("--batch-size 16 --data coco_profile.yaml --weights yolov5l.pt --epochs 1 --device 0", {"device": "0"}),
+    ("--data coco.yaml --weights yolov5s.pt --batch 64 --device 0,1 --epochs 3 --img 640",
+     {"img": "640", "epochs": "3"}),
+    ("--data d --weights w.pt --sync-bn --hyp hyp.scratch-high.yaml --cache --freeze 0 1 2",
+     {"sync_bn": "true", "recipe": "hyp.scratch-high.yaml", "cache": "ram", "freeze": "0,1,2"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), GUIDES)
+def test_commands_of_the_guides_are_understood(cli, line, expected):
+    code, out, err = cli("train", *("" if word == "''" else word for word in line.split()), "--dry-run")
+    assert (code, err) == (0, "")
+    found = settings(out)
+    for name, value in expected.items():
+        assert found[name] == (value, "command line")
+
+
+def test_a_dry_run_says_what_would_run(cli, tmp_path):
+    (tmp_path / "a.yaml").write_text("model: yolov5n\nbatch: 32\n")
+    argv = [
+        "train",
+        "--config",
+        "a.yaml",
+        "--data",
+        "d",
+        "--device",
+        "cpu:2",
+        "--set",
+        "lr0=0.02",
+        "--cos-lr",
+    ]
+    code, out, err = cli(*argv, "--dry-run")
+    assert code == 0
+    assert err == "note: --cos-lr is now --lr-schedule cosine\n"
+    found = settings(out)
+    assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
+    assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low")
+    assert out.endswith("would run\n  2 processes\n  steps of 64 images: 4 micro-batches of 16\n")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
+
+
+def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    code, _, err = cli("train", "--data", "d", "--model", "yolov5n", "--cos-lr", "--dry-run")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("trian", 2, "did you mean train?"),
+        ("detect", 2, "did you mean predict?"),
+        ("sing", 2, "verbs: train, val, predict"),
+        ("data chekc x", 2, "did you mean check?"),
+        ("--verson", 2, "--verson"),
+        ("train --epohcs 3", 2, "did you mean --epochs?"),
+        ("train coco.yaml", 2, "coco.yaml"),
+        ("train", 2, "--data is missing"),
+        ("train --data d", 2, "no model"),
+        (
+            "train --data d --model m --epochs none",
+            2,
+            "--epochs none is not a whole number\n  from : command line",
+        ),
+        ("train --data d --model m --config no.yaml", 2, "no.yaml does not exist"),
+        (
+            "train --data d --model m --batch_size 40 --micro-batch 16",
+            2,
+            "--batch 48, or --micro-batch 8, 10 or 20",
+        ),
+        ("train --data d --model m --evolve", 2, "genetic search"),
+        ("val --data d", 2, "--weights is missing"),
+        ("predict --weights w", 2, "--source is missing"),
+        ("predict --weights w --source s --conf-thres 2", 2, "--conf 2 is above 1"),
+        ("data check", 2, "DATA"),
+        ("data check no.yaml", 2, "no.yaml does not exist"),
+        ("data make circles --out x", 2, "yolofleet data make shapes"),
+        ("data make shapes --out x --images many", 2, "many"),
+        ("checkpoints list nowhere", 3, "nowhere is not a folder"),
+        ("checkpoints list .", 3, "has no checkpoint"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_their_exit_code(cli, line, code, says):
+    found, out, err = cli(*line.split())
+    assert found == code and says in err and out == ""
+    assert sum("Error: " in text for text in err.splitlines()) == 1
+
+
+def test_a_failure_shows_its_traceback_when_asked(capsys, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_TRACEBACK", "1")
+    assert main(["train"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "--data is missing" in err
+
+
+def test_our_own_fault_is_shown_as_one(capsys, monkeypatch):
+    monkeypatch.setattr("yolofleet.cli.app.APP.invoke", lambda *a, **k: 1 / 0)
+    assert main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "this is a bug in yolofleet" in err
+
+
+def test_a_broken_pipe_elsewhere_is_not_taken_for_a_reader_that_left(capsys, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setattr("yolofleet.cli.app.APP.invoke", broken)
+    assert main(["train"]) == 1
+    assert "a worker is gone" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_quietly(cli, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("yolofleet.cli.train.plan", interrupted)
+    code, out, err = cli("train", "--data", "d", "--model", "m", "--dry-run")
+    assert (code, out, err.strip()) == (130, "", "")
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    argv = [sys.executable, "-m", "yolofleet", "train", "--data", "d", "--model", "m", "--dry-run"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141  # as other programs in a pipe
+
+
+def test_random_flags_and_values_never_end_in_a_traceback(capsys):
+    """800 command lines from a fixed seed: known and mangled flags with values of every kind."""
+    draw = random.Random(20)
+    values = ["", "-1", "0", "1", "3", "1e-3", "nan", "inf", "true", "x", "0,1", "cpu:2", "é\n", "--", "-", "=", "a=b",
+              "9" * 30, "{", "[1", "*a", "&a", "!!x", "none", ".", "\x00", "a" * 5000, "lr0=1", "lr0={", "\udcff"]  # fmt: skip
+    flags = {
+        verb: [flag_of(name, field) for name, field in model.model_fields.items()] + list(SPELLINGS[verb])
+        for verb, model in (("train", TrainConfig), ("val", ValConfig), ("predict", PredictConfig))
+    }
+    codes = set()
+    for _ in range(800):
+        verb = draw.choice(list(flags))
+        # a setting that is missing ends each of them before any work begins
+        argv = [
+            verb,
+            "--config" if draw.random() < 0.1 else "--data" if verb == "train" else "--weights",
+            "here",
+        ]
+        for _ in range(draw.randint(0, 5)):
+            flag = draw.choice(flags[verb])
+            if draw.random() < 0.2:
+                at = draw.randrange(len(flag) + 1)
+                flag = flag[:at] + draw.choice("-_=xé ") + flag[at:]
+            shape = draw.random()
+            argv += (
+                [flag]
+                if shape < 0.3
+                else [f"{flag}={draw.choice(values)}"]
+                if shape < 0.5
+                else [flag, draw.choice(values)]
+            )
+        argv += {
+            "train": ["--model=", "--cfg=", "--weights=", "--resume="],
+            "val": ["--data="],
+            "predict": ["--source="],
+        }[verb]
+        code = main(argv)
+        err = capsys.readouterr().err
+        assert "Traceback" not in err and code in (0, 2), f"{argv}: exit {code}\n{err}"
+        codes.add(code)
+    assert codes == {2}
+
+
+# -- data
+
+
+def test_data_verbs_make_check_and_count(cli, tmp_path):
+    code, out, _ = cli(
+        "data", "make", "shapes", "--out", "set", "--images", "6", "--val-images", "3", "--img", "96"
+    )
+    assert code == 0 and Path(out.strip()).is_file()
+    assert cli("data", "make", "shapes", "--out", "set")[0] == 2  # not over something
+
+    code, out, err = cli("data", "check", "set")
+    assert (code, err) == (0, "") and "train" in out and "val" in out
+
+    code, out, err = cli("data", "stats", "set", "--split", "train")
+    assert code == 0 and "train: 6 images" in out and "triangle" in out
+
+    label = sorted((tmp_path / "set" / "labels" / "train").glob("*.txt"))[0]
+    lines = label.read_text().splitlines()
+    label.write_text("\n".join([*lines, "7 0.5 0.5 0.1 0.1", lines[0]]))
+    code, out, err = cli("data", "check", "set")
+    assert code == 3 and "loses images or labels" in err
+    assert f"labels/train/{label.name}:{len(lines) + 1}: class 7 but names has 4 (0..3) -> dropped" in out
+
+
+def test_data_list_knows_the_built_in_sets(cli):
+    code, out, _ = cli("data", "list")
+    assert code == 0 and "shapes" in out and "coco128" in out
+
+
+# -- files of a run
+
+
+def test_checkpoints_are_listed_and_verified(cli, tmp_path):
+    import torch
+
+    from yolofleet.checkpoint.store import CheckpointStore, Snapshot
+
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    store = CheckpointStore(run / "checkpoints", keep=3)
+    for step in (5, 10):
+        store.save(Snapshot(step, {"a": torch.ones(8)}, {"x": 1}))
+        store.flush()
+    code, out, _ = cli("checkpoints", "list", str(run))
+    assert code == 0 and [line.split()[1] for line in out.splitlines()] == ["10", "5"]
+    assert cli("checkpoints", "verify", str(run))[0] == 0
+
+    broken = run / "checkpoints" / "step-00000010.safetensors"
+    content = bytearray(broken.read_bytes())
+    content[-1] ^= 1
+    broken.write_bytes(content)
+    code, out, err = cli("checkpoints", "verify", str(run))
+    assert code == 3 and "BROKEN" in out.splitlines()[0] and "whole" in out.splitlines()[1]
+    assert "1 of 2 checkpoints are broken" in err
+
+
+def test_weights_are_inspected_without_executing_them(cli, tmp_path):
+    code, out, _ = cli("weights", "inspect", str(reference("weights/yolov5n.pt")), "--json", "facts.json")
+    facts = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))
+    assert code == 0 and "yolov5n" in out
+    assert (facts["model"], facts["classes"], facts["names"][0], facts["strides_px"]) == (
+        "yolov5n", 80, "person", [8, 16, 32],
+    )  # fmt: skip
+    assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6]
+
+    (tmp_path / "bad.pt").write_text("no")
+    code, _, err = cli("weights", "inspect", "bad.pt")
+    assert code == 3 and "bad.pt is not a torch checkpoint" in err
+
+
+# -- the scripts in the root folder
+
+
+@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py"])
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, tmp_path):
+    if is_installed:
+        argv = [sys.executable, str(ROOT / script), "--help"]
+    else:  # what an environment with the dependencies but without yolofleet sees
+        site = next(Path(p) for p in sys.path if p.endswith("site-packages") and (Path(p) / "click").is_dir())
+        code = (
+            f"import sys, runpy; sys.path.append({str(site)!r}); sys.argv = [{script!r}, '--help'];"
+            f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+        )
+        argv = [sys.executable, "-S", "-c", code]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env)
+    verb = {"train.py": "train", "val.py": "val", "detect.py": "predict"}[script]
+    assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {verb}"), done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["run", "launch"])
+def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
+    argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--master_port=0"]
+    argv += [
+        str(ROOT / "train.py"),
+        "--batch",
+        "64",
+        "--data",
+        "coco.yaml",
+        "--weights",
+        "yolov5s.pt",
+        "--dry-run",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes, started by torchrun") == 2

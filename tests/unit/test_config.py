@@ -1,0 +1,547 @@
+"""Settings: layers, sources, checks, recipes, config.yaml and resume."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from yolofleet.config.checks import divisors, micro_batch_of
+from yolofleet.config.load import (
+    dump_config,
+    load_config_yaml,
+    load_job,
+    resolve_predict,
+    resolve_train,
+    resolve_val,
+)
+from yolofleet.config.recipe import load_recipe, recipe_names
+from yolofleet.config.resolve import layer_of, resolve
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
+from yolofleet.errors import ConfigError
+
+MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
+
+
+def train(**given):
+    return resolve_train({**MINIMAL, **given})
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a file whose name has a space, a quote and non-ASCII letters."""
+
+    def write(text, name="ä 'b.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# -- layers and sources
+
+
+def test_later_layers_win_and_every_value_knows_its_source(written):
+    file = written("epochs: 5\nbatch: 8\n")
+    config, recipe = resolve_train({**MINIMAL, "batch": "32"}, config_file=str(file))
+    assert (config.value.epochs, config.value.batch, config.value.seed) == (5, 32, 0)
+    assert config.sources["epochs"] == f"{file}:1"
+    assert config.sources["batch"] == "command line"
+    assert config.sources["seed"] == "default"
+    assert recipe.sources["lr0"] == "recipe scratch-low"
+    assert set(config.sources) == set(TrainConfig.model_fields)
+    assert config.is_given("epochs") and not config.is_given("seed")
+
+
+def test_a_resolved_configuration_cannot_be_changed():
+    config, _ = train()
+    with pytest.raises(Exception, match="frozen"):
+        config.value.epochs = 3
+
+
+def test_numbers_in_a_file_may_be_text_settings(written):
+    config, _ = resolve_train(MINIMAL, config_file=str(written("device: 0\nfreeze: 10\nname: 5\n")))
+    assert (config.value.device, config.value.freeze, config.value.name) == ("0", "10", "5")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"epochs": "abc"}, "--epochs abc is not a whole number"),
+        ({"epochs": "0"}, "--epochs 0 is below 1"),
+        ({"epochs": "1.5"}, "--epochs 1.5 is not a whole number"),
+        ({"epochs": "9" * 12}, "is larger than 2147483647"),
+        ({"epochs": "9" * 5000}, "is not a whole number"),
+        ({"epochs": True}, "--epochs true is not a whole number"),
+        ({"epochs": None}, "--epochs null is not a whole number"),
+        ({"epochs": [1, 2]}, "--epochs a list of 2 is not a whole number"),
+        ({"epochs": {"a": 1}}, "--epochs a mapping of 1 is not a whole number"),
+        ({"save_minutes": "nan"}, "--save-minutes nan is not a finite number"),
+        ({"optimizer": "adam"}, "did you mean Adam?"),
+        ({"optimizer": "LAMB"}, "is not one of SGD, Adam, AdamW"),
+        ({"device": "gpu"}, "--device gpu is not of this form"),
+        ({"device": "0,"}, "auto | cpu | cpu:N"),
+        ({"device": "cpu:0"}, "--device cpu:0"),
+        ({"plots": "maybe"}, "--plots maybe is not true or false"),
+        ({"set": "lr0=1"}, "--set lr0=1 is not a list of texts"),
+        ({"img": "16"}, "allowed: at least 32"),
+        ({"epochs": "x", "batch": "y"}, "also wrong: batch"),
+        ({"epoch": "3"}, "did you mean epochs?"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_with_what_would_do(given, says):
+    with pytest.raises(ConfigError) as caught:
+        train(**given)
+    assert says in caught.value.render()
+    assert caught.value.source == "command line"
+    assert len(caught.value.what) < 400
+
+
+def test_an_unknown_key_of_a_file_is_named_with_its_line(written):
+    file = written("epochs: 3\n\nbacth: 8\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve_train(MINIMAL, config_file=str(file))
+    assert caught.value.source == f"{file}:3"
+    assert caught.value.hint == "did you mean batch?"
+
+
+# -- YAML
+
+
+def test_scalars_are_read_as_yaml_1_2(written):
+    text = (
+        "a: 1e-3\nb: on\nc: 2020-01-01\nd: 010\ne: ~\nf: .inf\ng: '1e-3'\nh: 1:30\ni: [1, x]\nj: TRUE\nk:\n"
+    )
+    found = {key: entry.value for key, entry in read_yaml(written(text)).items()}
+    assert found == {
+        "a": 0.001, "b": "on", "c": "2020-01-01", "d": 10, "e": None, "f": float("inf"), "g": "1e-3", "h": "1:30",
+        "i": [1, "x"], "j": True, "k": None,
+    }  # fmt: skip
+    assert [entry.line for entry in read_yaml(written(text)).values()] == list(range(1, 12))
+    assert read_scalar("1e-3", "x") == 0.001 and read_scalar("", "x") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "a is set twice, in lines 1 and 3"),
+        ("a: [1\n", "not YAML"),
+        ("a: &x [1]\nb: *x\n", "aliases (*name) are not read here"),
+        ("- 1\n- 2\n", "does not hold `key: value` lines"),
+        ("word", "does not hold `key: value` lines"),
+        ("a: !!python/object/apply:os.system [ls]\nb: !!python/name:os.system x\n", "with tag"),
+        ("a: !!timestamp nonsense\n", "with tag"),
+        ("a: !!int x\n", "cannot be read"),
+        ("? [a]\n: 1\n", "a key must be a plain word"),
+        ("a: 1\n---\nb: 2\n", "not YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "9" * 5000, "cannot be read"),
+        ("a: \x00", "not YAML"),
+        ("a: 1\n" * 300_000, "larger than 1000000 bytes"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_refused_with_a_reason(written, text, says):
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(written(text))
+    assert says in caught.value.render()
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "latin").write_bytes(b"a: \xe4\n")
+    for path, says in (
+        (tmp_path, "cannot be read"),
+        (tmp_path / "latin", "UTF-8"),
+        (tmp_path / "no", "not exist"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_yaml(path)
+        assert says in caught.value.render()
+
+
+def test_what_is_written_reads_back_equal(written):
+    words = ["on", "1e3", "1.", ".5", "-0", "null", "~", "", " ", "a: b", "# x", "ä\n'\"", "0x10", "yes", "2020-01-01",
+             "*x", "&x", "!t", "- a", "@", "é\u2028x", "\ttab", "a\udcffb", "1_000", "+1e-3", "=", "<<", "1:30", "\U0001f600"]  # fmt: skip
+    draw = random.Random(1)
+    values: dict[str, object] = {f"word{i}": word for i, word in enumerate(words)}
+    values |= {f"float{i}": draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for i in range(200)}
+    values |= {"int": -3, "true": True, "none": None, "list": words, "empty": [], "tiny": 5e-324, "big": 1e16}
+    found = {key: entry.value for key, entry in read_yaml(written(write_yaml(values))).items()}
+    assert found == values
+    assert all(type(found[key]) is type(values[key]) for key in values)
+
+
+# -- recipes
+
+# What YOLOv5 publishes of its three recipes, where they differ from scratch-low.
+PUBLISHED = {
+    "scratch-low": {},
+    "scratch-med": {"lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1},
+    "scratch-high": {"lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_built_in_recipes_are_yolov5s(name):
+    assert load_recipe(name).value == Recipe(**PUBLISHED[name])
+
+
+def test_every_built_in_recipe_loads():
+    assert {*PUBLISHED, "demo"} <= set(recipe_names())
+    for name in recipe_names():
+        assert load_recipe(name).sources["lr0"] == f"recipe {name}"
+
+
+@pytest.mark.parametrize(
+    "spelled", ["hyp.scratch-med.yaml", "data/hyps/hyp.scratch-med.yaml", "scratch-med.yaml"]
+)
+def test_yolov5s_hyp_file_names_mean_the_built_in_ones(spelled):
+    assert load_recipe(spelled).value.mixup == 0.1
+
+
+YOLOV5_HYP = """# as YOLOv5 ships it
+lr0: 0.01  # initial learning rate
+lrf: 0.1
+iou_t: 0.20  # IoU training threshold
+anchor_t: 4.0
+# anchors: 3
+copy_paste: 0.0
+fl_gamma: 0.0
+mixup: 0.2
+"""
+
+
+def test_a_yolov5_hyp_file_is_read_and_what_has_no_effect_is_said_once(written):
+    file = written(YOLOV5_HYP)
+    recipe = load_recipe(str(file))
+    assert (recipe.value.lrf, recipe.value.mixup, recipe.value.box) == (0.1, 0.2, 0.05)
+    assert recipe.sources["mixup"] == f"{file}:9" and recipe.sources["box"] == "default"
+    assert [note.split()[0] for note in recipe.notes] == ["iou_t", "copy_paste:"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("copy_paste: 0.1\n", "it needs segments"),
+        ("anchors: 3\n", "anchors come from the model"),
+        ("giou: 0.05\nbox: 0.05\n", "giou is the old name of box"),
+        ("lr_0: 0.1\n", "did you mean lr0?"),
+        ("lr0: -1\n", "lr0: -1 is not above 0"),
+        ("flipud: 2\n", "allowed: at least 0, at most 1"),
+        ("lr0: fast\n", "lr0: fast is not a finite number"),
+        ("lr0: .inf\n", "lr0: inf is not a finite number"),
+    ],
+)
+def test_a_recipe_file_that_cannot_be_used_is_refused_with_its_line(written, text, says):
+    file = written(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(file))
+    assert says in caught.value.render() and f"{file}:1" in caught.value.render()
+
+
+def test_an_old_name_is_taken_for_the_new_one(written):
+    recipe = load_recipe(str(written("giou: 0.07\n")))
+    assert recipe.value.box == 0.07 and "giou is now box" in recipe.notes[0]
+
+
+def test_single_values_override_the_recipe():
+    _, recipe = train(recipe="scratch-med", set=["lr0=2e-2", "mixup = 0", "label-smoothing=0.1"])
+    value = recipe.value
+    assert (value.lr0, value.mixup, value.label_smoothing, value.scale) == (0.02, 0.0, 0.1, 0.9)
+    assert recipe.sources["lr0"] == "command line" and recipe.sources["scale"] == "recipe scratch-med"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"set": ["lr1=3"]}, "did you mean lrf?"),
+        ({"set": ["lr0"]}, "is not key=value"),
+        ({"set": ["=3"]}, "is not key=value"),
+        ({"set": ["lr0=0"]}, "--lr0 0 is not above 0"),
+        ({"set": ["lr0=[1]"]}, "is not a finite number"),
+        ({"set": ["lr0={a: 1}"]}, "is not a finite number"),
+        ({"set": ["lr0=*x"]}, "not YAML"),
+        ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
+        ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a share of the mosaics"),
+        ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
+        ({"recipe": "no/such.yaml"}, "built in: demo, scratch-high"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_refused(given, says):
+    with pytest.raises(ConfigError) as caught:
+        train(**given)
+    assert says in caught.value.render()
+
+
+# -- combinations
+
+
+def test_a_micro_batch_that_does_not_divide_offers_those_that_do(written):
+    file = written("micro_batch: 16\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve_train({**MINIMAL, "batch": "40"}, config_file=str(file))
+    assert caught.value.what == "--micro-batch 16 does not divide --batch 40 (remainder 8)"
+    assert caught.value.source == f"--micro-batch {file}:1, --batch command line"
+    assert caught.value.hint == "--batch 48, or --micro-batch 8, 10 or 20"  # 20, 10 and 8 are nearest to 16
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(16, 16), (64, 16), (40, 10), (17, 1), (34, 2), (6, 6), (1, 1)])
+def test_the_default_micro_batch_is_the_largest_divisor_up_to_16(batch, micro):
+    assert micro_batch_of(train(batch=batch)[0].value) == micro
+    assert micro in divisors(batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data": ""}, "--data is missing"),
+        ({"model": ""}, "no model: one of --weights, --model and --cfg is needed"),
+        ({"cfg": "a.yaml"}, "--model yolov5n and --cfg a.yaml cannot stand together"),
+        ({"sync_bn": True, "reduce": "exact"}, "instead of --sync-bn raise --micro-batch"),
+        ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
+        ({"deterministic": True, "cudnn_benchmark": "on"}, "cannot stand together"),
+        ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
+    ],
+)
+def test_settings_that_cannot_stand_together_are_refused(given, says):
+    with pytest.raises(ConfigError) as caught:
+        train(**given)
+    assert says in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weights": "yolov5s.pt", "model": ""},
+        {"weights": "yolov5s.pt", "model": "", "cfg": "yolov5m.yaml"},
+        {"weights": "yolov5s.pt"},
+        {"weights": ""},
+        {"val_period": 0},
+        {"precision": "bf16", "device": "cpu"},
+        {"precision": "fp16"},
+    ],
+)
+def test_settings_that_can_stand_together_pass(given):
+    train(**given)
+
+
+@pytest.mark.parametrize(
+    ("resolver", "given", "says"),
+    [
+        (resolve_val, {"data": "d"}, "--weights is missing"),
+        (resolve_val, {"weights": "w"}, "--data is missing"),
+        (
+            resolve_val,
+            {"weights": "w", "data": "d", "save_conf": True},
+            "--save-conf has no effect without --save-txt",
+        ),
+        (resolve_val, {"weights": "w", "data": "d", "precision": "fp16", "device": "cpu"}, "fp16"),
+        (resolve_predict, {"weights": "w"}, "--source is missing"),
+        (
+            resolve_predict,
+            {"weights": "w", "source": "s", "txt_format": "voc"},
+            "has no effect without --save-txt",
+        ),
+    ],
+)
+def test_val_and_predict_are_checked_too(resolver, given, says):
+    with pytest.raises(ConfigError) as caught:
+        resolver(given)
+    assert says in caught.value.render()
+
+
+# -- config.yaml
+
+
+def test_config_yaml_reads_back_exactly(tmp_path, written):
+    file = written("epochs: 5\nhyperparameters:\n  lr0: 1e-3\n")
+    given = {**MINIMAL, "name": "1e5", "project": tmp_path / "ü x", "set": ["mixup=0.1"], "freeze": "0"}
+    config, recipe = resolve_train(given, config_file=str(file))
+    stored = tmp_path / "config.yaml"
+    stored.write_text(dump_config(config, recipe), encoding="utf-8")
+    assert load_config_yaml(stored) == (config, recipe)  # values and sources
+    assert recipe.sources["lr0"] == f"{file}:3" and recipe.value.lr0 == 0.001
+
+
+@pytest.mark.parametrize("resolver", [resolve_val, resolve_predict])
+def test_the_configuration_of_other_verbs_reads_back_too(tmp_path, resolver):
+    given = (
+        {"weights": "w.pt", "data": "d"} if resolver is resolve_val else {"weights": "w.pt", "source": "s"}
+    )
+    config = resolver(given)
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    job = load_job(tmp_path / "config.yaml")
+    assert (job.config, job.recipe) == (config, None)
+    assert job.verb == ("val" if resolver is resolve_val else "predict")
+
+
+def test_a_run_repeats_from_its_config_yaml(tmp_path):
+    config, recipe = train(batch=32, set=["lr0=0.02"], recipe="scratch-med", patience=100)
+    stored = tmp_path / "config.yaml"
+    stored.write_text(dump_config(config, recipe), encoding="utf-8")
+    again, recipe_again = resolve_train({}, config_file=str(stored))
+    assert (again.value, recipe_again.value) == (config.value, recipe.value)
+    assert again.is_given("batch") and not again.is_given("epochs")  # a default stays one
+
+    other, recipe_other = resolve_train({"set": ["mosaic=0"], "epochs": "7"}, config_file=str(stored))
+    assert other.value == config.value.model_copy(update={"epochs": 7, "set": ("lr0=0.02", "mosaic=0")})
+    assert recipe_other.value == recipe.value.model_copy(update={"mosaic": 0.0})
+
+    _, fresh = resolve_train({"recipe": "scratch-high"}, config_file=str(stored))
+    assert fresh.value.lr0 == 0.02 and fresh.sources["mixup"] == "recipe scratch-high"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("verb: val\nepochs: 3\n", "is the configuration of val, not of train"),
+        ("verb: sing\n", "is not one of train, val, predict"),
+        ("hyperparameters: 3\n", "hyperparameters: 3 is not a mapping"),
+        ("hyperparameters:\n  lr: 3\n", "unknown setting lr"),
+        ("sources: []\n", "is not a mapping"),
+    ],
+)
+def test_a_configuration_file_that_does_not_fit_is_refused(written, text, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve_train(MINIMAL, config_file=str(written(text)))
+    assert says in caught.value.render()
+
+
+def test_hyperparameters_are_refused_where_nothing_is_trained(written):
+    with pytest.raises(ConfigError, match="only count in training"):
+        resolve_val({"weights": "w", "data": "d"}, config_file=str(written("hyperparameters: {lr0: 1}\n")))
+
+
+def test_a_random_configuration_survives_the_round_trip(tmp_path):
+    draw = random.Random(7)
+    for model, verb in ((TrainConfig, "train"), (ValConfig, "val"), (PredictConfig, "predict")):
+        for _ in range(20):
+            values = {}
+            for name, field in model.model_fields.items():
+                if field.annotation is str and name != "device":
+                    values[name] = "".join(
+                        draw.choices("aé'\"#:&*!|>%@` \\{}[],-0123.e", k=draw.randint(0, 8))
+                    )
+                elif field.annotation is bool:
+                    values[name] = draw.random() < 0.5
+            config = resolve(model, [layer_of(values, "a  # odd: source"), layer_of({"img": 64}, "é")])
+            stored = tmp_path / "config.yaml"
+            stored.write_text(dump_config(config), encoding="utf-8")
+            assert load_job(stored).config == config and load_job(stored).verb == verb
+
+
+# -- resume
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Makes a run folder as training leaves it behind."""
+
+    def make(name="exp", *, checkpoint=True, age_s=0, **given):
+        folder = tmp_path / "runs" / name
+        (folder / "checkpoints").mkdir(parents=True)
+        config, recipe = train(**{"project": str(tmp_path / "runs"), "name": name, **given})
+        (folder / "config.yaml").write_text(dump_config(config, recipe), encoding="utf-8")
+        if checkpoint:
+            file = folder / "checkpoints" / "step-00000010.safetensors"
+            file.touch()
+            os.utime(file, (1e9 - age_s, 1e9 - age_s))
+        return folder
+
+    return make
+
+
+def test_resume_takes_everything_from_the_run(run):
+    folder = run(batch=32, set=["lr0=0.02"], epochs=7)
+    config, recipe = resolve_train({"resume": str(folder)})
+    assert (config.value.batch, config.value.epochs, recipe.value.lr0) == (32, 7, 0.02)
+    assert config.value.resume == str(folder) and config.sources["batch"] == "command line"
+    assert config.notes == ()
+
+
+def test_resume_auto_takes_the_newest_run_that_has_a_checkpoint(run, tmp_path):
+    run("old", age_s=100)
+    newest = run("exp2", age_s=1)
+    run("exp3", checkpoint=False)
+    run("other", age_s=50)
+    project = str(tmp_path / "runs")
+    assert resolve_train({"resume": "auto", "project": project})[0].value.resume == str(newest)
+    named = resolve_train({"resume": "auto", "project": project, "name": "other"})[0].value
+    assert named.resume == str(tmp_path / "runs" / "other")
+
+
+def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
+    folder = run(batch=32, set=["lr0=0.02"], weights="yolov5n.pt")
+    command = {
+        **MINIMAL,
+        "batch": "32",
+        "set": ["lr0=0.02"],
+        "weights": "yolov5n.pt",
+        "project": str(tmp_path / "runs"),
+    }
+    config, _ = resolve_train({**command, "resume": "auto"})
+    assert config.value.resume == str(folder) and config.notes == ()
+
+
+def test_resume_on_another_fleet_changes_only_where_it_runs(run):
+    folder = run(batch=32)
+    config, _ = resolve_train({"resume": str(folder), "device": "cpu:3", "workers": "2", "reduce": "exact"})
+    assert (config.value.device, config.value.workers, config.value.reduce) == ("cpu:3", 2, "exact")
+    assert config.notes == ()
+
+
+def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):
+    config, _ = resolve_train({"resume": str(run(epochs=7)), "epochs": "9", "data": "e.yaml"})
+    assert (config.value.epochs, config.value.data) == (9, "e.yaml")
+    assert config.notes == (
+        "--data is e.yaml from here on; the run had d.yaml",
+        "--epochs is 9 from here on; the run had 7",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch": "16"}, "--batch 16 differs from the run's 32"),
+        ({"seed": "1"}, "--seed 1 differs from the run's 0"),
+        ({"set": ["lr0=0.5"]}, "lr0 0.5 differs from the run's 0.02"),
+        ({"recipe": "scratch-high"}, "lr0 0.01 differs from the run's 0.02"),
+    ],
+)
+def test_what_the_result_depends_on_cannot_change_when_resuming(run, given, says):
+    folder = run(batch=32, set=["lr0=0.02"], recipe="scratch-med")
+    with pytest.raises(ConfigError) as caught:
+        resolve_train({"resume": str(folder), **given})
+    assert says in caught.value.render() and "--weights" in str(caught.value.hint)
+
+
+def test_resume_names_a_run_a_checkpoint_or_as_in_yolov5_its_weights(run):
+    folder = run()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "last.safetensors").touch()
+    state = folder / "checkpoints" / "step-00000010.safetensors"
+    assert resolve_train({"resume": str(state)})[0].value.resume == str(state)
+    assert resolve_train({"resume": str(folder / "weights" / "last.safetensors")})[0].value.resume == str(
+        folder
+    )
+
+
+def test_resume_auto_without_a_run_starts_one_only_when_told_what(tmp_path):
+    config, _ = train(resume="auto", project=str(tmp_path))
+    assert config.value.resume == "" and "this is a new run" in config.notes[0]
+    with pytest.raises(ConfigError, match="no run with a checkpoint"):
+        resolve_train({"resume": "auto", "project": str(tmp_path)})
+
+
+def test_resume_of_something_else_is_refused(run, tmp_path):
+    (tmp_path / "last.pt").touch()
+    empty = run("empty", checkpoint=False)
+    for resume, says in (
+        (tmp_path / "last.pt", "is not a run folder"),
+        (tmp_path / "none", "does not exist"),
+        (empty, "has no checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            resolve_train({"resume": str(resume)})
