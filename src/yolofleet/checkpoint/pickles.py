@@ -501,8 +501,12 @@ class _Machine:
             raise ValueError(f"a state for a {type(target).__name__}")
 
     def persistent(self) -> None:
-        """A storage: ("storage", type, key, device, number of elements), in old files also a view, unused."""
+        """("storage", type, key, device, number of elements); old files add a view, which must be None, and
+        write ("module", class, file, source text) for classes."""
         match self.pop():
+            case ("module", Global() as kind, *_):
+                self.push(kind)
+                return
             case ("storage", Global(path), str(key), str(), int(numel)) if 0 <= numel < 2**48:
                 pass
             case ("storage", Global(path), str(key), str(), int(numel), None) if 0 <= numel < 2**48:
@@ -526,12 +530,12 @@ class _Machine:
         self.memo[at] = self.stack[-1]
 
 
-OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
-    b"\x80": lambda m: m.take(1) and None,  # protocol
-    b"\x95": lambda m: m.take(8) and None,  # frame length
+OPERATIONS: dict[bytes, Callable[[_Machine], object]] = {
+    b"\x80": lambda m: m.take(1),  # protocol
+    b"\x95": lambda m: m.take(8),  # frame length
     b"(": lambda m: m.marks.append(len(m.stack)),
-    b"0": lambda m: m.pop() and None,
-    b"1": lambda m: m.pop_to_mark() and None,
+    b"0": lambda m: m.pop(),
+    b"1": lambda m: m.pop_to_mark(),
     b"2": lambda m: m.push(m.stack[-1]),
     b"N": lambda m: m.push(None),
     b"\x88": lambda m: m.push(True),

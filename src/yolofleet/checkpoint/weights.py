@@ -67,7 +67,7 @@ class WeightsHeader:
         return self.description.anchors_px
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        return {  # family and anchors again at the top, for other programs
             "version": FORMAT_VERSION,
             "family": self.family,
             "description": self.description.to_dict(),
@@ -95,16 +95,10 @@ class WeightsHeader:
             description = ModelDescription.from_dict(values["description"], source=source)
             nc, names, strides, img = (values[key] for key in ("nc", "names", "strides", "img"))
             model = outline(description, whole_number(nc))
-            if tuple(strides) != model.strides or not isinstance(names, list) or len(names) != nc:
-                raise ValueError("its strides or names do not fit its model")
-            return cls(
-                description,
-                nc,
-                class_names(names, nc),
-                model.strides,
-                whole_number(img),
-                values.get("extra", {}),
-            )
+            extra = values.get("extra", {})
+            if tuple(strides) != model.strides or len(names) != nc or not isinstance(extra, dict):
+                raise ValueError("its strides, names or extra do not fit its model")
+            return cls(description, nc, class_names(names, nc), model.strides, whole_number(img), extra)
         except ConfigError as problem:
             raise CheckpointError(f"{source}: {problem.what}", hint=problem.hint) from None
         except (KeyError, TypeError, ValueError) as problem:
@@ -227,7 +221,7 @@ def transfer(model: DetectionModel, weights: Weights) -> TransferReport:
     """Copy into ``model`` what fits by name and shape; anchors stay the model's own.
 
     Raises:
-        CheckpointError: nothing fits.
+        CheckpointError: no convolution fits.
     """
     loaded, skipped = [], []
     for name, t in model.state_dict().items():
@@ -241,9 +235,9 @@ def transfer(model: DetectionModel, weights: Weights) -> TransferReport:
         else:
             t.copy_(given)
             loaded.append(name)
-    if not loaded:
+    if all(weights.tensors[name].dim() < 2 for name in loaded):  # biases may agree by chance
         raise CheckpointError(
-            f"none of the weights ({weights.description.name}) fits the model {model.description.name}",
+            f"no layer of the weights ({weights.description.name}) fits the model {model.description.name}",
             hint=f"leave out --model and --cfg, or use --model {weights.description.name}",
         )
     return TransferReport(tuple(loaded), tuple(skipped))
@@ -262,7 +256,10 @@ def _read_safetensors(path: Path, description: ModelDescription | None) -> Weigh
     except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy") from None
     if DIGEST in metadata:
-        tensors, values = decode_tensors(content, str(path))
+        try:
+            tensors, values = decode_tensors(content, str(path))
+        except (ValueError, RecursionError):  # JSON that no writer of ours makes
+            raise CheckpointError(f"{path} has a wrong header") from None
         if HEADER not in values:
             raise CheckpointError(
                 f"{path} is a training state, not weights",
@@ -381,7 +378,10 @@ def _from_state_dict(
     check_fit(given, description, nc, source)
     tensors = {}
     for name, t in given.items():
-        tensors[name] = as_fp32(file.tensor(t) if file is not None and isinstance(t, StoredTensor) else t)
+        if isinstance(t, StoredTensor):
+            assert file is not None
+            t = file.tensor(t)
+        tensors[name] = as_fp32(t)
         if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(
                 f"{source}: {name} is not finite", hint="the training diverged; use other weights"

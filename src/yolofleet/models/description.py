@@ -349,7 +349,7 @@ class _Checker:
         known = [*required, *optional]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
+                near = difflib.get_close_matches(str(key)[:100], known, 1)
                 raise self.error(
                     f"unknown key {_short(key)}",
                     (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(known),
@@ -482,6 +482,7 @@ def layers(description: ModelDescription, *, source: str = "") -> list[Layer]:
         if row.module == "nn.Upsample":
             stride /= 2
         elif row.module == "Detect":
+            out = 0  # no map
             if len(inputs) != len(description.anchors_px):
                 raise check.error(
                     f"{where} has {len(inputs)} inputs, but anchors are for {len(description.anchors_px)} levels"

@@ -1,0 +1,179 @@
+"""Names, sizes and outputs of the networks against numbers of YOLOv5 v7.0."""
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from reference import parity, reference
+
+from yolofleet.checkpoint.weights import model_from_weights, read_weights
+from yolofleet.models.cost import gflops
+from yolofleet.models.description import describe, preset_names, rounded_width
+from yolofleet.models.detection import build_model, outline
+from yolofleet.models.fuse import fuse
+
+FACTS = json.loads(parity("yolov5_model/facts.json").read_text())
+SIZES = list(FACTS["models"])
+FAST = ("yolov5n", "yolov5s", "yolov5n6")
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    with np.load(parity("yolov5_model/formula_io.npz")) as file:
+        return {name: file[name] for name in file.files}
+
+
+@torch.no_grad()
+def fill_by_formula(model, gain):
+    """Weights as a function of name, shape and role, so that full networks need no stored weights."""
+    for name, tensor in model.state_dict().items():
+        shape, r = tuple(tensor.shape), np.random.RandomState(zlib.crc32(name.encode()))
+        if name.endswith(("num_batches_tracked", ".anchors")):
+            continue
+        if tensor.dim() == 4:
+            values = r.standard_normal(shape) * np.sqrt(gain / np.prod(shape[1:]))
+        elif name.endswith((".bn.weight", ".running_var")):
+            values = 0.5 + r.random_sample(shape)
+        elif name.endswith((".bn.bias", ".running_mean")):
+            values = 0.2 * r.standard_normal(shape)
+        else:
+            values = 0.5 * r.standard_normal(shape)
+        tensor.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+def formula_image(height, width, seed):
+    """[1, 3, H, W] in 0..1: flat 8 x 8 cells plus noise."""
+    r = np.random.RandomState(seed)
+    cells = r.randint(0, 200, (1, 3, height // 8, width // 8)).repeat(8, 2).repeat(8, 3)
+    return torch.from_numpy((cells + r.randint(0, 56, (1, 3, height, width))).astype(np.float32)) / 255
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_counts_strides_and_anchors_are_the_originals(name):
+    facts = FACTS["models"][name]
+    model = outline(describe(name), 80)
+    assert sum(p.numel() for p in model.parameters()) == facts["params"]
+    assert sum(t.numel() for t in model.state_dict().values()) == facts["params_with_buffers"]
+    assert len(model.state_dict()) == facts["state_dict_len"]
+    assert [sum(p.numel() for p in layer.parameters()) for layer in model.model] == facts["layer_params"]
+    assert list(model.strides) == facts["strides"]
+    assert np.array_equal(describe(name).anchors_px, facts["anchors_px"])
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(norms) == facts["bn_layers"]
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
+    inputs = {i for layer, inputs in enumerate(model._inputs) for i in inputs if i != layer - 1}
+    assert inputs | {len(model.model) - 2} == set(facts["save_indices"])  # Detect names its last input too
+    assert gflops(model) == pytest.approx(facts["gflops_640_thop_unfused"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", list(FACTS["state_dict"]))
+def test_tensor_names_and_shapes_are_the_originals(name):
+    model = outline(describe(name), 80)
+    assert {n: list(t.shape) for n, t in model.state_dict().items()} == FACTS["state_dict"][name]
+    assert list(model.state_dict()) == list(FACTS["state_dict"][name])
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SIZES])
+def test_outputs_are_the_originals(name, outputs):
+    facts = FACTS["models"][name]
+    model = build_model(describe(name), 80).eval()
+    assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
+    fill_by_formula(model, facts["formula"]["gain"])
+    images = formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"])
+    for layout in (torch.contiguous_format, torch.channels_last):
+        with torch.no_grad():
+            raws = model.to(memory_format=layout)(images.to(memory_format=layout))
+            decoded = model.decode(raws)
+        for level, raw in enumerate(raws):
+            expected = outputs[f"{name}.raw{level}.every7"]
+            assert np.abs(raw.reshape(-1).numpy()[::7] - expected).max() < 5e-4
+        expected = outputs[
+            f"{name}.decoded_rows"
+        ]  # every 7th row, every 5th column; pixels and probabilities
+        error = np.abs(decoded[:, ::7, ::5].numpy() - expected)
+        assert error[..., 0].max() < 0.05
+        assert error[..., 1:].max() < 5e-4
+
+
+def test_folding_batch_norm_changes_rounding_only():
+    facts = FACTS["models"]["yolov5n"]
+    model = build_model(describe("yolov5n"), 80).eval()
+    fill_by_formula(model, facts["formula"]["gain"])
+    fused = fuse(model)
+    assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
+    assert gflops(fused) == pytest.approx(facts["gflops_640_thop_fused"], rel=1e-12)
+    images = formula_image(128, 96, 7)
+    with torch.no_grad():
+        plain, folded = model.decode(model(images)), fused.decode(fused(images))
+    assert (plain - folded)[..., :4].abs().max() < 0.05  # of boxes up to 1479 pixels
+    assert (plain - folded)[..., 4:].abs().max() < 1e-4
+
+
+def test_detect_starts_at_the_originals_priors():
+    model, other = build_model(describe("yolov5n"), 80), build_model(describe("yolov5n"), 80)
+    plain = torch.nn.Conv2d  # what the priors are added to: uniform within 1 / sqrt(inputs)
+    for conv, (box, obj, cls), width in zip(
+        model.detect.m, FACTS["detect_bias_prior_nc80"], (64, 128, 256), strict=True
+    ):
+        assert isinstance(conv, plain)
+        bias = conv.bias.detach().view(3, 85)
+        for values, prior in ((bias[:, :4], box), (bias[:, 4], obj), (bias[:, 5:], cls)):
+            assert (values - prior).abs().max() <= width**-0.5 + 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("channels", "rounded"), FACTS["make_divisible"])
+def test_channels_round_up_to_eights(channels, rounded):
+    assert rounded_width(channels) == rounded
+
+
+def test_names_cover_both_pyramids():
+    assert preset_names()[:5] == ["yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x"]
+    assert {f"{n}6" for n in preset_names()[:5]} == set(preset_names()[5:])
+
+
+def test_trained_statistics_in_both_modes():
+    """Half-precision weights with real batch-norm statistics, in evaluation and in training mode."""
+    weights = read_weights(reference("fixtures/yolov5/yolov5n_random_nc3_ema_fp16.safetensors"))
+    with np.load(reference("fixtures/yolov5/yolov5n_io.npz")) as io:
+        images = torch.from_numpy(io["input_u8"]).float() / 255
+        model = model_from_weights(weights)
+        with torch.no_grad():
+            raws = model(images)
+            folded = fuse(model)
+            decoded, folded_decoded = model.decode(raws), folded.decode(folded(images))
+            training_raws = model.train()(images)
+        for level in range(3):
+            assert np.abs(raws[level].numpy() - io[f"ema_eval_raw{level}"]).max() < 5e-4
+            assert np.abs(training_raws[level].numpy() - io[f"ema_train_raw{level}"]).max() < 5e-4
+        assert np.abs(decoded.numpy() - io["ema_eval_decoded"]).max() < 0.05
+        assert (decoded - folded_decoded)[..., :4].abs().max() < 0.12  # the original's own difference
+        assert (decoded - folded_decoded)[..., 4:].abs().max() < 2e-4
+
+
+def test_a_training_checkpoint_gives_its_moving_average():
+    weights = read_weights(reference("fixtures/yolov5/yolov5n_random_nc3.pt"))
+    assert weights.header.names == ("RBC", "WBC", "Platelets")
+    assert weights.header.strides == (8, 16, 32)
+    with np.load(reference("fixtures/yolov5/yolov5n_io.npz")) as io:
+        model = model_from_weights(weights)
+        with torch.no_grad():
+            decoded = model.decode(model(torch.from_numpy(io["input_u8"]).float() / 255))
+        assert np.abs(decoded.numpy() - io["ema_eval_decoded"]).max() < 0.05
+        # rows of `model`, which differs from `ema` by 1 % noise
+        assert np.abs(decoded.numpy()[:, ::16] - io["model_eval_decoded_every16"]).max() > 1
+
+
+def test_official_weights_are_read():
+    weights = read_weights(reference("weights/yolov5n.pt"))
+    facts = json.loads(reference("fixtures/yolov5/real_weights_info.json").read_text())["yolov5n"]
+    assert (weights.header.nc, weights.header.names[0], weights.header.names[79]) == (
+        80,
+        "person",
+        "toothbrush",
+    )
+    assert {n: list(t.shape) for n, t in weights.tensors.items()} == FACTS["state_dict"]["yolov5n"]
+    assert weights.tensors["model.24.anchors"].tolist() == facts["anchors_buffer"]
+    assert {t.dtype for t in weights.tensors.values()} == {torch.float32, torch.int64}

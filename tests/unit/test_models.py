@@ -1,0 +1,229 @@
+"""Descriptions as data: what is accepted, what is refused and how it is said; the network around them."""
+
+import copy
+import json
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from yolofleet.errors import ConfigError
+from yolofleet.models.blocks import Focus, Upsample
+from yolofleet.models.description import (
+    ModelDescription,
+    describe,
+    layers,
+    preset,
+    preset_names,
+    rounded_depth,
+)
+from yolofleet.models.detection import build_model, outline
+
+TINY = textwrap.dedent("""
+    nc: 80  # the data set decides
+    depth_multiple: 1.0
+    width_multiple: 0.5
+    anchors:
+      - [10,13, 16,30]
+      - [30,61, 62,45]
+    backbone:
+      [[-1, 1, Focus, [16, 3]],             # 0, stride 2
+       [-1, 1, Conv, [32, 3, 2]],           # 1, stride 4
+       [-1, 2, Bottleneck, [32]],           # 2
+       [-1, 1, Conv, [32, 3, 2]],           # 3, stride 8
+       [-1, 1, SPP, [32, [3, 5]]],          # 4
+       [-1, 1, Conv, [64, 3, 2, None, 2]],  # 5, stride 16
+       [-1, 3, C3, [64, False]]]            # 6
+    head:
+      [[-1, 1, nn.Upsample, [None, 2, 'nearest']],
+       [[-1, 4], 1, Concat, [1]],
+       [-1, 1, Conv, [32]],
+       [[9, 6], 1, Detect, [nc, anchors]]]
+""")
+
+
+@pytest.fixture
+def tiny_yaml(tmp_path):
+    path = tmp_path / "my tiny ü.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def test_a_users_yaml_becomes_a_network(tiny_yaml):
+    model = build_model(describe(str(tiny_yaml)), 3)
+    assert model.strides == (8, 16)
+    assert model.description.name == "my tiny ü"
+    raws = model(torch.rand(2, 3, 64, 96))
+    assert [tuple(r.shape) for r in raws] == [(2, 2, 8, 12, 8), (2, 2, 4, 6, 8)]
+    # K = 2 anchors x (8 x 12 + 4 x 6) cells
+    assert model.decode(raws).shape == (2, 240, 8)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_descriptions_survive_json(name):
+    description = describe(name)
+    again = ModelDescription.from_dict(json.loads(json.dumps(description.to_dict())))
+    assert again == description
+    assert layers(again) == layers(description)
+
+
+def test_the_guides_bare_yaml_names_mean_the_built_in_models():
+    assert describe("yolov5s.yaml") == preset("yolov5s")
+
+
+def replaced(old, new):
+    assert old in TINY
+    return TINY.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (replaced("Focus, [16, 3]", "Focsu, [16, 3]"), ["backbone row 0", "Focsu", "did you mean Focus"]),
+        (replaced("-1, 3, C3, [64, False]", "-1, 3, C3TR, [64]"), ["backbone row 6", "C3TR", "C3"]),
+        (replaced("Conv, [32]]", "Conv, [__import__('os')]]"), ["head row 9", "output channels"]),
+        (replaced("[64, 3, 2, None, 2]", "[64, 3, 2, None, 7]"), ["row 5", "7 groups"]),
+        (replaced("[-1, 4], 1, Concat", "[-1, 2], 1, Concat"), ["row 8", "strides 8, 4"]),
+        (replaced("[-1, 4], 1, Concat", "[-1, 12], 1, Concat"), ["row 8", "earlier row"]),
+        (replaced("[[9, 6], 1, Detect", "[[9, 6, 3], 1, Detect"), ["row 10", "3 inputs", "2 levels"]),
+        (replaced("Detect, [nc, anchors]", "Detect, [80, anchors]"), ["head row 10", "classes is 80"]),
+        (
+            replaced("Conv, [32, 3, 2]]", "Conv, [1000000000, 3, 2]]"),
+            ["backbone row 1", "1000000000", "16384"],
+        ),
+        (replaced("-1, 3, C3", "-1, 1000000, C3"), ["backbone row 6", "1..100"]),
+        (replaced("depth_multiple: 1.0", "depth_multiple: .inf"), ["depth_multiple", "inf"]),
+        (replaced("Conv, [32, 3, 2]]", "Conv, [32, 3, 2, 0]]"), ["row 1", "padding 0", "divide"]),
+        (replaced("width_multiple", "with_multiple"), ["with_multiple", "did you mean width_multiple"]),
+        (replaced("[30,61, 62,45]", "[30,61, 62]"), ["anchors"]),
+        (replaced("[30,61, 62,45]", "[30,-61, 62,45]"), ["level 1", "-61"]),
+        (replaced("nearest", "bilinear"), ["row 7", "bilinear", "nearest"]),
+        (TINY + "activation: nn.ReLU()\n", ["unknown key", "activation"]),
+        (TINY + "ch: 1\n", ["ch is 1", "3 channels"]),
+        ("- 1\n- 2\n", ["mapping"]),
+        ("a: [", ["not YAML"]),
+        ("[" * 1200, ["not YAML"]),
+        ("!!python/object/apply:os.system ['true']", ["not YAML"]),
+    ],
+)
+def test_a_wrong_description_is_refused_with_its_row(tmp_path, text, words):
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as problem:
+        describe(str(path))
+    assert str(path) in str(problem.value)
+    for word in words:
+        assert word in str(problem.value), str(problem.value)
+
+
+def test_unknown_names_offer_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean yolov5s"):
+        describe("yolo5s")
+    with pytest.raises(ConfigError, match="does not exist"):
+        describe("nowhere/mine.yaml")
+
+
+@pytest.mark.parametrize("nc", [0, -1, 10**9])
+def test_absurd_class_counts_are_refused(nc):
+    with pytest.raises(ConfigError, match="classes"):
+        outline(preset("yolov5n"), nc)
+
+
+def test_absurd_networks_are_refused_before_memory_is_taken():
+    values = preset("yolov5x").to_dict()
+    with pytest.raises(ConfigError, match="parameters"):
+        build_model(ModelDescription.from_dict({**values, "width_multiple": 9.9, "depth_multiple": 3.0}), 80)
+    many = copy.deepcopy(values)
+    many["backbone"] = many["backbone"][:2] + [[-1, 100, "C3", [8]]] * 250 + many["backbone"][2:]
+    with pytest.raises(ConfigError, match="too large"):
+        ModelDescription.from_dict(many)
+
+
+def test_depth_rounds_halves_to_even_and_keeps_single_blocks():
+    assert [rounded_depth(n, m) for n, m in ((3, 0.33), (9, 0.33), (3, 0.5), (1, 0.1), (2, 0.1))] == [
+        1,
+        3,
+        2,
+        1,
+        1,
+    ]
+
+
+def test_starting_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = build_model(preset("yolov5n"), 2, seed=5).state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(2)
+    second, other = (
+        build_model(preset("yolov5n"), 2, seed=5).state_dict(),
+        build_model(preset("yolov5n"), 2, seed=6),
+    )
+    assert all(torch.equal(t, second[name]) for name, t in first.items())
+    assert not torch.equal(first["model.0.conv.weight"], other.state_dict()["model.0.conv.weight"])
+    # torch's own rule: uniform within 1 / sqrt(3 x 6 x 6); batch norm as constructed
+    weight = first["model.0.conv.weight"]
+    assert 0.95 * 108**-0.5 < weight.abs().max() <= 108**-0.5
+    assert abs(weight.std() - 108**-0.5 / 3**0.5) < 0.005
+    norm = torch.nn.BatchNorm2d(16)
+    for name, value in norm.state_dict().items():
+        assert torch.equal(first[f"model.0.bn.{name}"], value)
+    assert all(torch.isfinite(t).all() for t in first.values())
+
+
+def test_raw_predictions_are_views_of_the_convolutions_outputs():
+    model = build_model(preset("yolov5n"), 3).to(memory_format=torch.channels_last)
+    seen = []
+    for conv in model.detect.m:
+        conv.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    raws = model(torch.rand(1, 3, 64, 64).to(memory_format=torch.channels_last))
+    for raw, output in zip(raws, seen, strict=True):
+        assert raw.data_ptr() == output.data_ptr()
+        assert output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_decoding_by_hand():
+    model = build_model(preset("yolov5n"), 1)
+    raws = [torch.zeros(1, 3, 2, 2, 6), torch.zeros(1, 3, 1, 1, 6), torch.zeros(1, 3, 1, 1, 6)]
+    raws[0][0, 1, 0, 1] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 100.0])
+    decoded = model.decode(raws)
+    assert decoded.shape == (1, 3 * 4 + 3 + 3, 6)
+    # level 0 (stride 8), anchor 1 (16 x 30), y 0, x 1 is row 1 x 4 + 0 x 2 + 1; sigmoid(0) = 1/2:
+    # centre = (2/2 - 1/2 + cell) 8 = 12, 4; size = (2/2)^2 anchor
+    assert decoded[0, 5].tolist() == [12, 4, 16, 30, 0.5, 1]
+    # level 1 (stride 16), anchor 0 (30 x 61), its only cell
+    assert decoded[0, 12].tolist() == [8, 8, 30, 61, 0.5, 0.5]
+
+
+def test_decoding_half_precision_happens_in_float32():
+    model = build_model(preset("yolov5n"), 1)
+    raws = [torch.zeros(1, 3, 80, 80, 6, dtype=torch.float16)] + [torch.zeros(1, 3, 1, 1, 6)] * 2
+    decoded = model.decode(raws)
+    assert decoded.dtype == torch.float32
+    assert decoded[0, 79, 0] == 79.5 * 8
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_upsampling_equals_interpolation_forward_and_backward(layout):
+    x = torch.randn(2, 5, 3, 4).to(memory_format=layout).requires_grad_()
+    weights = torch.randn(2, 5, 6, 8)
+    ours, theirs = Upsample()(x), F.interpolate(x, scale_factor=2.0, mode="nearest")
+    assert torch.equal(ours, theirs)
+    mine = torch.autograd.grad((ours * weights).sum(), x)[0]
+    expected = torch.autograd.grad((theirs * weights).sum(), x)[0]
+    assert (mine - expected).abs().max() < 1e-6
+
+
+def test_focus_sees_every_pixel_once():
+    focus = Focus(1, 8)
+    focus.conv = torch.nn.Identity()
+    image = torch.arange(16.0).view(1, 1, 4, 4)
+    # top left, bottom left, top right, bottom right of each 2 x 2 block
+    assert focus(image)[0, :, 0, 0].tolist() == [0, 4, 1, 5]
+
+
+def test_gradients_reach_every_parameter():
+    model = build_model(preset("yolov5n"), 2).train()
+    sum(raw.square().mean() for raw in model(torch.rand(2, 3, 64, 64))).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

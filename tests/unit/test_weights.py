@@ -1,0 +1,427 @@
+"""Weights files: ours round-trip whole or not at all; YOLOv5's are read in each of their forms."""
+
+import errno
+import json
+import sys
+import types
+
+import pytest
+import safetensors.torch
+import torch
+
+from yolofleet.checkpoint import format as file_format
+from yolofleet.checkpoint.format import write_tensors
+from yolofleet.checkpoint.weights import (
+    Weights,
+    WeightsHeader,
+    model_from_weights,
+    read_weights,
+    resolve_weights,
+    transfer,
+    write_weights,
+)
+from yolofleet.errors import CheckpointError, StorageError
+from yolofleet.models.description import ModelDescription, preset
+from yolofleet.models.detection import build_model
+
+NAMES = ("ape", "bird ü", "cat's")
+
+
+def small_description():
+    """YOLOv5n's rows at a quarter of its width: 24 channels at most where it has 256."""
+    return ModelDescription.from_dict(
+        {**preset("yolov5n").to_dict(), "name": "small", "width_multiple": 0.02}
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = build_model(small_description(), 3, seed=1)
+    model.names = NAMES
+    with torch.no_grad():
+        for name, t in model.state_dict().items():
+            if "running" in name:
+                t.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def weights_of(model):
+    return Weights(model.state_dict(), WeightsHeader.of(model, img=320, extra={"epoch": 4}))
+
+
+def same(first, second):
+    return list(first) == list(second) and all(torch.equal(first[n], second[n]) for n in first)
+
+
+# -- ours -----------------------------------------------------------------------------------------------------
+
+
+def test_ours_round_trip(tmp_path, model):
+    path = tmp_path / "a folder" / "bést.safetensors"
+    digest = write_weights(path, weights_of(model))
+    weights = read_weights(path)
+    assert len(digest) == 64
+    assert weights.header == weights_of(model).header
+    assert weights.header.names == NAMES
+    assert weights.header.extra == {"epoch": 4}
+    again = model_from_weights(weights)
+    assert same(again.state_dict(), model.state_dict())
+    assert again.names == NAMES and not again.training
+    images = torch.rand(1, 3, 64, 64)
+    assert torch.equal(again.decode(again(images)), model.decode(model(images)))
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_half_precision_is_stored_as_fp32_and_layout_does_not_matter(tmp_path, model):
+    tensors = {n: t.half() if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    tensors["model.0.conv.weight"] = tensors["model.0.conv.weight"].to(memory_format=torch.channels_last)
+    write_weights(tmp_path / "w.safetensors", Weights(tensors, weights_of(model).header))
+    read = read_weights(tmp_path / "w.safetensors").tensors
+    assert {t.dtype for t in read.values()} == {torch.float32, torch.int64}
+    assert torch.equal(read["model.0.conv.weight"], tensors["model.0.conv.weight"].float())
+
+
+def test_counters_may_be_absent(tmp_path, model):
+    tensors = {n: t for n, t in model.state_dict().items() if not n.endswith("num_batches_tracked")}
+    write_weights(tmp_path / "w.safetensors", Weights(tensors, weights_of(model).header))
+    again = model_from_weights(read_weights(tmp_path / "w.safetensors"))
+    assert again.state_dict()["model.0.bn.num_batches_tracked"] == 0
+
+
+def test_any_changed_byte_is_noticed(tmp_path, model):
+    path = tmp_path / "w.safetensors"
+    write_weights(path, weights_of(model))
+    whole = path.read_bytes()
+    header_bytes = int.from_bytes(whole[:8], "little")
+    places = [
+        0,
+        3,
+        9,
+        8 + header_bytes // 2,
+        8 + header_bytes - 2,
+        8 + header_bytes,
+        len(whole) // 2,
+        len(whole) - 1,
+    ]
+    for at in places:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"w\.safetensors"):
+            read_weights(path)
+    for cut in (0, 5, 8, 100, 8 + header_bytes, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=r"w\.safetensors"):
+            read_weights(path)
+
+
+def disk_refuses(monkeypatch, code):
+    def refuse(*_args, **_kwargs):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(file_format.os, "fsync", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_refusing_disk_leaves_the_old_file(tmp_path, model, monkeypatch, code):
+    path = tmp_path / "w.safetensors"
+    write_weights(path, weights_of(model))
+    before = path.read_bytes()
+    with monkeypatch.context() as m:
+        disk_refuses(m, code)
+        with pytest.raises(StorageError):
+            write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=640)))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def header_with(model, **changes):
+    return {**weights_of(model).header.to_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"version": 99}, "unknown version"),
+        ({"nc": 10**9}, "number"),
+        ({"nc": 4}, "names"),
+        ({"nc": "3"}, "number"),
+        ({"names": ["a"]}, "names"),
+        ({"strides": [8, 16]}, "strides"),
+        ({"strides": 7}, "wrong header"),
+        ({"img": -1}, "number"),
+        ({"extra": [1]}, "extra"),
+        ({"description": {}}, "missing"),
+        ({"description": [[]]}, "mapping"),
+    ],
+)
+def test_a_strange_header_is_refused(tmp_path, model, changes, word):
+    write_tensors(tmp_path / "w.safetensors", model.state_dict(), {"weights": header_with(model, **changes)})
+    with pytest.raises(CheckpointError, match=word):
+        read_weights(tmp_path / "w.safetensors")
+
+
+def test_a_header_cannot_ask_for_memory_that_its_tensors_do_not_need(tmp_path, model):
+    """A file of a few bytes that describes yolov5x is refused by names and shapes."""
+    large = WeightsHeader(preset("yolov5x"), 3, NAMES, (8, 16, 32), 640).to_dict()
+    write_tensors(tmp_path / "w.safetensors", {"model.0.conv.weight": torch.zeros(1)}, {"weights": large})
+    with pytest.raises(CheckpointError, match="do not fit the model yolov5x"):
+        read_weights(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 10_000, "nonsense"])
+def test_a_header_that_chokes_json_is_refused(tmp_path, value):
+    tensors = {"a": torch.zeros(1)}
+    digest = file_format.tensors_sha256(tensors, {"weights": value})
+    path = tmp_path / "w.safetensors"
+    safetensors.torch.save_file(tensors, path, {"weights": value, "sha256": digest})
+    with pytest.raises(CheckpointError, match="header"):
+        read_weights(path)
+
+
+def test_a_training_state_is_not_taken_for_weights(tmp_path):
+    write_tensors(tmp_path / "step-1.safetensors", {"model/a": torch.zeros(1)}, {"state": {}, "step": 1})
+    with pytest.raises(CheckpointError, match="training state") as problem:
+        read_weights(tmp_path / "step-1.safetensors")
+    assert "--resume" in str(problem.value)
+
+
+def test_names_cannot_command_a_terminal(tmp_path, model):
+    header = header_with(model, names=["\x1b[2Jape", "b\n", "c\u202e"])
+    write_tensors(tmp_path / "w.safetensors", model.state_dict(), {"weights": header})
+    assert read_weights(tmp_path / "w.safetensors").header.names == ("?[2Jape", "b?", "c?")
+
+
+# -- transfer ---------------------------------------------------------------------------------------------------
+
+
+def test_transfer_takes_what_fits_and_says_what_does_not(model):
+    other = build_model(small_description(), 5, seed=2)
+    fresh = {n: t.clone() for n, t in other.state_dict().items()}
+    report = transfer(other, weights_of(model))
+    assert torch.equal(other.state_dict()["model.0.conv.weight"], model.state_dict()["model.0.conv.weight"])
+    for level in range(3):
+        assert torch.equal(other.state_dict()[f"model.24.m.{level}.bias"], fresh[f"model.24.m.{level}.bias"])
+    assert len(report.skipped) == 6
+    assert ("model.24.m.0.bias", "24 in the file, 30 here") in report.skipped
+    total = len([n for n in fresh if not n.endswith(("num_batches_tracked", "anchors"))])
+    assert report.text().startswith(
+        f"{total - 6} of {total} tensors taken over; freshly initialised: model.24.m.0.weight"
+    )
+
+
+def test_transfer_keeps_the_anchors_of_the_model(model):
+    doubled = [[[2 * w, 2 * h] for w, h in level] for level in small_description().anchors_px]
+    other = build_model(small_description().with_anchors(doubled), 3)
+    report = transfer(other, weights_of(model))
+    assert not report.skipped
+    assert other.anchors_px.tolist() == doubled
+
+
+def test_transfer_of_nothing_is_an_error(model):
+    with pytest.raises(CheckpointError, match="no layer of the weights"):
+        transfer(build_model(preset("yolov5n"), 3), weights_of(model))
+
+
+# -- YOLOv5's forms -----------------------------------------------------------------------------------------------
+
+
+def stranger(class_path):
+    """A module class under a foreign path, as a stranger's process has it (see ``foreign``)."""
+    module, name = class_path.rsplit(".", 1)
+    if not hasattr(sys.modules[module], name):
+        setattr(sys.modules[module], name, type(name, (torch.nn.Module,), {"__module__": module}))
+    return getattr(sys.modules[module], name)
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """YOLOv5's module object around ``model``: same tensors, their class paths, their ``yaml`` mapping."""
+    for name in ("models", "models.yolo", "models.common"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+
+    def make(model, *, activation=torch.nn.SiLU, names=NAMES, **attributes):
+        values = small_description().to_dict()
+        anchors = [[v for pair in level for v in pair] for level in values.pop("anchors_px")]
+        values = {
+            "nc": 80,
+            "anchors": anchors,
+            **{k: values[k] for k in values if k not in ("family", "name")},
+        }
+        root = stranger("models.yolo.DetectionModel")()
+        root.model = torch.nn.Sequential()
+        tensors = {n.removeprefix("model."): t for n, t in model.state_dict().items()}
+        for name, t in tensors.items():
+            *path, leaf = name.split(".")
+            at = root.model
+            for i, part in enumerate(path):
+                if part not in at._modules:
+                    at.add_module(part, stranger("models.common.Conv" if i else "models.common.C3")())
+                at = at._modules[part]
+            at.register_buffer(leaf, t.half() if t.is_floating_point() else t)
+        root.model._modules["0"].act = activation()
+        root.yaml, root.yaml_file, root.names, root.nc = values, "small.yaml", names, 3
+        for name, value in attributes.items():
+            setattr(root, name, value)
+        return root
+
+    return make
+
+
+def halved(model):
+    return {n: t.half().float() if t.is_floating_point() else t for n, t in model.state_dict().items()}
+
+
+def by_name(tensors):
+    return dict(sorted(tensors.items()))
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")  # torch, of the old format
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("names", [list(NAMES), dict(enumerate(NAMES))])
+def test_a_checkpoint_with_module_objects(tmp_path, model, foreign, legacy, names):
+    other = build_model(small_description(), 3, seed=9)
+    content = {
+        "epoch": 7,
+        "model": foreign(other),
+        "ema": foreign(model, names=names),
+        "optimizer": {"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]},
+        "opt": {"imgsz": 416, "device": ""},
+    }
+    torch.save(content, tmp_path / "last.pt", _use_new_zipfile_serialization=not legacy)
+    weights = read_weights(tmp_path / "last.pt")
+    assert same(by_name(weights.tensors), by_name(halved(model)))
+    header = weights.header
+    assert (header.names, header.nc, header.img, header.strides) == (NAMES, 3, 416, (8, 16, 32))
+    assert header.description.rows == small_description().rows
+    assert header.description.name == "small"
+    content["ema"] = None
+    torch.save(content, tmp_path / "best.pt", _use_new_zipfile_serialization=not legacy)
+    assert same(by_name(read_weights(tmp_path / "best.pt").tensors), by_name(halved(other)))
+    torch.save(content["model"], tmp_path / "module.pt", _use_new_zipfile_serialization=not legacy)
+    assert same(by_name(read_weights(tmp_path / "module.pt").tensors), by_name(halved(other)))
+
+
+def test_learned_anchors_come_from_the_tensor_not_from_the_yaml(tmp_path, model, foreign):
+    root = foreign(model)
+    root.model._modules["24"].anchors *= 2
+    torch.save({"model": root}, tmp_path / "best.pt")
+    anchors = read_weights(tmp_path / "best.pt").header.anchors_px
+    assert anchors[0][0] == (20, 26)  # 10 x 13 in the description
+
+
+def test_the_old_anchor_grid_is_left_out(tmp_path, model, foreign):
+    root = foreign(model)
+    root.model._modules["24"].register_buffer("anchor_grid", torch.ones(3, 1, 3, 1, 1, 2))
+    torch.save({"model": root}, tmp_path / "v5.pt")
+    assert "model.24.anchor_grid" not in read_weights(tmp_path / "v5.pt").tensors
+
+
+def test_other_activations_and_modules_are_refused(tmp_path, model, foreign):
+    torch.save({"model": foreign(model, activation=torch.nn.LeakyReLU)}, tmp_path / "v3.pt")
+    with pytest.raises(CheckpointError, match="activation LeakyReLU"):
+        read_weights(tmp_path / "v3.pt")
+    values = foreign(model).yaml
+    values["backbone"][2][2] = "C2f"
+    torch.save({"model": foreign(model, yaml=values)}, tmp_path / "v8.pt")
+    with pytest.raises(CheckpointError, match="unknown module 'C2f'"):
+        read_weights(tmp_path / "v8.pt")
+
+
+def test_a_module_that_holds_itself_is_refused(tmp_path, model, foreign):
+    root = foreign(model)
+    root.model._modules["1"]._modules["again"] = root
+    torch.save({"model": root}, tmp_path / "loop.pt")
+    with pytest.raises(CheckpointError, match="no end"):
+        read_weights(tmp_path / "loop.pt")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, model, foreign):
+    root = foreign(model)
+    root.model._modules["3"]._modules["conv"].weight[0, 0, 0, 0] = float("nan")
+    torch.save({"model": root}, tmp_path / "nan.pt")
+    with pytest.raises(CheckpointError, match=r"model\.3\.conv\.weight is not finite"):
+        read_weights(tmp_path / "nan.pt")
+
+
+@pytest.mark.parametrize("form", ["pt", "pt in a dict", "pt of DataParallel", "safetensors"])
+def test_plain_state_dicts_are_recognised_by_their_shapes(tmp_path, form):
+    model = build_model(preset("yolov5n"), 2, seed=3)
+    state, path = model.state_dict(), tmp_path / "w.bin"
+    if form == "safetensors":
+        safetensors.torch.save_file(state, path)
+    elif form == "pt in a dict":
+        torch.save({"state_dict": state, "epoch": 1}, path)
+    elif form == "pt of DataParallel":
+        torch.save({f"module.{n}": t for n, t in state.items()}, path)
+    else:
+        torch.save(state, path)
+    weights = read_weights(path)
+    assert weights.description == preset("yolov5n")
+    assert (weights.header.nc, weights.header.names) == (2, ("0", "1"))
+    assert same(by_name(weights.tensors), by_name(state))
+
+
+def test_a_plain_state_dict_of_an_own_model_needs_its_description(tmp_path, model):
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="--cfg"):
+        read_weights(tmp_path / "w.safetensors")
+    weights = read_weights(tmp_path / "w.safetensors", small_description())
+    assert same(model_from_weights(weights).state_dict(), model.state_dict())
+    with pytest.raises(CheckpointError, match="does not fit"):
+        read_weights(tmp_path / "w.safetensors", preset("yolov5n6"))
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"epoch": 3}, [1, 2], torch.zeros(3), {"model": {"a": 1}}, {"model": 7}]
+)
+def test_files_without_a_model_say_what_they_hold(tmp_path, content):
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt"):
+        read_weights(tmp_path / "w.pt")
+
+
+def test_files_of_other_kinds_are_refused(tmp_path):
+    for data in (
+        b"",
+        b"hello",
+        b"\xff" * 100,
+        (10**9).to_bytes(8, "little") + b"{",
+        (2).to_bytes(8, "little") + b"{}",
+    ):
+        (tmp_path / "w.pt").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"w\.pt"):
+            read_weights(tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_weights(tmp_path)
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as problem:
+        resolve_weights("yolov5s.pt")
+    assert str(tmp_path / "weights") in str(problem.value)
+    assert "--model yolov5s" in str(problem.value)
+    (tmp_path / "weights").mkdir()
+    cached = tmp_path / "weights" / "yolov5s.pt"
+    cached.touch()
+    assert resolve_weights("yolov5s.pt") == cached
+    assert resolve_weights("yolov5s") == cached
+    (tmp_path / "yolov5s.pt").touch()
+    assert resolve_weights("yolov5s.pt").resolve() == tmp_path / "yolov5s.pt"
+    for wrong in ("nowhere/yolov5s.pt", str(tmp_path)):
+        with pytest.raises(CheckpointError):
+            resolve_weights(wrong)
+
+
+def test_the_header_is_json_that_other_programs_can_read(tmp_path, model):
+    write_weights(tmp_path / "w.safetensors", weights_of(model))
+    content = (tmp_path / "w.safetensors").read_bytes()
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    values = json.loads(metadata["weights"])
+    assert values["family"] == "yolov5"
+    assert values["names"] == list(NAMES)
+    assert values["strides"] == [8, 16, 32]
+    assert values["anchors_px"][0][0] == [10, 13]
