@@ -1,0 +1,125 @@
+"""Files of flat arrays that many processes read at once: safetensors layout, memory-mapped, no pickle.
+
+Written whole or not at all (temporary name, fsync, rename). A file says its own checksum, so one that a full
+disk or a crash spoilt is noticed and made again, never used. Everything that is derived from a data set lies
+under ``cache_root()``, so the data set itself may be read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import sys
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+_DTYPES = {
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F32": np.float32,
+    "F64": np.float64,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 64 << 20
+
+
+def cache_root() -> Path:
+    """``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. Not created here."""
+    chosen = os.environ.get("YOLOFLEET_CACHE")
+    if chosen:
+        return Path(chosen).absolute()
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME and no entry in the password file, as in some containers
+        return Path(tempfile.gettempdir()) / "yolofleet"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "yolofleet"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "yolofleet"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "yolofleet"
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, str]) -> None:
+    """Replaces ``path`` atomically.
+
+    Args:
+        arrays: uint8, bool, int32, int64, float32 or float64, any shape.
+        meta: strings stored in the header; the key ``crc32`` is ours.
+    Raises:
+        OSError: full, read-only or missing disk; ``path`` is then as it was.
+    """
+    ordered = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # widest first keeps alignment
+    views = [np.ascontiguousarray(arrays[name]) for name in ordered]
+    crc, end, header = 0, 0, {}
+    for name, view in zip(ordered, views, strict=True):
+        crc = zlib.crc32(_bytes(view), crc)
+        start, end = end, end + view.nbytes
+        header[name] = {
+            "dtype": _NAMES[view.dtype],
+            "shape": list(view.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps({"__metadata__": {**meta, "crc32": str(crc)}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for view in views:
+                file.write(_bytes(view))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def read_arrays(path: Path, *, verify: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
+    """Read-only arrays that are views of the mapped file, and the header's strings.
+
+    Args:
+        verify: compare the checksum (reads the whole file once, about 1 GB/s).
+    Returns:
+        None when the file is absent, unreadable or not what was written.
+    """
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # ValueError: empty file, or a path that cannot be one
+        return None
+    try:
+        (length,) = struct.unpack_from("<Q", mapped, 0)
+        if length > min(_MAX_HEADER_BYTES, len(mapped) - 8):
+            return None
+        header = json.loads(mapped[8 : 8 + length])
+        meta = header.pop("__metadata__")
+        base, arrays, used = 8 + length, {}, 0
+        for name, entry in header.items():
+            dtype, (start, end) = np.dtype(_DTYPES[entry["dtype"]]), entry["data_offsets"]
+            flat = np.frombuffer(mapped, dtype, (end - start) // dtype.itemsize, base + start)
+            arrays[name] = flat.reshape(entry["shape"])
+            used = max(used, end)
+        if base + used != len(mapped):
+            return None
+        if verify and zlib.crc32(memoryview(mapped)[base:]) != int(meta["crc32"]):
+            return None
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return arrays, meta

@@ -1,0 +1,188 @@
+"""What every label format becomes, and the one set of rules about which labels are usable.
+
+Legend: M label rows, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with complaints
+EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged (rounding of writers)
+MAX_FRACTION = 2.0  # beyond it a number is taken for pixels, not for a fraction of the image
+
+
+@dataclass(frozen=True)
+class Problem:
+    """
+    Attributes:
+        path: image or label file; relative to the data set where it lies inside.
+        line: 1-based, of a text file.
+        what: what is wrong, with the values.
+        action: what was done about it.
+        wrong_class: the data set's names and its labels disagree; an error unless asked otherwise.
+    """
+
+    path: str
+    line: int | None
+    what: str
+    action: str
+    wrong_class: bool = False
+
+    def __str__(self) -> str:
+        path = self.path.encode("utf-8", "backslashreplace").decode()  # names that are no text stay printable
+        place = path if self.line is None else f"{path}:{self.line}"
+        return f"{place}: {self.what} -> {self.action}"
+
+
+@dataclass
+class ProblemLog:
+    """The first problems and the number of all."""
+
+    kept: list[Problem] = field(default_factory=list)
+    count: int = 0
+    wrong_classes: int = 0
+    rows_dropped: int = 0
+    images_left_out: int = 0
+
+    def add(self, problem: Problem, *, row_dropped: bool = False, image_left_out: bool = False) -> None:
+        self.count += 1
+        self.wrong_classes += problem.wrong_class
+        self.rows_dropped += row_dropped
+        self.images_left_out += image_left_out
+        if len(self.kept) < MAX_PROBLEMS_KEPT or (problem.wrong_class and self.wrong_classes <= 10):
+            self.kept.append(problem)
+
+    def merge(self, later: ProblemLog) -> None:
+        self.count += later.count
+        self.wrong_classes += later.wrong_classes
+        self.rows_dropped += later.rows_dropped
+        self.images_left_out += later.images_left_out
+        self.kept += later.kept[: max(0, MAX_PROBLEMS_KEPT - len(self.kept))]
+
+
+@dataclass(frozen=True)
+class RawLabels:
+    """Labels of some images as the files have them.
+
+    Attributes:
+        image: int64 [M], which of these images, not decreasing.
+        mark: int64 [M], line, annotation id or object number, for messages.
+        values: float64 [M, 5], class number, cx, cy, w, h as fractions of the image.
+        crowd: bool [M], a region that is neither to be learned nor counted as missed.
+        area_px: float64 [M], NaN where the box's own area stands for it.
+        unlabelled: how many of these images have no label file.
+        unusable: images (as in ``image``) whose label file cannot be read: without labels they would teach
+            that nothing is there.
+    """
+
+    image: np.ndarray
+    mark: np.ndarray
+    values: np.ndarray
+    crowd: np.ndarray
+    area_px: np.ndarray
+    unlabelled: int = 0
+    unusable: tuple[int, ...] = ()
+
+    @staticmethod
+    def of_rows(
+        image: list[int], mark: list[int], values: list[list[float]], unlabelled: int, unusable: list[int]
+    ) -> RawLabels:
+        """Rows without crowd flags and areas."""
+        rows = len(image)
+        return RawLabels(
+            np.array(image, np.int64),
+            np.array(mark, np.int64),
+            np.array(values, np.float64).reshape(rows, 5),
+            np.zeros(rows, bool),
+            np.full(rows, np.nan),
+            unlabelled,
+            tuple(unusable),
+        )
+
+
+@dataclass(frozen=True)
+class CleanLabels:
+    """
+    Attributes:
+        keep: bool [M], rows that are usable.
+        boxes_cxcywh_unit: float32 [M, 4], clipped where said; to be read where ``keep``.
+        complaints: (row, what, action, wrong_class), by row.
+    """
+
+    keep: np.ndarray
+    boxes_cxcywh_unit: np.ndarray
+    complaints: list[tuple[int, str, str, bool]]
+
+
+def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLabels:
+    """Applies the rules, each reported:
+
+    - a class number that is not whole or not 0..C-1: wrong class, row dropped;
+    - a number that is not finite or beyond ``MAX_FRACTION``, no width or height, or a box wholly outside the
+      image: row dropped;
+    - a box that sticks out by more than ``EDGE_TOLERANCE``, or whose centre is outside: clipped;
+    - the same class and box twice in one image: one is kept.
+
+    A row without complaint keeps its numbers to the bit (float32 of the text).
+    """
+    classes = raw.values[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        boxes = raw.values[:, 1:].astype(np.float32)
+        wide = boxes.astype(np.float64)
+        low, high = wide[:, :2] - wide[:, 2:] / 2, wide[:, :2] + wide[:, 2:] / 2  # [M, 2] x and y
+        wrong_class = ~((classes == np.floor(classes)) & (classes >= 0) & (classes < class_count))
+        odd = np.asarray(~np.isfinite(wide).all(1))
+        pixels = np.asarray(~odd & (np.abs(wide) > MAX_FRACTION).any(1))
+        flat = np.asarray(~odd & ~pixels & (wide[:, 2:] <= 0).any(1))
+        outside = ~odd & ~pixels & ~flat & ((high <= 0) | (low >= 1)).any(1)
+        dropped = wrong_class | odd | pixels | flat | outside
+        sticks_out = np.asarray((low < -EDGE_TOLERANCE).any(1) | (high > 1 + EDGE_TOLERANCE).any(1))
+        sticks_out |= (wide[:, :2] < 0).any(1) | (wide[:, :2] > 1).any(1)
+        sticks_out &= ~dropped
+    if sticks_out.any():
+        low, high = low[sticks_out].clip(0, 1), high[sticks_out].clip(0, 1)
+        boxes[sticks_out] = np.concatenate([(low + high) / 2, high - low], axis=1)
+
+    complaints: list[tuple[int, str, str, bool]] = []
+    for row in np.flatnonzero(dropped | sticks_out).tolist():
+        shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:])
+        if wrong_class[row]:
+            what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
+            complaints.append((row, what, "dropped", True))
+            continue
+        if sticks_out[row]:
+            complaints.append((row, f"box {shown} sticks out of the image", "clipped", False))
+            continue
+        if odd[row]:
+            what = f"box {shown} is not finite"
+        elif pixels[row]:
+            what = f"box {shown} is not given as fractions of the image (pixels?)"
+        elif flat[row]:
+            what = f"box {shown} has no width or height"
+        else:
+            what = f"box {shown} lies outside the image"
+        complaints.append((row, what, "dropped", False))
+
+    keep = ~dropped
+    if drop_duplicates:
+        rows = np.flatnonzero(keep)
+        for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
+            keep[row] = False
+            complaints.append((row, "the same class and box stand here before", "counted once", False))
+        complaints.sort()
+    return CleanLabels(keep, boxes, complaints)
+
+
+def _repeats(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """bool [M]: an earlier row is equal."""
+    columns = [boxes[:, i] for i in range(4)] + [classes, image]
+    order = np.lexsort(columns)  # stable: among equals the first comes first
+    equal_before = np.ones(max(0, len(order) - 1), bool)
+    for column in columns:
+        equal_before &= column[order[1:]] == column[order[:-1]]
+    repeats = np.zeros(len(order), bool)
+    repeats[order[1:][equal_before]] = True
+    return repeats

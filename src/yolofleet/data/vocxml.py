@@ -1,0 +1,208 @@
+# ruff: noqa: PTH122, PTH208
+"""Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``.
+
+Coordinates are pixel numbers from 1, both ends included (VOC2012 devkit, section 4): xmin 1, xmax W is the full
+width. ``difficult`` objects become crowd regions. XML with a document type is refused, so nothing is expanded
+or fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import xml.parsers.expat
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from yolofleet.config.suggest import nearest
+from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
+from yolofleet.data.labels import Problem, ProblemLog, RawLabels
+from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, Stamp, stamp
+from yolofleet.errors import DataError
+
+_MAX_XML_BYTES = 16 << 20
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+class VocError(ValueError):
+    """An annotation file that is not usable; says why."""
+
+
+@dataclass
+class VocObject:
+    name: str = ""
+    difficult: bool = False
+    corners: dict[str, float] = field(default_factory=dict)
+
+
+class VocFiles:
+    """Images and labels of one ``ImageSets/Main`` list.
+
+    Attributes:
+        images, labels: paths; stamps are ``ABSENT`` where there is no such file.
+    """
+
+    def __init__(self, listing: Path, names: tuple[str, ...]) -> None:
+        root = voc_root(listing)
+        try:
+            text = listing.read_bytes().decode("utf-8-sig", "surrogateescape")
+            files = sorted(os.listdir(root / "JPEGImages"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"VOC split {listing} cannot be read: {error}") from None
+        by_stem = {
+            os.path.splitext(name)[0]: name
+            for name in files
+            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+        }
+        stems = [line.split()[0] for line in text.split("\n") if line.strip()]
+        self.images = [str(root / "JPEGImages" / by_stem.get(stem, f"{stem}.jpg")) for stem in stems]
+        self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
+        self.stamps: list[Stamp] = [stamp(image) for image in self.images]
+        self.label_stamps: list[Stamp] = [stamp(label) for label in self.labels]
+        self._names = names
+        self._classes = {name: number for number, name in enumerate(names)}
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Labels of images start:stop; ``sizes_wh``: int32 [stop - start, 2], 0 for unusable images."""
+        image: list[int] = []
+        mark: list[int] = []
+        values: list[list[float]] = []
+        crowd: list[bool] = []
+        unusable: list[int] = []
+        unlabelled = 0
+        for at in range(start, stop):
+            width, height = sizes_wh[at - start].tolist()
+            if self.label_stamps[at] == ABSENT:
+                unlabelled += 1
+                continue
+            try:
+                objects = read_objects(self.labels[at])
+            except VocError as error:
+                log.add(Problem(self.labels[at], None, str(error), "image left out"), image_left_out=True)
+                unusable.append(at - start)
+                continue
+            for number, found in enumerate(objects, 1):
+                if found.name not in self._classes:
+                    what = f"object {number}: class {found.name!r:.60} is not one of the {len(self._names)} names"
+                    near = nearest(found.name, self._names)
+                    what += f" (nearest: {near})" if near else ""
+                    log.add(Problem(self.labels[at], None, what, "dropped", True), row_dropped=True)
+                    continue
+                if len(found.corners) < 4:
+                    what = f"object {number} ({found.name}) has no complete bndbox"
+                    log.add(Problem(self.labels[at], None, what, "dropped"), row_dropped=True)
+                elif width and height:
+                    image.append(at - start)
+                    mark.append(number)
+                    crowd.append(found.difficult)
+                    values.append([self._classes[found.name], *_unit_box(found.corners, width, height)])
+        raw = RawLabels.of_rows(image, mark, values, unlabelled, unusable)
+        return replace(raw, crowd=np.array(crowd, bool))
+
+    def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
+        """File, line and opening words for a message about a label."""
+        return self.labels[at], None, f"object {mark}: "
+
+
+def voc_root(listing: Path) -> Path:
+    """``<root>/ImageSets/Main/train.txt`` -> ``<root>``."""
+    return listing.parent.parent.parent
+
+
+def is_voc_listing(path: Path) -> bool:
+    return path.suffix == ".txt" and path.parent.name == "Main" and path.parent.parent.name == "ImageSets"
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """Names of all objects under ``root``, in alphabetical order (which is VOC's own order of its 20).
+
+    Reads every annotation once per machine; kept under the cache folder. Unusable files are passed over
+    here: the split that uses them reports them.
+    """
+    try:
+        files = sorted(
+            entry.path for entry in os.scandir(root / "Annotations") if entry.name.endswith(".xml")
+        )
+    except OSError as error:
+        raise DataError(f"annotations of {root} cannot be listed: {error}") from None
+    text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
+    key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    stored = cache_root() / "voc" / f"{key}.arrays"
+    read = read_arrays(stored)
+    if read is not None:
+        return tuple(json.loads(read[1]["names"]))
+    names: set[str] = set()
+    for path in files:
+        try:
+            names.update(found.name for found in read_objects(path))
+        except VocError:
+            continue
+    try:
+        write_arrays(stored, {}, {"names": json.dumps(sorted(names))})
+    except OSError:
+        pass  # slower next time, nothing else
+    return tuple(sorted(names))
+
+
+def read_objects(path: str) -> list[VocObject]:
+    """Objects of one annotation file, some perhaps without all corners. Raises VocError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_XML_BYTES + 1)
+    except OSError as error:
+        raise VocError(f"cannot be read ({error.strerror})") from None
+    if len(data) > _MAX_XML_BYTES:
+        raise VocError("is too long for an annotation file")
+
+    objects: list[VocObject] = []
+    where: list[str] = []
+    text: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise VocError("has a document type (DOCTYPE), which is refused")
+
+    def enter(tag: str, _: dict[str, str]) -> None:
+        where.append(tag)
+        text.clear()
+        if len(where) > 64:
+            raise VocError("is nested more than 64 deep")
+        if where[1:] == ["object"]:
+            objects.append(VocObject())
+
+    def leave(tag: str) -> None:
+        inside, content = where[1:], "".join(text).strip()
+        where.pop()
+        text.clear()
+        if inside == ["object", "name"]:
+            objects[-1].name = content
+        elif inside == ["object", "difficult"]:
+            objects[-1].difficult = content == "1"
+        elif inside[:-1] == ["object", "bndbox"] and tag in _CORNERS:
+            try:
+                objects[-1].corners[tag] = float(content)
+            except ValueError:
+                raise VocError(f"object {len(objects)}: {tag} {content[:40]!r} is not a number") from None
+
+    parser = xml.parsers.expat.ParserCreate()
+    parser.StartDoctypeDeclHandler = refuse
+    parser.StartElementHandler = enter
+    parser.EndElementHandler = leave
+    parser.CharacterDataHandler = text.append
+    try:
+        parser.Parse(data, True)
+    except xml.parsers.expat.ExpatError as error:
+        raise VocError(f"is not XML ({error})") from None
+    except VocError:
+        raise
+    except ValueError as error:  # an encoding that Python does not know
+        raise VocError(f"is not readable XML ({error})") from None
+    return objects
+
+
+def _unit_box(corners: dict[str, float], width: int, height: int) -> list[float]:
+    left, top = (corners["xmin"] - 1) / width, (corners["ymin"] - 1) / height
+    right, bottom = corners["xmax"] / width, corners["ymax"] / height
+    return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

@@ -1,0 +1,156 @@
+import io
+import struct
+
+import cv2
+import numpy as np
+import pytest
+from small_data import (
+    ODD_NAMES,
+    encoded,
+    picture,
+    png_chunk,
+    with_exif_jpeg,
+    with_exif_png,
+    with_exif_webp,
+    write_picture,
+)
+
+from yolofleet.data.decode import decode_image, read_image
+from yolofleet.data.imageheader import read_header
+from yolofleet.errors import DataError, YolofleetError
+
+
+def header(data):
+    return read_header(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".bmp", ".webp", ".tif"])
+@pytest.mark.parametrize("size_wh", [(61, 37), (1, 1), (300, 2)])
+def test_the_header_says_the_size_that_decoding_gives(suffix, size_wh):
+    data = encoded(picture(*size_wh), suffix)
+    assert header(data).size_wh == size_wh
+    assert header(data).fault is None
+    assert decode_image(data, "a").shape == (size_wh[1], size_wh[0], 3)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_jpeg_is_turned_as_opencv_turns_it(orientation, order):
+    data = with_exif_jpeg(encoded(picture(40, 24)), orientation, order)
+    theirs = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+    ours = decode_image(data, "a")
+    assert np.array_equal(ours, theirs)
+    assert header(data).size_wh == (ours.shape[1], ours.shape[0])
+
+
+@pytest.mark.parametrize("orientation", [3, 5, 6, 8])
+def test_png_and_webp_are_turned_like_jpeg(orientation):
+    image = picture(40, 24)
+    upright = decode_image(encoded(image, ".png"), "a")
+    expected = {3: lambda i: i[::-1, ::-1], 5: lambda i: i.transpose(1, 0, 2)}
+    expected |= {6: lambda i: np.rot90(i, -1), 8: lambda i: np.rot90(i)}
+    turned = decode_image(with_exif_png(encoded(image, ".png"), orientation), "a")
+    assert np.array_equal(turned, expected[orientation](upright))
+    webp = with_exif_webp(encoded(image, ".webp"), orientation, (40, 24))
+    assert header(webp).size_wh == (turned.shape[1], turned.shape[0])
+    assert decode_image(webp, "a").shape == turned.shape
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_does_not_exist_is_no_orientation(orientation):
+    data = with_exif_jpeg(encoded(picture(40, 24)), orientation)
+    assert header(data).size_wh == (40, 24)
+    assert decode_image(data, "a").shape == (24, 40, 3)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_sixteen_bits_become_the_upper_eight(suffix, channels):
+    deep = np.random.default_rng(0).integers(0, 65536, (20, 30, channels), np.uint16)
+    image = decode_image(encoded(deep, suffix), "a")
+    assert image.dtype == np.uint8
+    assert np.abs(image.astype(int) - (deep >> 8)).max() <= 1  # grey is repeated by broadcasting
+
+
+def test_grey_and_transparent_images_become_three_channels():
+    grey = picture(30, 20)[:, :, 0]
+    assert np.array_equal(decode_image(encoded(grey, ".png"), "a"), np.repeat(grey[:, :, None], 3, 2))
+    alpha = np.dstack([picture(30, 20), np.zeros((20, 30), np.uint8)])
+    assert np.array_equal(decode_image(encoded(alpha, ".png"), "a"), alpha[:, :, :3])
+
+
+def test_the_content_decides_not_the_suffix(tmp_path):
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(picture(30, 20), ".png"))
+    assert np.array_equal(read_image(path), picture(30, 20))
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_file_name_will_do(tmp_path, name):
+    assert read_image(write_picture(tmp_path / f"{name}.png", 30, 20)).shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".bmp", ".webp"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_an_image_that_is_cut_off_is_noticed(suffix, share):
+    data = encoded(picture(200, 150), suffix)
+    data = data[: int(len(data) * share)]
+    assert "cut off" in header(data).fault
+    with pytest.raises(DataError, match="cut off"):
+        decode_image(data, "a")
+
+
+def test_a_jpeg_that_a_download_left_half_empty_is_cut_off():
+    data = encoded(picture(200, 150))
+    assert "cut off" in header(data[: len(data) // 2] + bytes(len(data) // 2)).fault
+
+
+def test_a_jpeg_with_something_behind_its_end_is_whole():
+    data = encoded(picture(200, 150)) + b"more" * 100
+    assert header(data).fault is None
+    assert decode_image(data, "a").shape == (150, 200, 3)
+
+
+def test_a_small_file_that_claims_a_huge_image_is_refused():
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0))
+    bomb = b"\x89PNG\r\n\x1a\n" + head + png_chunk(b"IDAT", b"x") + png_chunk(b"IEND", b"")
+    with pytest.raises(DataError, match="100000 x 100000"):
+        decode_image(bomb, "a")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\xff\xd8\xff\xe0", b"BM", b"II*\0", bytes(100)])
+def test_what_is_no_image_is_named(tmp_path, content):
+    path = tmp_path / "it's.jpg"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"it's\.jpg"):
+        read_image(path)
+
+
+def test_a_missing_image_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nothing\.jpg does not exist"):
+        read_image(tmp_path / "nothing.jpg")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_image(tmp_path)
+    with pytest.raises(DataError):
+        read_image("a\0b.jpg")
+
+
+def test_damaged_images_give_pixels_or_our_error():
+    rng = np.random.default_rng(0)
+    sources = [encoded(picture(24, 16), suffix) for suffix in (".jpg", ".png", ".bmp", ".webp", ".tif")]
+    sources += [with_exif_jpeg(sources[0], 6), with_exif_png(sources[1], 6)]
+    refused = 0
+    for round_ in range(700):
+        data = bytearray(sources[round_ % len(sources)])
+        for place in rng.integers(0, len(data), rng.integers(1, 6)):
+            data[place] = rng.integers(0, 256)
+        if round_ % 3 == 0:
+            data = data[: rng.integers(0, len(data))]
+        try:
+            image = decode_image(bytes(data), "a")
+        except YolofleetError:
+            refused += 1
+            continue
+        said = header(bytes(data))
+        assert said is None or said.size_wh == (image.shape[1], image.shape[0])
+    assert 50 < refused < 650

@@ -1,0 +1,651 @@
+import json
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import reference
+from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
+
+from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
+from yolofleet.data.decode import read_image
+from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import ConfigError, DataError, YolofleetError
+
+GOOD = "0 0.5 0.5 0.2 0.4\n"
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def index_of(root, split="train", **choices):
+    return build_index(load_dataset(str(root)), split, **choices)
+
+
+def index_of_text(root, text, **choices):
+    """One image with these labels, beside one with a good label."""
+    yolo_set(root, {"a": text, "b": GOOD * 1 + "1 0.2 0.2 0.1 0.1\n" + "2 0.8 0.8 0.1 0.1\n"})
+    return index_of(root, **choices)
+
+
+def stored_files():
+    return sorted((cache_root() / "index").glob("*"))
+
+
+# what an index holds
+
+
+def test_an_index_holds_what_the_files_say(tmp_path):
+    yolo_set(tmp_path, {"b": "1 0.25 0.5 0.125 0.25\r\n\n 2 .5 .5 1 1", "a": None, "c": ""})
+    index = index_of(tmp_path)
+    assert [Path(path).name for path in index.paths] == ["a.jpg", "b.jpg", "c.jpg"]
+    assert index.names == ("cat", "dog", "bird")
+    assert index.offsets.tolist() == [0, 0, 2, 2]
+    assert index.labels(1).tolist() == [[1, 0.25, 0.5, 0.125, 0.25], [2, 0.5, 0.5, 1, 1]]
+    assert index.labels(0).shape == (0, 5)
+    assert index.sizes_wh.tolist() == [[64, 48]] * 3
+    assert index.area_px.tolist() == [0.125 * 64 * 0.25 * 48, 64 * 48]
+    assert index.class_counts().tolist() == [0, 1, 1]
+    assert index.image_ids.tolist() == [0, 1, 2]
+    assert not index.crowd.any()
+    assert index.problems == ()
+    assert index.unlabelled == 1
+    assert index.problems_text() == "1 of 3 train images have no labels: background"
+
+
+def test_numbers_without_complaint_keep_their_bits(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = np.column_stack([rng.uniform(0.3, 0.7, (200, 2)), rng.uniform(0.01, 0.5, (200, 2))])
+    text = "".join("2 " + " ".join(f"{value:.6f}" for value in row) + "\n" for row in rows)
+    text += "0 0.9996 0.5 0.001 0.2\n1 0.5 0.5 1.000001 1.0\n"  # rounding may stick out by 1e-3
+    yolo_set(tmp_path, {"a": text})
+    expected = np.array([line.split()[1:] for line in text.splitlines()], np.float64).astype(np.float32)
+    index = index_of(tmp_path)
+    assert np.array_equal(index.boxes_cxcywh_unit, expected)
+    assert not index.problems
+
+
+@pytest.mark.parametrize("layout", ["images/x->labels/x", "x->labels/x", "x/images->x/labels", "beside"])
+def test_labels_are_found_in_every_usual_place(tmp_path, layout):
+    folders = {
+        "images/x->labels/x": ("d/images/x", "d/labels/x"),
+        "x->labels/x": ("d/x", "d/labels/x"),
+        "x/images->x/labels": ("d/images/x/images", "d/images/x/labels"),  # only the last "images" counts
+        "beside": ("d/x", "d/x"),
+    }
+    images, labels = (tmp_path / folder for folder in folders[layout])
+    write_picture(images / "a.jpg")
+    labels.mkdir(parents=True, exist_ok=True)
+    (labels / "a.txt").write_text(GOOD)
+    (tmp_path / "data.yaml").write_text(f"train: {images}\nnames: [x]\n")
+    assert len(index_of(tmp_path).classes) == 1
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_file_and_folder_name_will_do(tmp_path, name):
+    yolo_set(tmp_path / name, {name: GOOD})
+    index = index_of(tmp_path / name)
+    assert read_image(index.path(0)).shape == (48, 64, 3)
+    assert len(index.classes) == 1
+
+
+@pytest.mark.skipif(os.name == "nt" or os.uname().sysname == "Darwin", reason="names there are always text")
+def test_file_names_that_are_no_text_will_do(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD})
+    for folder, suffix in (("images", ".jpg"), ("labels", ".txt")):
+        old = os.fsencode(tmp_path / folder / "train") + b"/a" + suffix.encode()
+        os.rename(old, old.replace(b"/a.", b"/\xff\xfe."))  # noqa: PTH104
+    index = index_of(tmp_path)
+    assert read_image(index.path(0)).shape == (48, 64, 3)
+    assert len(index.classes) == 1
+
+
+def test_sub_folders_and_links_are_followed_hidden_files_are_not(tmp_path):
+    yolo_set(tmp_path, {"sub/b": GOOD, "a": GOOD})
+    (tmp_path / "images" / "train" / "._a.jpg").write_bytes(b"macOS")
+    (tmp_path / "images" / "train" / "loop").symlink_to(tmp_path / "images" / "train")
+    index = index_of(tmp_path)
+    assert [Path(path).name for path in index.paths] == ["a.jpg", "b.jpg"]
+    assert len(index.classes) == 2
+
+
+def test_lists_name_images_absolutely_or_relative_to_the_list_or_its_parent(tmp_path):
+    yolo_set(tmp_path, {name: GOOD for name in ("a", "b", "c", "d")})
+    text = f"{tmp_path}/images/train/c.jpg\n./images/train/b.jpg\r\n\nimages/train/b.jpg\nimages/train/gone.jpg\n"
+    (tmp_path / "list.txt").write_text(text)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "more.txt").write_text("images/train/d.jpg\n")
+    (tmp_path / "data.yaml").write_text("train: [list.txt, lists/more.txt]\nnames: [x]\n")
+    index = index_of(tmp_path)
+    assert [Path(path).name for path in index.paths] == [
+        "c.jpg",
+        "b.jpg",
+        "d.jpg",
+    ]  # in the order of the lists
+    assert len(index.classes) == 3
+    assert [(Path(p.path).name, p.what, p.action) for p in index.problems] == [
+        ("b.jpg", "is listed more than once", "counted once"),
+        ("gone.jpg", "does not exist", "image left out"),
+    ]
+
+
+def test_image_ids_are_the_file_names_where_all_are_numbers(tmp_path):
+    yolo_set(tmp_path / "x", {"000000000139": GOOD, "42": GOOD})
+    assert index_of(tmp_path / "x").image_ids.tolist() == [139, 42]
+    yolo_set(tmp_path / "y", {"7": GOOD, "07": GOOD})
+    assert index_of(tmp_path / "y").image_ids.tolist() == [0, 1]
+
+
+def test_turned_images_have_their_turned_size(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD})
+    path = tmp_path / "images" / "train" / "a.jpg"
+    path.write_bytes(with_exif_jpeg(path.read_bytes(), 6))
+    assert index_of(tmp_path).sizes_wh.tolist() == [[48, 64]]
+
+
+def test_sixteen_bit_tiff_and_odd_formats_are_measured_by_decoding(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD})
+    image = picture(30, 20)
+    (tmp_path / "images" / "train" / "b.ppm").write_bytes(encoded(image, ".ppm"))
+    (tmp_path / "images" / "train" / "c.tif").write_bytes(encoded(image.astype(np.uint16) * 256, ".tif"))
+    assert index_of(tmp_path).sizes_wh.tolist() == [[64, 48], [30, 20], [30, 20]]
+
+
+def test_one_class_for_all(tmp_path):
+    yolo_set(tmp_path, {"a": "7 .5 .5 .1 .1\n2 .5 .5 .2 .2\n"})
+    index = index_of(tmp_path, single_cls=True)
+    assert index.names == ("object",)
+    assert index.classes.tolist() == [0, 0]
+
+
+# what is wrong with labels
+
+
+@pytest.mark.parametrize("number", ["3", "-1", "1.5", "1e30", "nan"])
+def test_a_class_that_names_does_not_have_is_an_error_with_file_and_line(tmp_path, number):
+    with pytest.raises(DataError) as caught:
+        index_of_text(tmp_path, GOOD + f"{number} .5 .5 .1 .1\n")
+    assert f"labels/train/a.txt:2: class {number.replace('e', 'e+')} but names has 3 (0..2)" in str(
+        caught.value
+    )
+    assert caught.value.exit_code == 3
+    index = index_of_text(tmp_path, GOOD + f"{number} .5 .5 .1 .1\n", strict=False)
+    assert index.problem_count == 1
+    assert len(index.labels(0)) == 1
+
+
+def test_many_wrong_classes_are_counted_and_ten_are_shown(tmp_path):
+    yolo_set(tmp_path, {"a": "9 .5 .5 .1 .1\n" * 3000, "b": "x\n" + GOOD * 10})
+    with pytest.raises(DataError) as caught:
+        index_of(tmp_path)
+    assert "3000 labels have a class" in str(caught.value)
+    assert "a.txt:10:" in str(caught.value)
+    assert "a.txt:11:" not in str(caught.value)
+    assert "and 2990 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "action"),
+    [
+        ("0 nan 0.5 0.1 0.1", "is not finite", "dropped"),
+        ("0 0.5 0.5 inf 0.1", "is not finite", "dropped"),
+        ("0 1e300 0.5 0.1 0.1", "is not finite", "dropped"),
+        ("0 320 240 100 80", "pixels?", "dropped"),
+        ("0 0.5 0.5 0 0.1", "no width or height", "dropped"),
+        ("0 0.5 0.5 0.1 -0.1", "no width or height", "dropped"),
+        ("0 0.5 0.5 1e-60 0.1", "no width or height", "dropped"),
+        ("0 1.5 0.5 0.1 0.1", "outside the image", "dropped"),
+        ("0 -0.5 0.5 0.1 0.1", "outside the image", "dropped"),
+        ("0 0.5 0.5 0.1", "4 columns", "dropped"),
+        ("0 0.5 0.5 0.1 0.1 0.9", "6 columns", "dropped"),
+        ("0", "1 columns", "dropped"),
+        ("cat 0.5 0.5 0.1 0.1", "not a row of numbers", "dropped"),
+        ("0,0.5,0.5,0.1,0.1", "not a row of numbers", "dropped"),
+        ("\x00\x01\ufffd", "not a row of numbers", "dropped"),
+        ("0 nan 0.1 0.2 0.1 0.2 0.2", "is not finite", "dropped"),
+        ("0 0.5 0.5 0.2 0.4", "stand here before", "counted once"),
+    ],
+)
+def test_unusable_rows_are_dropped_and_reported(tmp_path, row, what, action):
+    index = index_of_text(tmp_path, f"{GOOD}{row}\n")
+    (problem,) = index.problems
+    assert (problem.path, problem.line, problem.action) == ("labels/train/a.txt", 2, action)
+    assert what in problem.what
+    assert len(index.labels(0)) == 1
+    assert str(problem) in index.problems_text()
+
+
+def test_boxes_that_stick_out_are_clipped_and_reported(tmp_path):
+    index = index_of_text(tmp_path, "0 0.9 0.5 0.4 0.2\n")
+    # x from 0.7 to 1.1 becomes 0.7 to 1.0: centre 0.85, width 0.3
+    assert np.allclose(index.labels(0), [[0, 0.85, 0.5, 0.3, 0.2]], atol=1e-6)
+    assert index.problems[0].action == "clipped"
+
+
+def test_polygons_become_their_boxes(tmp_path):
+    index = index_of_text(tmp_path, "1 0.1 0.2 0.5 0.2 0.3 0.8\n2 0.5 0.5 0.5 0.9 0.75 0.9 0.75 0.5\n")
+    expected = [[1, 0.3, 0.5, 0.4, 0.6], [2, 0.625, 0.7, 0.25, 0.4]]
+    assert np.allclose(index.labels(0), expected, atol=1e-6)
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path):
+    assert len(index_of_text(tmp_path, "\ufeff" + GOOD).labels(0)) == 1
+
+
+def test_a_data_set_in_pixels_is_refused(tmp_path):
+    yolo_set(tmp_path, {"a": "0 320 240 100 80\n0 100 100 20 20\n" + GOOD})
+    with pytest.raises(DataError, match="2 of 3 labels cannot be used") as caught:
+        index_of(tmp_path)
+    assert "pixels?" in str(caught.value)
+
+
+def test_training_without_any_label_is_refused_and_says_where_they_belong(tmp_path):
+    yolo_set(tmp_path, {"a": None, "b": None})
+    with pytest.raises(DataError, match="none of the 2 train images has a label") as caught:
+        index_of(tmp_path)
+    assert str(tmp_path / "labels" / "train" / "a.txt") in caught.value.hint
+    assert len(index_of(tmp_path, "val")) == 2
+
+
+def test_no_images_and_no_split_are_errors(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD})
+    with pytest.raises(ConfigError, match="no split 'test'"):
+        index_of(tmp_path, "test")
+    (tmp_path / "images" / "train" / "a.jpg").unlink()
+    with pytest.raises(DataError, match="no images in"):
+        index_of(tmp_path)
+
+
+# what is wrong with images
+
+
+def test_broken_images_are_left_out_and_reported(tmp_path):
+    yolo_set(tmp_path, {name: GOOD for name in "abcdefghij"})
+    folder = tmp_path / "images" / "train"
+    (folder / "a.jpg").write_bytes(b"")
+    (folder / "c.jpg").write_bytes(b"not an image")
+    whole = (folder / "d.jpg").read_bytes()
+    (folder / "d.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "e.jpg").unlink()
+    (folder / "e.jpg").symlink_to(tmp_path / "gone")
+    index = index_of(tmp_path)
+    assert [Path(path).stem for path in index.paths] == list("bfghij")
+    assert len(index.classes) == 6
+    assert [problem.path for problem in index.problems] == [f"images/train/{n}.jpg" for n in "acde"]
+    assert [problem.action for problem in index.problems] == ["image left out"] * 4
+    faults = ("empty", "no known image format", "cut off", "does not exist")
+    for problem, fault in zip(index.problems, faults, strict=True):
+        assert fault in problem.what
+    for name in "bf":
+        (folder / f"{name}.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match="6 of 10 images cannot be used"):
+        index_of(tmp_path)
+
+
+def test_a_label_file_that_cannot_be_read_takes_its_image_along(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD, "b": None, "c": GOOD})
+    (tmp_path / "labels" / "train" / "b.txt").mkdir()
+    index = index_of(tmp_path)
+    assert [Path(path).stem for path in index.paths] == ["a", "c"]
+    assert index.problems[0].path == "labels/train/b.txt"
+
+
+# COCO and VOC
+
+
+def coco_set(root):
+    for number, name in enumerate(("x", "y", "z z")):
+        write_picture(root / "val2017" / f"{name}.jpg", seed=number)
+    annotations = [
+        {"id": 5, "image_id": 30, "category_id": 9, "bbox": [32, 12, 16, 24], "area": 200.5, "iscrowd": 0},
+        {"id": 6, "image_id": 30, "category_id": 9, "bbox": [32, 12, 16, 24], "area": 200.5, "iscrowd": 0},
+        {"id": 7, "image_id": 10, "category_id": 4, "bbox": [0, 0, 64, 48], "area": 7, "iscrowd": 1},
+        {"id": 8, "image_id": 10, "category_id": 4, "bbox": [60, 0, 10, 10], "segmentation": [[1, 2]]},
+        {"id": 9, "image_id": 10, "category_id": 4, "bbox": [5, 5, 0, 3]},
+        {"id": 10, "image_id": 99, "category_id": 4, "bbox": [5, 5, 1, 3]},
+        {"id": 11, "image_id": [], "category_id": 4, "bbox": "no"},
+    ]
+    images = [
+        {"id": 30, "file_name": "z z.jpg", "width": 64, "height": 48},
+        {"id": 10, "file_name": "x.jpg", "width": 64, "height": 48},
+        {"id": 20, "file_name": "y.jpg", "width": 128, "height": 96},
+    ]
+    content = {"images": images, "annotations": annotations}
+    content["categories"] = [{"id": 9, "name": "dog"}, {"id": 4, "name": "cat"}]
+    path = root / "annotations" / "instances_val2017.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
+    index = index_of(coco_set(tmp_path), "val")
+    assert index.image_ids.tolist() == [10, 20, 30]
+    assert [Path(path).name for path in index.paths] == ["x.jpg", "y.jpg", "z z.jpg"]
+    assert index.offsets.tolist() == [0, 2, 2, 4]
+    assert index.classes.tolist() == [0, 0, 1, 1]  # cat is 4, dog is 9; equal boxes stay, as in COCO's tools
+    assert index.crowd.tolist() == [True, False, False, False]
+    # 60..70 of 64 pixels is clipped to 60..64; its area is not given: 4 x 10
+    assert np.allclose(index.area_px, [7, 40, 200.5, 200.5], rtol=1e-6)
+    assert np.allclose(index.labels(2), [[1, 40 / 64, 24 / 48, 16 / 64, 24 / 48]] * 2)
+    assert len(index.labels(0)) == 1  # a crowd is not learned
+    text = index.problems_text()
+    assert "annotations/instances_val2017.json: annotation 8 of x.jpg: box" in text
+    assert "annotation 9 of x.jpg: box" in text
+    assert "2 annotations have no usable bbox or are of no listed image" in text
+    assert "val2017/y.jpg: is 64 x 48 pixels" in text
+
+
+def test_coco_json_is_parsed_once_for_all_processes(tmp_path, monkeypatch):
+    path = coco_set(tmp_path)
+    first = index_of(path, "val")
+    from yolofleet.data import cocojson
+
+    cocojson._load_table.cache_clear()
+    monkeypatch.setattr(cocojson, "_parse", None)
+    again = index_of(path, "val")
+    assert again.key == first.key
+    for file in stored_files():
+        file.unlink()
+    assert index_of(path, "val").digest == first.digest
+
+
+def voc_set(root, objects):
+    for folder in ("Annotations", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    names = list(objects)
+    for number, (name, text) in enumerate(objects.items()):
+        write_picture(root / "JPEGImages" / f"{name}.jpg", 64, 48, seed=number)
+        if text is not None:
+            (root / "Annotations" / f"{name}.xml").write_text(
+                f"<annotation>{text}</annotation>", encoding="utf-8"
+            )
+    for split in ("train", "val"):
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(names))
+    return root
+
+
+def voc_object(name, box, extra=""):
+    corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+    return f"<object><name>{name}</name>{extra}<bndbox>{''.join(f'<{k}>{v}</{k}>' for k, v in corners)}</bndbox></object>"
+
+
+def test_voc_boxes_count_pixels_from_one(tmp_path):
+    person = voc_object(
+        "person", (1, 1, 64, 48), "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part>"
+    )
+    dog = voc_object("dog", (33, 13, 48, "36.0"), "<difficult>1</difficult>")
+    index = index_of(voc_set(tmp_path, {"a": person + dog, "b": None}))
+    assert index.names == ("dog", "person")
+    assert index.labels(0).tolist() == [[1, 0.5, 0.5, 1, 1]]
+    assert index.crowd.tolist() == [False, True]
+    assert np.allclose(index.boxes_cxcywh_unit[1], [40 / 64, 24 / 48, 16 / 64, 24 / 48])
+    assert index.unlabelled == 1
+
+
+BOMB = '<!DOCTYPE a [<!ENTITY b "ccc">]><annotation>&b;</annotation>'
+
+
+def test_voc_files_that_cannot_be_used_take_their_image_along(tmp_path):
+    good = voc_object("dog", (1, 1, 9, 9))
+    root = voc_set(tmp_path, {name: good for name in "abcdefgh"})
+    for name, text in {"a": BOMB, "b": "<annotation>", "c": "\0\0"}.items():
+        (root / "Annotations" / f"{name}.xml").write_text(text)
+    (root / "Annotations" / "d.xml").write_text(
+        f"<annotation>{good}<object><name>dog</name></object></annotation>"
+    )
+    index = index_of(root)
+    assert len(index) == 5
+    text = index.problems_text()
+    assert "a.xml: has a document type (DOCTYPE), which is refused -> image left out" in text
+    assert "b.xml: is not XML" in text
+    assert "d.xml: object 2 (dog) has no complete bndbox -> dropped" in text
+
+
+def test_a_voc_class_that_names_does_not_have_is_an_error(tmp_path):
+    voc_set(
+        tmp_path / "VOC", {"a": voc_object("dgo", (1, 1, 9, 9)) + voc_object("cat", (1, 1, 5, 5)), "b": None}
+    )
+    (tmp_path / "data.yaml").write_text("train: VOC\nnames: [cat, dog]\n")
+    with pytest.raises(DataError, match="class 'dgo' is not one of the 2 names \\(nearest: dog\\)"):
+        index_of(tmp_path)
+
+
+# where it is kept
+
+
+def test_an_index_is_found_again_and_made_anew_when_a_file_changes(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD, "b": GOOD})
+    first = index_of(tmp_path)
+    assert first.file.parent == cache_root() / "index"
+    assert index_of(tmp_path).key == first.key
+    assert len(stored_files()) == 1
+    label = tmp_path / "labels" / "train" / "b.txt"
+    label.write_text("1 .5 .5 .3 .3\n" * 1)
+    assert index_of(tmp_path).classes.tolist() == [0, 1]
+    assert index_of(tmp_path).key != first.key
+    (tmp_path / "data.yaml").write_text("train: images/train\nnames: [a, b]\n")
+    assert index_of(tmp_path).names == ("a", "b")
+    label.unlink()
+    assert len(index_of(tmp_path).classes) == 1
+
+
+def test_the_data_folder_is_left_as_it_was(tmp_path):
+    yolo_set(tmp_path / "d", {"a": GOOD})
+    before = sorted((tmp_path / "d").rglob("*"))
+    index_of(tmp_path / "d")
+    assert sorted((tmp_path / "d").rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "random", "other version"])
+def test_a_spoilt_index_is_made_again(tmp_path, damage):
+    yolo_set(tmp_path, {"a": GOOD, "b": "1 .5 .5 .3 .3"})
+    index = index_of(tmp_path)
+    data = bytearray(index.file.read_bytes())
+    if damage == "cut":
+        data = data[:-8]
+    elif damage == "flip":
+        data[-3] ^= 1
+    elif damage == "empty":
+        data = bytearray()
+    elif damage == "random":
+        data = bytearray(np.random.default_rng(0).bytes(len(data)))
+    else:
+        data = data.replace(b'"format": "1"', b'"format": "0"')
+    assert bytes(data) != index.file.read_bytes()
+    index.file.unlink()  # the mapped file stays readable
+    index.file.write_bytes(bytes(data))
+    again = index_of(tmp_path)
+    assert again.classes.tolist() == [0, 1]
+    assert again.digest == index.digest
+    assert DataIndex.load(again.file) is not None
+
+
+def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
+    path = tmp_path / "a.arrays"
+    arrays = {"a": np.arange(5), "b": np.ones((2, 3), np.float32), "c": np.array([True]), "d": np.zeros(0)}
+    write_arrays(path, arrays, {"x": "ü"})
+    good = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        data = bytearray(good)
+        for place in rng.integers(0, len(data), rng.integers(1, 4)):
+            data[place] = rng.integers(0, 256)
+        path.write_bytes(bytes(data[: len(data) if rng.random() < 0.7 else rng.integers(0, len(data))]))
+        read = read_arrays(path)
+        if read is not None and read[0].keys() == arrays.keys():
+            assert all(value.size >= 0 for value in read[0].values())
+    path.write_bytes(good)
+    read, meta = read_arrays(path)
+    assert meta["x"] == "ü"
+    assert all(
+        np.array_equal(read[name], value) and read[name].dtype == value.dtype
+        for name, value in arrays.items()
+    )
+    from safetensors.numpy import load
+
+    assert np.array_equal(load(good)["b"], arrays["b"])
+
+
+def test_without_a_place_to_write_the_index_stays_in_memory(tmp_path, monkeypatch):
+    yolo_set(tmp_path, {"a": GOOD})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "file"))
+    index = index_of(tmp_path)
+    assert index.file is None
+    assert pickle.loads(pickle.dumps(index)).labels(0).tolist() == index.labels(0).tolist()
+
+
+def test_another_process_gets_the_file_not_the_arrays(tmp_path):
+    yolo_set(tmp_path, {"a": GOOD * 1, "b": "bad\n" + GOOD})
+    index = index_of(tmp_path)
+    sent = pickle.dumps(index)
+    assert len(sent) < 500
+    again = pickle.loads(sent)
+    assert again.labels(1).tolist() == index.labels(1).tolist()
+    assert again.problems == index.problems
+    index.file.unlink()
+    with pytest.raises(DataError, match="has gone"):
+        pickle.loads(sent)
+
+
+def _build(root, start, results):
+    start.wait()
+    index = index_of(root)
+    results.put((index.digest, len(stored_files())))
+
+
+def test_several_processes_may_build_the_same_index_at_once(tmp_path):
+    yolo_set(tmp_path, {f"{i}": GOOD for i in range(40)})
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    start, results = context.Event(), context.Queue()
+    processes = [context.Process(target=_build, args=(tmp_path, start, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    start.set()
+    digests = {results.get(timeout=60)[0] for _ in processes}
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert digests == {index_of(tmp_path).digest}
+    assert len(stored_files()) == 1
+
+
+def test_threads_do_not_change_the_index_and_progress_is_told(tmp_path):
+    rng = np.random.default_rng(0)
+    data = encoded(picture(32, 32))
+    yolo_set(tmp_path, {})
+    for folder in ("images", "labels"):
+        (tmp_path / folder / "train").mkdir(parents=True)
+    for i in range(1200):
+        (tmp_path / "images" / "train" / f"{i:05d}.jpg").write_bytes(data)
+        text = "".join(f"{rng.integers(0, 3)} .5 .5 {rng.uniform(0.1, 1.1):.3f} .2\n" for _ in range(3))
+        (tmp_path / "labels" / "train" / f"{i:05d}.txt").write_text(text)
+    told = []
+    one = index_of(tmp_path, workers=1, on_progress=lambda *progress: told.append(progress))
+    one.file.rename(tmp_path / "kept")
+    many = index_of(tmp_path, workers=5)
+    assert many.digest == one.digest
+    assert many.problems == one.problems
+    assert told == [(512, 1200), (1024, 1200), (1200, 1200)]
+
+
+def test_any_label_file_gives_an_index_or_our_error(tmp_path):
+    rng = np.random.default_rng(0)
+    base = b"0 0.5 0.5 0.2 0.2\n1 0.1 0.2 0.3 0.4 0.5 0.6\n2 0.9 0.9 0.1 0.1\n"
+    pieces = [
+        b"nan",
+        b"-inf",
+        b"1e999",
+        b"\0",
+        b"\xff\xfe",
+        b"\n",
+        b"-",
+        b"1_0",
+        b"0x1",
+        b" " * 50,
+        b"9" * 400,
+    ]
+    outcomes = set()
+    for round_ in range(150):
+        texts = {}
+        for name in "ab":
+            data = bytearray(base)
+            for _ in range(rng.integers(1, 4)):
+                place = int(rng.integers(0, len(data)))
+                change = pieces[rng.integers(0, len(pieces))] if rng.random() < 0.7 else rng.bytes(4)
+                data[place : place + int(rng.integers(0, 6))] = change
+            texts[name] = bytes(data)
+        root = tmp_path / str(round_)
+        yolo_set(root, {"a": "", "b": ""})
+        for name, data in texts.items():
+            (root / "labels" / "train" / f"{name}.txt").write_bytes(data)
+        try:
+            index = index_of(root)
+            outcomes.add("read")
+        except YolofleetError as error:
+            outcomes.add(type(error).__name__)
+            continue
+        edges = index.boxes_cxcywh_unit[:, :2] + index.boxes_cxcywh_unit[:, 2:] / 2
+        assert np.isfinite(index.boxes_cxcywh_unit).all()
+        assert (edges <= 1.0011).all()
+        assert ((index.classes >= 0) & (index.classes < 3)).all()
+    assert outcomes == {"read", "DataError"}
+
+
+def test_any_xml_gives_an_index_or_our_error(tmp_path):
+    from yolofleet.data.vocxml import VocError, read_objects
+
+    rng = np.random.default_rng(0)
+    base = f"<annotation>{voc_object('dog', (1, 1, 9, 9)) * 2}</annotation>".encode()
+    pieces = [
+        b"<",
+        b">",
+        b"</object>",
+        b"<object>",
+        b"<!DOCTYPE x>",
+        b"&amp;",
+        b"&x;",
+        b"\0",
+        b"\xff",
+        b"<name>",
+        b"nan",
+        b"7",
+        b"-.5",
+    ]
+    path = tmp_path / "a.xml"
+    read = 0
+    for _ in range(600):
+        data = bytearray(base)
+        for _ in range(rng.integers(1, 3)):
+            place = int(rng.integers(0, len(data)))
+            data[place : place + int(rng.integers(0, 3))] = pieces[rng.integers(0, len(pieces))]
+        path.write_bytes(bytes(data))
+        try:
+            read += len(read_objects(str(path))) >= 0
+        except VocError:
+            pass
+    assert 10 < read < 590
+
+
+# real data
+
+
+def test_the_blood_cells_are_read_whole():
+    index = index_of(reference("data/bccd/data.yaml"))
+    assert (len(index), len(index.classes), index.problem_count) == (205, 2804, 0)
+    assert index.class_counts().tolist() == [2381, 214, 209]
+    assert read_image(index.path(0)).shape == (480, 640, 3)
+
+
+def test_coco_file_names_are_image_ids():
+    index = index_of(reference("data/coco128val"), "val")
+    assert len(index) == 128
+    assert index.image_ids[0] == 139
+    for i in (0, 50, 127):
+        assert read_image(index.path(i)).shape[1::-1] == tuple(index.sizes_wh[i])

@@ -1,0 +1,328 @@
+import contextlib
+import json
+import os
+
+import numpy as np
+import pytest
+import yaml
+from small_data import ODD_NAMES, write_picture, yolo_set
+
+from yolofleet.data import sources
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def paths(spec, split):
+    return [source.path for source in spec.sources(split)]
+
+
+def write_yaml(root, text, name="data.yaml"):
+    root.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text, encoding="utf-8")
+    return str(root / name)
+
+
+def coco_json(path, *, categories=((3, "dog"), (1, "cat")), files=("a.jpg",), annotations=()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [{"id": i + 1, "file_name": name, "width": 64, "height": 48} for i, name in enumerate(files)]
+    content = {"images": images, "annotations": list(annotations)}
+    content["categories"] = [{"id": number, "name": name} for number, name in categories]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def voc_folder(root, *, splits=("train", "val")):
+    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    for split in splits:
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("a\n")
+    (root / "Annotations" / "a.xml").write_text(
+        "<annotation><object><name>zebra</name></object><object><name>ant</name></object></annotation>"
+    )
+    return root
+
+
+@pytest.mark.parametrize("folder", ODD_NAMES)
+def test_paths_start_at_the_folder_of_the_yaml(tmp_path, folder):
+    root = tmp_path / folder
+    yolo_set(root, {"a": "0 .5 .5 .1 .1"})
+    spec = load_dataset(str(root / "data.yaml"))
+    assert spec.names == ("cat", "dog", "bird")
+    assert spec.name == folder
+    assert paths(spec, "train") == paths(spec, "val") == [root / "images" / "train"]
+    assert load_dataset(str(root)).splits == spec.splits
+
+
+def test_path_may_be_relative_to_the_yaml_or_to_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "sets" / "x" / "images").mkdir(parents=True)
+    text = "path: ../sets/x\ntrain: images\nnames: [a]\n"
+    assert paths(load_dataset(write_yaml(tmp_path / "configs", text)), "train") == [
+        tmp_path / "sets" / "x" / "images"
+    ]
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    far = write_yaml(tmp_path / "far" / "away", text)
+    assert paths(load_dataset(far), "train") == [tmp_path / "sets" / "x" / "images"]
+    assert load_dataset(far).root == tmp_path / "work" / ".." / "sets" / "x"
+
+
+def test_a_split_may_be_a_folder_a_list_file_or_several(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two.txt").write_text("./one/a.jpg\n")
+    spec = load_dataset(write_yaml(tmp_path, "train: [one, two.txt]\nval: one\ntest:\nnames: {0: a, 1: b}\n"))
+    assert paths(spec, "train") == [tmp_path / "one", tmp_path / "two.txt"]
+    assert "test" not in spec.splits
+    with pytest.raises(ConfigError, match="no split 'test'"):
+        spec.sources("test")
+
+
+def test_the_layout_that_roboflow_writes_is_found(tmp_path):
+    (tmp_path / "train" / "images").mkdir(parents=True)
+    spec = load_dataset(
+        write_yaml(tmp_path, "train: ../train/images\nval: ../valid/images\nnames: [a]\nnc: 1\n")
+    )
+    assert paths(spec, "train") == [tmp_path / "train" / "images"]
+
+
+def test_a_missing_split_is_an_error_when_it_is_asked_for(tmp_path):
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    text = "train: images/train\nval: images/trains\ntest: elsewhere/x\nnames: [a]\n"
+    spec = load_dataset(write_yaml(tmp_path, text))
+    with pytest.raises(DataError) as caught:
+        spec.sources("val")
+    assert "images/trains do not exist" in caught.value.what
+    assert caught.value.source.endswith("data.yaml:2")
+    assert caught.value.hint == f"{tmp_path / 'images' / 'train'}?"
+    with pytest.raises(DataError) as caught:
+        spec.sources("test")
+    assert str(tmp_path / "elsewhere" / "x") in caught.value.hint
+
+
+def test_without_any_split_the_error_comes_at_once(tmp_path):
+    with pytest.raises(DataError, match="train images a do not exist"):
+        load_dataset(write_yaml(tmp_path, "train: a\nval: b\nnames: [x]\n"))
+    with pytest.raises(ConfigError, match="neither train, val nor test"):
+        load_dataset(write_yaml(tmp_path, "names: [x]\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line"),
+    [
+        ("names: [a, b]\nnc: 3", "nc is 3 but names has 2: a, b", 3),
+        ("names: {0: a, 2: b}", "numbers 0, 2, not 0..1", 2),
+        ("names: [a, true]", "names[1] is true", 2),
+        ("names: cat", "names is cat", 2),
+        ("names: [a]\nnc: many", "nc is many", 3),
+        ("names: [a, [b]]", "names[1] is a list of 1", 2),
+        ("nc: 2", "has no class names, only nc: 2", None),
+        ("classes: 2", "has no class names", None),
+        ("name: [a]", "unknown key name", 2),
+        ("names: [a", "not YAML", 3),
+    ],
+)
+def test_mistakes_in_the_yaml_are_named_with_their_line(tmp_path, text, what, line):
+    (tmp_path / "images").mkdir()
+    file = write_yaml(tmp_path, f"train: images\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(file)
+    assert what in str(caught.value)
+    assert caught.value.exit_code == 2
+    if line:
+        assert caught.value.source == f"{file}:{line}"
+
+
+def test_a_download_script_is_never_executed(tmp_path):
+    (tmp_path / "images").mkdir()
+    marker = tmp_path / "ran"
+    text = f"train: images\nnames: [a]\ndownload: |\n  import pathlib; pathlib.Path(r'{marker}').touch()\n"
+    spec = load_dataset(write_yaml(tmp_path, text))
+    assert not marker.exists()
+    assert "not executed" in spec.notes[0]
+
+
+def test_python_objects_in_the_yaml_are_not_made(tmp_path):
+    (tmp_path / "images").mkdir()
+    marker = tmp_path / "ran"
+    for value in (f"!!python/object/apply:os.system ['touch {marker}']", "!!python/name:os.system"):
+        with contextlib.suppress(ConfigError):
+            load_dataset(write_yaml(tmp_path, f"train: images\nnames: {value}\n"))
+    assert not marker.exists()
+
+
+def test_a_name_that_does_not_exist_offers_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data, near in (("coco123.yaml", "coco128.yaml"), ("shape", "shapes")):
+        with pytest.raises(ConfigError) as caught:
+            load_dataset(data)
+        assert near in caught.value.hint
+    write_yaml(tmp_path, "", "mydata.yaml")
+    with pytest.raises(ConfigError, match=r"mydata\.yaml"):
+        load_dataset("mydatas.yaml")
+    for data in ("", "a\0b", "~nobody-here-xyz/a.yaml"):
+        with pytest.raises(ConfigError):
+            load_dataset(data)
+
+
+@pytest.mark.parametrize(("name", "classes"), [("coco128.yaml", 80), ("coco", 80), ("voc.yaml", 20)])
+def test_descriptions_that_come_along_are_used_by_name(tmp_path, monkeypatch, name, classes):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load_dataset(name)
+    assert str(tmp_path / "datasets") in caught.value.hint
+    for file in sources._BUILT_IN.glob("*.yaml"):
+        content = yaml.safe_load(file.read_text())
+        assert "download" not in content
+        for split in ("train", "val"):
+            for entry in np.atleast_1d(content[split]).tolist():
+                made = tmp_path / content["path"] / entry
+                made.parent.mkdir(parents=True, exist_ok=True)
+                made.touch() if entry.endswith(".txt") else made.mkdir(exist_ok=True)
+    assert len(load_dataset(name).names) == classes
+    assert load_dataset(f"data/{name}").splits == load_dataset(name).splits  # as guides write it
+
+
+def test_coco_json_alone_brings_its_names(tmp_path):
+    train = coco_json(tmp_path / "annotations" / "instances_train2017.json")
+    coco_json(tmp_path / "annotations" / "instances_val2017.json")
+    spec = load_dataset(str(train))
+    assert spec.names == ("cat", "dog")
+    assert spec.category_ids == (1, 3)
+    assert [path.name for path in paths(spec, "val")] == ["instances_val2017.json"]
+    roots = spec.sources("train")[0].image_roots
+    assert tmp_path / "train2017" in roots
+    assert tmp_path / "images" / "train2017" in roots
+    assert load_dataset(str(tmp_path)).category_ids == (1, 3)
+
+
+def test_coco_categories_meet_given_names_by_name(tmp_path):
+    coco_json(tmp_path / "a.json")
+    spec = load_dataset(write_yaml(tmp_path, "train: a.json\nnames: [dog, bird, cat]\n"))
+    assert spec.category_ids == (3, -1, 1)
+    with pytest.raises(ConfigError, match="category 'cat'") as caught:
+        load_dataset(write_yaml(tmp_path, "train: a.json\nnames: [dog, cats]\n"))
+    assert caught.value.hint == "nearest: cats"
+
+
+def test_two_files_that_number_categories_differently_are_refused(tmp_path):
+    coco_json(tmp_path / "a.json")
+    coco_json(tmp_path / "b.json", categories=((1, "dog"),))
+    with pytest.raises(ConfigError, match="category 1 is 'cat' and 'dog'"):
+        load_dataset(write_yaml(tmp_path, "train: a.json\nval: b.json\n"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "{",
+        "[" * 100_000,
+        '{"images": 3}',
+        '{"images": [3], "categories": []}',
+        '{"images": [{"id": 1}], "categories": []}',
+        '{"images": [{"id": 1, "file_name": "a"}, {"id": 1, "file_name": "b"}], "categories": []}',
+        '{"images": [], "categories": [{"id": "1", "name": "a"}]}',
+        '{"images": [], "categories": [{"id": 1e400, "name": "a"}]}',
+        '{"images": [], "categories": [{"id": 1}]}',
+        '{"images": [{"id": 1, "file_name": "a"}], "categories": [{"id": 1, "name": "a"}],'
+        ' "annotations": [{"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4]}]}',
+    ],
+)
+def test_json_that_is_not_coco_is_named(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"x\.json"):
+        load_dataset(str(path))
+
+
+def test_voc_folders_bring_their_names_and_lists(tmp_path):
+    root = voc_folder(tmp_path / "VOC2007")
+    spec = load_dataset(str(root))
+    assert spec.names == ("ant", "zebra")
+    assert [source.kind for source in spec.sources("train")] == ["voc"]
+    with pytest.raises(DataError, match="no list of its test images"):
+        spec.sources("test")
+    assert load_dataset(str(root)).names == spec.names  # from the cache this time
+
+
+def test_voc_lists_may_stand_in_a_yaml(tmp_path):
+    voc_folder(tmp_path / "VOC2007", splits=("trainval", "test"))
+    text = "train: VOC2007\nval: [VOC2007/ImageSets/Main/test.txt]\nnames: [zebra, ant]\n"
+    spec = load_dataset(write_yaml(tmp_path, text))
+    assert [path.name for path in paths(spec, "train") + paths(spec, "val")] == ["trainval.txt", "test.txt"]
+    assert spec.names == ("zebra", "ant")
+
+
+def test_a_folder_that_is_no_data_set_says_what_would_be(tmp_path):
+    with pytest.raises(ConfigError, match="no data set that I know"):
+        load_dataset(str(tmp_path))
+    write_yaml(tmp_path, "", "a.yaml")
+    write_yaml(tmp_path, "", "b.yaml")
+    with pytest.raises(ConfigError, match=r"2 YAML files: a\.yaml, b\.yaml"):
+        load_dataset(str(tmp_path))
+
+
+def test_shapes_are_made_once(tmp_path, monkeypatch):
+    shapes = pytest.importorskip("yolofleet.data.shapes")
+    spec = load_dataset("shapes:4")
+    assert spec.name == "shapes"
+    assert set(spec.splits) >= {"train", "val"}
+    before = sorted((tmp_path / "cache" / "datasets").iterdir())
+    monkeypatch.setattr(shapes, "make_shapes", None)
+    assert load_dataset("shapes:4").splits == spec.splits
+    assert sorted((tmp_path / "cache" / "datasets").iterdir()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX permissions")
+def test_shapes_without_a_place_to_write_say_so(tmp_path, monkeypatch):
+    pytest.importorskip("yolofleet.data.shapes")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="cannot be written"):
+        load_dataset("shapes:4")
+
+
+def test_any_yaml_and_json_gives_a_data_set_or_our_error(tmp_path):
+    write_picture(tmp_path / "images" / "a.jpg")
+    coco_json(tmp_path / "a.json")
+    rng = np.random.default_rng(0)
+    texts = {
+        "f.yaml": b"path: .\ntrain: [images, a.json]\nval: images\nnames: {0: cat, 1: dog}\nnc: 2\ndownload: x\n",
+        "f.json": (tmp_path / "a.json").read_bytes(),
+    }
+    pieces = [
+        b"{",
+        b"[",
+        b"]",
+        b"\0",
+        b"\xff",
+        b"- ",
+        b"&a",
+        b"*a",
+        b"!!int",
+        b"!!timestamp x",
+        b"null",
+        b"1e999",
+        b'"\\ud800"',
+    ]
+    outcomes = set()
+    for round_ in range(600):
+        name = ("f.yaml", "f.json")[round_ % 2]
+        data = bytearray(texts[name])
+        for _ in range(rng.integers(1, 4)):
+            place = int(rng.integers(0, len(data)))
+            change = pieces[rng.integers(0, len(pieces))] if rng.random() < 0.7 else rng.bytes(3)
+            data[place : place + int(rng.integers(0, 8))] = change
+        (tmp_path / name).write_bytes(bytes(data))
+        try:
+            load_dataset(str(tmp_path / name))
+            outcomes.add("read")
+        except YolofleetError as error:
+            outcomes.add(type(error).__name__)
+    assert outcomes == {"read", "ConfigError", "DataError"}
