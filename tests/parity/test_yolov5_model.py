@@ -9,10 +9,13 @@ import torch
 from reference import parity, reference
 
 from yolofleet.checkpoint.weights import model_from_weights, read_weights
+from yolofleet.config.schema import Recipe
+from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe, preset_names, rounded_width
 from yolofleet.models.detection import build_model, outline
 from yolofleet.models.fuse import fuse
+from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())
 SIZES = list(FACTS["models"])
@@ -109,6 +112,47 @@ def test_folding_batch_norm_changes_rounding_only():
         plain, folded = model.decode(model(images)), fused.decode(fused(images))
     assert (plain - folded)[..., :4].abs().max() < 0.05  # of boxes up to 1479 pixels
     assert (plain - folded)[..., 4:].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_one_training_step_is_the_originals(layout):
+    """Forward in training mode, loss, gradient of every parameter, clipping, first SGD update."""
+    facts = json.loads(parity("yolov5_model/train_step.json").read_text())
+    with np.load(parity("yolov5_model/train_step.npz")) as file:
+        numbers = {name: file[name] for name in file.files}
+    model = build_model(describe("yolov5n"), 3).to(memory_format=layout).train()
+    fill_by_formula(model, facts["gain"])
+    recipe = Recipe()
+    loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=640)
+    raws = model((torch.from_numpy(numbers["input_u8"]).float() / 255).to(memory_format=layout))
+    for level, raw in enumerate(raws):
+        assert np.abs(raw.detach().numpy() - numbers[f"train_raw{level}"]).max() < 5e-4
+    for name, total in facts["running_stat_sum_after_forward"].items():
+        assert model.state_dict()[name].sum().item() == pytest.approx(total, rel=1e-4, abs=1e-4)
+
+    targets = loss.match(numbers["targets"], 2, (128, 96))
+    means = loss.gains * loss.sums(raws, targets) / torch.as_tensor(targets.counts).clamp(min=1)
+    assert means.detach().view(3, 3).sum(1).tolist() == pytest.approx(facts["items_box_obj_cls"], rel=1e-4)
+    total = 2 * means.sum()
+    assert total.item() == pytest.approx(facts["loss"], rel=1e-4)
+    total.backward()
+
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(facts["grad_l2_before_clip"])
+    for name, norm in facts["grad_l2_before_clip"].items():
+        assert parameters[name].grad.norm().item() == pytest.approx(norm, rel=1e-3, abs=1e-4), name
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip_norm)
+    assert norm.item() == pytest.approx(facts["total_grad_norm_before_clip"], rel=1e-4)
+    build_optimizer(model, "SGD", recipe, recipe.weight_decay).step()
+    for key in numbers:
+        kind, _, name = key.partition(".")
+        if kind == "clipped_grad_first16":
+            found, at_most = parameters[name].grad, 1e-4
+        elif kind == "param_after_step_first16":
+            found, at_most = parameters[name].detach(), 1e-6
+        else:
+            continue
+        assert np.abs(found.contiguous().view(-1)[:16].numpy() - numbers[key]).max() < at_most, key
 
 
 def test_detect_starts_at_the_originals_priors():
