@@ -41,7 +41,11 @@ def _member(rank: int, size: int, meet: str, work: Callable[..., Any], args: tup
         torch.set_num_threads(1)
         if size > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+                "gloo",
+                init_method=f"file://{meet}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=60),
             )
         world = World(rank, size, rank, size, torch.device("cpu"))
         results.put((rank, _plain(work(world, *args)), None))

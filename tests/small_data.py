@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-ODD_NAMES = ("plain", "with space", "it's \"quoted\"", "Übung-猫", "a.b.c")
+ODD_NAMES = ("plain", "with space", 'it\'s "quoted"', "Übung-猫", "a.b.c")
 
 
 def picture(width: int, height: int, seed: int = 0) -> np.ndarray:

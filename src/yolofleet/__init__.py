@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "load_model", "__version__"]
+__all__ = ["Trainer", "__version__", "load_model"]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported only when one of these is asked for

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -77,11 +78,11 @@ def run(
     try:
         verb = "train" if isinstance(settings, TrainConfig) else "val"
         run_folder = shared_folder(world, verb, settings, folder)
-        if world.is_main and not (run_folder.path / "config.yaml").exists():
+        if world.is_main and folder is None:
             write_text(run_folder.config, dump_config(config, recipe))
         if isinstance(settings, TrainConfig):
             assert recipe is not None
-            train(config, recipe.value, world, run_folder)
+            train(cast(Resolved[TrainConfig], config), recipe.value, world, run_folder)
         else:
             validate(settings, world, run_folder)
     finally:
@@ -203,7 +204,9 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     mark = fingerprint(config, recipe, index, model)
     header = WeightsHeader.of(model, img=img)
     loss = family.loss(model, recipe, img)
-    model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+    model.to(world.device)
+    if config.channels_last:
+        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
     model.train()
     frozen = freeze(model, config.freeze)
     if config.sync_bn and world.size > 1:
@@ -241,7 +244,15 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     workers = loader_processes(config.workers, world)
     samples = TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs)
     report = TrainReport(
-        folder, console, events, world, config, clock, terms=loss.terms, header=header, dataset_images=len(index)
+        folder,
+        console,
+        events,
+        world,
+        config,
+        clock,
+        terms=loss.terms,
+        header=header,
+        dataset_images=len(index),
     )
 
     def evaluate_average() -> Evaluation:
@@ -301,7 +312,8 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
             "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
             + (f", {len(frozen)} tensors frozen" if frozen else ""),
             "step": f"{config.nominal_batch} images (after warm-up) as micro-batches of {micro_batch}, {precision}",
-            "image": f"{img} px" + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
+            "image": f"{img} px"
+            + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
             "loader": f"{workers} processes; {cache.note}",
         },
         settings=[
@@ -322,7 +334,9 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
         console.close()
 
 
-def say_anchor_fit(console: NullConsole, index: DataIndex, model: DetectionModel, recipe: Recipe, img: int) -> None:
+def say_anchor_fit(
+    console: NullConsole, index: DataIndex, model: DetectionModel, recipe: Recipe, img: int
+) -> None:
     """How the anchors fit the labels at the training size; they are not changed."""
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)
@@ -384,7 +398,9 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
         rows = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
         write_json(folder.path / "predictions.json", rows)
     if config.save_txt:
-        for image, text in detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf).items():
+        for image, text in detections_as_yolo_txt(
+            evaluation.detections, index, scores=config.save_conf
+        ).items():
             write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
@@ -404,21 +420,19 @@ def main(argv: list[str]) -> int:
         log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    words: dict[str, Any]
     try:
         job = load_job(folder / "config.yaml")
         run(job.config, job.recipe, folder)
         return 0
     except YolofleetError as error:
-        words = {"message": error.render(), "type": type(error).__name__, "exit_code": error.exit_code}
+        words = {"message": error.render(), "exit_code": error.exit_code}
+        words["secondary"] = isinstance(error, ClusterError)  # most often the echo of another rank's end
     except KeyboardInterrupt:
-        words = {"message": "interrupted", "type": "Stopped", "exit_code": 128 + signal.SIGINT}
+        words = {"message": "interrupted", "exit_code": 128 + signal.SIGINT}
     except Exception:
         traceback.print_exc()
-        words = {
-            "message": "this is a bug in yolofleet:\n" + traceback.format_exc(),
-            "type": "bug",
-            "exit_code": 1,
-        }
+        words = {"message": "this is a bug in yolofleet:\n" + traceback.format_exc(), "exit_code": 1}
     words |= {"rank": rank, "host": platform.node(), "time": time.time()}
     error_path(folder, rank).write_text(json.dumps(words), encoding="utf-8")
     return int(words["exit_code"])

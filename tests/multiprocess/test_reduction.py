@@ -37,7 +37,9 @@ def inputs() -> torch.Tensor:
 def one_step(world: World, shares: tuple[float, ...], small_buckets: bool, steps: int = 2) -> tuple:
     net = small_net()
     statistics = RunningStatistics(net)
-    buckets = GradientBuckets(net.parameters(), world, tail=statistics.size, bytes_each=256 if small_buckets else 1 << 20)
+    buckets = GradientBuckets(
+        net.parameters(), world, tail=statistics.size, bytes_each=256 if small_buckets else 1 << 20
+    )
     x = inputs()
     for _ in range(steps):  # twice: nothing of the first step may leak into the second
         buckets.zero()
@@ -106,7 +108,9 @@ def test_sync_batchnorm_equals_one_big_batch(shares: tuple[float, ...], tmp_path
     for grads, running, _ in results:
         for got, p in zip(grads, net.parameters(), strict=True):
             torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-4 * float(p.grad.abs().max()))
-        expected = torch.cat([b for m in net if isinstance(m, nn.BatchNorm2d) for b in (m.running_mean, m.running_var)])
+        expected = torch.cat(
+            [b for m in net if isinstance(m, nn.BatchNorm2d) for b in (m.running_mean, m.running_var)]
+        )
         torch.testing.assert_close(running, expected, rtol=1e-5, atol=1e-6)
 
 

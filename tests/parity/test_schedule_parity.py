@@ -30,7 +30,9 @@ def schedule_of(trace: dict) -> Schedule:
 @pytest.mark.parametrize("case", CASES)
 def test_rates_of_every_batch_equal_the_originals(case: str) -> None:
     trace, schedule = TRACES[case], schedule_of(TRACES[case])
-    for batch, ((bias, weight, _norm), (momentum, *_)) in enumerate(zip(trace["lr"], trace["momentum"], strict=True)):
+    for batch, ((bias, weight, _norm), (momentum, *_)) in enumerate(
+        zip(trace["lr"], trace["momentum"], strict=True)
+    ):
         got = schedule.rates(batch)
         assert got == pytest.approx((weight, bias, momentum), rel=1e-12, abs=1e-15)
     assert schedule.weight_decay == pytest.approx(trace["weight_decay"], rel=1e-12)
@@ -64,7 +66,9 @@ def test_moving_average_of_weights_and_statistics() -> None:
         toy["bn.running_var"] *= 2
         average.update()
         for name in toy:
-            torch.testing.assert_close(average.average[name], torch.tensor(after[name], dtype=torch.float32), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                average.average[name], torch.tensor(after[name], dtype=torch.float32), rtol=1e-6, atol=1e-6
+            )
 
 
 def test_parameter_groups_count_as_in_the_original() -> None:

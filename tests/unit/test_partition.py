@@ -32,7 +32,9 @@ def test_bad_shares_are_refused_with_an_example(text: str) -> None:
 
 
 def test_place_of_a_torchrun_worker() -> None:
-    env = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
+    env = dict(
+        RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1"
+    )
     place = place_from_environment(env)
     assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
 

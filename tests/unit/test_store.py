@@ -57,7 +57,9 @@ def test_damage_is_noticed(tmp_path: Path, where: str) -> None:
         read_tensors(path)
 
 
-def test_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "t.safetensors"
     write_tensors(path, TENSORS, {"n": 1})
     before = path.read_bytes()

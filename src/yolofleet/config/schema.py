@@ -51,9 +51,13 @@ class Frozen(BaseModel):
 class Where(Frozen):
     """Settings that say where a verb runs; none of them may change a result."""
 
-    device: str = setting("auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE)
+    device: str = setting(
+        "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
+    )
     threads: int = setting(0, "CPU threads per process; 0 = cores / local processes", ge=0, group="where")
-    workers: int = setting(-1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where")
+    workers: int = setting(
+        -1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where"
+    )
     project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")
     name: str = setting("exp", "run name; numbered when taken", group="where")
     exist_ok: bool = setting(False, "reuse the run folder of that name", group="where")
@@ -63,57 +67,92 @@ class TrainConfig(Where):
     """`yolofleet train`."""
 
     # what
-    data: str = setting("", "data set: YAML file, folder, COCO json, or a built-in name (shapes)", group="what")
+    data: str = setting(
+        "", "data set: YAML file, folder, COCO json, or a built-in name (shapes)", group="what"
+    )
     model: str = setting("", "model name (yolov5n ... yolov5x)", group="what")
     cfg: str = setting("", "model description YAML; instead of --model", group="what")
-    weights: str = setting("", "start weights (.safetensors, or a foreign .pt read without executing it)", group="what")
+    weights: str = setting(
+        "", "start weights (.safetensors, or a foreign .pt read without executing it)", group="what"
+    )
     recipe: str = setting("", "recipe name or file (hyperparameters); default: the family's", group="what")
     set: tuple[str, ...] = setting((), "override one recipe value, as key=value; repeatable", group="what")
-    img: int = setting(640, "square training and validation size, pixels; rounded up to the stride", ge=32, group="what")
+    img: int = setting(
+        640, "square training and validation size, pixels; rounded up to the stride", ge=32, group="what"
+    )
     single_cls: bool = setting(False, "treat all classes as one", group="what")
 
     # how much
     epochs: Natural = setting(100, "passes over the data", group="how much")
-    max_steps: int = setting(0, "end after this many optimizer updates; 0 = by epochs", ge=0, group="how much")
+    max_steps: int = setting(
+        0, "end after this many optimizer updates; 0 = by epochs", ge=0, group="how much"
+    )
     batch: Natural = setting(16, "total batch over all devices, images (YOLOv5's --batch)", group="how much")
     nominal_batch: Natural = setting(64, "images accumulated for one optimizer update", group="how much")
-    micro_batch: int = setting(0, "images that pass the network together; 0 = largest divisor of --batch up to 16", ge=0, group="how much")
-    patience: int = setting(100, "stop after this many epochs without a better fitness; 0 = never", ge=0, group="how much")
+    micro_batch: int = setting(
+        0,
+        "images that pass the network together; 0 = largest divisor of --batch up to 16",
+        ge=0,
+        group="how much",
+    )
+    patience: int = setting(
+        100, "stop after this many epochs without a better fitness; 0 = never", ge=0, group="how much"
+    )
 
     # recipe switches
     optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer", group="how")
     lr_schedule: Literal["linear", "cosine"] = setting("linear", "learning-rate decay", group="how")
     multi_scale: bool = setting(False, "vary the image size by +-50 % from step to step", group="how")
-    freeze: str = setting("", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how")
+    freeze: str = setting(
+        "", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how"
+    )
     seed: int = setting(0, "seed of data order, augmentation and initialisation", ge=0, group="how")
     autoanchor: bool = setting(True, "check how the anchors fit the labels, and say so", group="how")
     sync_bn: bool = setting(False, "batch-norm statistics over --batch images, across devices", group="how")
 
     # where
-    parallel: Literal["ddp", "dp"] = setting("ddp", "ddp: a process per device; dp: one process with threads", group="where")
-    reduce: Literal["fast", "exact"] = setting("fast", "gradient sum: fast (rounding) or exact (equal bits on every fleet)", group="where")
+    parallel: Literal["ddp", "dp"] = setting(
+        "ddp", "ddp: a process per device; dp: one process with threads", group="where"
+    )
+    reduce: Literal["fast", "exact"] = setting(
+        "fast", "gradient sum: fast (rounding) or exact (equal bits on every fleet)", group="where"
+    )
     shares: str = setting("", "micro-batches per rank, as 2,1,1; default equal", group="where")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    )
     channels_last: bool = setting(True, "memory layout of images and weights", group="where")
     deterministic: bool = setting(False, "deterministic kernels only (slower on GPUs)", group="where")
-    cudnn_benchmark: Literal["auto", "on", "off"] = setting("auto", "let cuDNN time its kernels; auto: on unless sizes vary or deterministic", group="where")
-    cache: Literal["auto", "none", "ram", "disk"] = setting("auto", "keep decoded images: ram is one copy per machine", group="where")
+    cudnn_benchmark: Literal["auto", "on", "off"] = setting(
+        "auto", "let cuDNN time its kernels; auto: on unless sizes vary or deterministic", group="where"
+    )
+    cache: Literal["auto", "none", "ram", "disk"] = setting(
+        "auto", "keep decoded images: ram is one copy per machine", group="where"
+    )
     prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
     pin_memory: bool = setting(True, "page-locked host memory for copies to GPUs", group="where")
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
 
     # keeping
-    resume: str = setting("", "continue a run: auto (newest), a run folder, or a checkpoint file", group="keeping")
-    save_period: int = setting(1, "full checkpoint every N epochs; 0 = only at the end", ge=0, group="keeping")
+    resume: str = setting(
+        "", "continue a run: auto (newest), a run folder, or a checkpoint file", group="keeping"
+    )
+    save_period: int = setting(
+        1, "full checkpoint every N epochs; 0 = only at the end", ge=0, group="keeping"
+    )
     save_steps: int = setting(0, "also every N steps; 0 = off", ge=0, group="keeping")
     save_minutes: float = setting(10.0, "also every N minutes; 0 = off", ge=0, group="keeping")
     keep_last: Natural = setting(2, "checkpoints kept", group="keeping")
 
     # looking
     val_period: int = setting(1, "validate every N epochs; 0 = only after the last", ge=0, group="looking")
-    val_batch: Natural = setting(32, "images per validation batch (fixed list, the same on every fleet)", group="looking")
+    val_batch: Natural = setting(
+        32, "images per validation batch (fixed list, the same on every fleet)", group="looking"
+    )
     plots: bool = setting(True, "curves and pictures", group="looking")
-    tensorboard: bool = setting(False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="looking")
+    tensorboard: bool = setting(
+        False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="looking"
+    )
     verbose: bool = setting(False, "table per class", group="looking")
 
 
@@ -129,14 +168,18 @@ class ValConfig(Where):
     iou: Unit = setting(0.6, "NMS overlap", group="how")
     max_det: Natural = setting(300, "most boxes per image", group="how")
     batch: Natural = setting(32, "images per batch (fixed list, the same on every fleet)", group="how")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    )
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
     verbose: bool = setting(False, "table per class", group="looking")
     plots: bool = setting(True, "curves and pictures", group="looking")
     save_json: bool = setting(False, "write detections in COCO's results format", group="keeping")
     save_txt: bool = setting(False, "write detections as YOLO txt", group="keeping")
     save_conf: bool = setting(False, "scores in the txt files", group="keeping")
-    json_out: str = setting("", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json")
+    json_out: str = setting(
+        "", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+    )
 
 
 class PredictConfig(Where):
@@ -152,11 +195,15 @@ class PredictConfig(Where):
     agnostic_nms: bool = setting(False, "NMS over all classes together", group="how")
     vid_stride: Natural = setting(1, "every Nth video frame", group="how")
     batch: Natural = setting(1, "images per forward pass", group="how")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting("auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    )
     save: Literal["images", "none"] = setting("images", "write annotated pictures", group="keeping")
     save_txt: bool = setting(False, "write YOLO txt files", group="keeping")
     save_conf: bool = setting(False, "scores in the txt files", group="keeping")
-    txt_format: Literal["yolo", "voc"] = setting("yolo", "yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels", group="keeping")
+    txt_format: Literal["yolo", "voc"] = setting(
+        "yolo", "yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels", group="keeping"
+    )
     save_json: bool = setting(False, "write all detections as one JSON", group="keeping")
     save_csv: bool = setting(False, "write all detections as one CSV", group="keeping")
     save_crop: bool = setting(False, "write cut-outs", group="keeping")

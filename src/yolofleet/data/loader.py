@@ -173,7 +173,8 @@ class _TrainBuilder:
                 image, truth = self.samples.sample(epoch, position)
                 cv2.resize(image, (side, side), dst=pixels[i], interpolation=cv2.INTER_LINEAR)
             labels.append(np.concatenate([np.full((len(truth), 1), i, np.float32), truth], axis=1))
-        all_labels = np.concatenate(labels)  # [n, 6]
+        none = np.zeros((0, 6), np.float32)  # an idle rank's share of a group is empty
+        all_labels = np.concatenate([none, *labels])  # [n, 6]
         targets = self.match(all_labels, len(key.samples), (side, side))
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets)
 

@@ -10,10 +10,12 @@ Legend: N images of a batch, D detections, C classes, T loss terms, B batches of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +44,9 @@ from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.models.detection import DetectionModel
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
+Item = TypeVar("Item")
+Done = TypeVar("Done")
+
 PARTS = ("load", "forward", "nms", "match", "wall")
 
 
@@ -136,32 +141,20 @@ def evaluate(
             hint="validate with the data set that the model was trained on",
         )
     share = _shares(val_batches(index, img, batch, max(model.strides)), world.size)[world.rank]
-    watch = _Stopwatch(device)
-    shard = _Shard()
-    with val_loader(
-        index, share, img, workers=workers, cache=cache, pin_memory=device.type == "cuda"
-    ) as batches:
-        for done in range(len(share)):
-            with watch("load"):
-                val_batch, images_u8, letterboxes = next(batches)
-            with watch("forward"), torch.inference_mode():
-                images = images_u8.to(device, non_blocking=True).float().div_(255)
-                with _autocast(precision, device):
-                    raws = model(images)
-                if loss is not None:
-                    targets = loss.match(
-                        _letterboxed_labels(index, val_batch, letterboxes), len(images), val_batch.size_hw
-                    )
-                    shard.add_losses(val_batch.ordinal, loss.sums(raws, targets), targets.counts)
-                decoded = model.decode(raws)
-            with watch("nms"), torch.inference_mode():
-                per_image, cut = decoded_to_detections(
-                    decoded, conf=conf, iou=iou, max_det=max_det, multi_label=True, agnostic=single_cls
-                )
-                shard.candidates_cut += cut
-                shard.found.append(_native_detections(val_batch, per_image, letterboxes, single_cls))
+    watch, shard = _Stopwatch(), _Shard()
+    detect = _Detect(model, index, device, precision, conf, iou, max_det, single_cls, loss)
+    with (
+        val_loader(
+            index, share, img, workers=workers, cache=cache, pin_memory=device.type == "cuda"
+        ) as batches,
+        _Threads(device) as threads,
+    ):
+        for done, detected in enumerate(threads.map(detect, watch.each("load", batches)), 1):
+            shard.add(detected)
+            watch.add("forward", detected.forward_s / threads.count)
+            watch.add("nms", detected.nms_s / threads.count)
             if on_batch is not None:
-                on_batch(done + 1, len(share))
+                on_batch(done, len(share))
     with watch("match"):
         positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
         labels, found = labels_of(index, positions), shard.detections()
@@ -247,27 +240,120 @@ def _autocast(precision: str, device: torch.device) -> AbstractContextManager[ob
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
-class _Stopwatch:
-    """Seconds by part; a part ends when the device has done its work (NMS waits for it anyway)."""
+@dataclass(frozen=True)
+class _Detected:
+    """One batch, done."""
+
+    found: ScoredBoxes
+    candidates_cut: int
+    ordinal: int
+    loss_sums: NDArray[np.float64] | None  # [T]
+    loss_counts: NDArray[np.int64] | None
+    forward_s: float
+    nms_s: float
+
+
+@dataclass(frozen=True)
+class _Detect:
+    """A batch with its images -> detections in native pixels; may be called from several threads."""
+
+    model: DetectionModel
+    index: DataIndex
+    device: torch.device
+    precision: str
+    conf: float
+    iou: float
+    max_det: int
+    single_cls: bool
+    loss: Loss | None
+
+    @torch.inference_mode()
+    def __call__(self, loaded: tuple[ValBatch, Tensor, list[Letterbox]]) -> _Detected:
+        batch, images_u8, letterboxes = loaded
+        began_s = time.perf_counter()
+        images = images_u8.to(self.device, non_blocking=True).float().div_(255)
+        with _autocast(self.precision, self.device):
+            raws = self.model(images)
+        sums = counts = None
+        if self.loss is not None:
+            labels = _letterboxed_labels(self.index, batch, letterboxes)
+            targets = self.loss.match(labels, len(images), batch.size_hw)
+            sums = self.loss.sums(raws, targets).double().cpu().numpy()
+            counts = np.asarray(targets.counts, np.int64)
+        decoded = self.model.decode(raws)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # NMS waits for it anyway
+        forward_s = time.perf_counter() - began_s
+        per_image, cut = decoded_to_detections(
+            decoded,
+            conf=self.conf,
+            iou=self.iou,
+            max_det=self.max_det,
+            multi_label=True,
+            agnostic=self.single_cls,
+        )
+        found = _native_detections(batch, per_image, letterboxes, self.single_cls)
+        nms_s = time.perf_counter() - began_s - forward_s
+        return _Detected(found, cut, batch.ordinal, sums, counts, forward_s, nms_s)
+
+
+class _Threads:
+    """On a CPU, whole batches side by side on threads of one core each, instead of one batch on all cores:
+    the last bits of a convolution depend on how many threads share it, those of a batch then do not."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._began_s = time.perf_counter()
-        self._part = ""
-        self._part_began_s = 0.0
+        self.count = torch.get_num_threads() if device.type == "cpu" else 1
+        self._pool: ThreadPoolExecutor | None = None
 
-    def __call__(self, part: str) -> _Stopwatch:
-        self._part, self._part_began_s = part, time.perf_counter()
+    def __enter__(self) -> _Threads:
+        if self.count > 1:
+            self._pool = ThreadPoolExecutor(self.count, "evaluate", torch.set_num_threads, (1,))
         return self
 
-    def __enter__(self) -> None:
-        pass
-
     def __exit__(self, *_: object) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
-        self._seconds[self._part] += time.perf_counter() - self._part_began_s
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(self.count)
+
+    def map(self, work: Callable[[Item], Done], items: Iterable[Item]) -> Iterator[Done]:
+        """In order; a few items ahead at most, because each holds its images."""
+        if self._pool is None:
+            yield from map(work, items)
+            return
+        waiting: deque[Future[Done]] = deque()
+        for item in items:
+            waiting.append(self._pool.submit(work, item))
+            if len(waiting) > self.count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+class _Stopwatch:
+    """Seconds by part."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._began_s = time.perf_counter()
+
+    def add(self, part: str, seconds: float) -> None:
+        self._seconds[part] += seconds
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.add(part, time.perf_counter() - began_s)
+
+    def each(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass on; charge the waiting."""
+        iterator = iter(items)
+        while True:
+            with self(part):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
 
     def seconds(self) -> NDArray[np.float64]:
         """In the order of ``PARTS``."""
@@ -289,10 +375,13 @@ class _Shard:
         self._sums: list[NDArray[np.float64]] = []
         self._counts: list[NDArray[np.int64]] = []
 
-    def add_losses(self, ordinal: int, sums: Tensor, counts: NDArray[np.int64]) -> None:
-        self._ordinals.append(ordinal)
-        self._sums.append(sums.double().cpu().numpy())
-        self._counts.append(np.asarray(counts, np.int64))
+    def add(self, detected: _Detected) -> None:
+        self.found.append(detected.found)
+        self.candidates_cut += detected.candidates_cut
+        if detected.loss_sums is not None and detected.loss_counts is not None:
+            self._ordinals.append(detected.ordinal)
+            self._sums.append(detected.loss_sums)
+            self._counts.append(detected.loss_counts)
 
     def detections(self) -> ScoredBoxes:
         """By image position; the order within an image stays."""

@@ -27,10 +27,13 @@ def start_val(config: Resolved[ValConfig]) -> int:
     return _start("val", config, None)
 
 
-def _start(verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None) -> int:
+def _start(
+    verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
+) -> int:
     settings = config.value
     processes = processes_of(settings.device)
     if processes == 1 or is_worker():
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
         from yolofleet.worker import run
 
         run(config, recipe, resumed_folder(settings))
@@ -39,7 +42,9 @@ def _start(verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recip
 
     folder = resumed_folder(settings)
     if folder is None:
-        made = RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
+        made = RunFolder.create(
+            verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+        )
         folder = made.path
     write_text(folder / "config.yaml", dump_config(config, recipe))
     return run_agent(JobSpec(folder.resolve(), processes))

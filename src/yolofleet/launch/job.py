@@ -64,9 +64,18 @@ def agent_argv(job: JobSpec) -> list[str]:
 
 def agent_environment(base: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment: the caller's, less a place in another fleet, plus defaults that are missing."""
-    strays = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    strays = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+    )
     env = {name: value for name, value in base.items() if name not in strays}
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # ids as nvidia-smi shows them
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of other processes
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun would warn; the worker sets its own count (--threads)
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

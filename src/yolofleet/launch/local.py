@@ -88,8 +88,9 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
     words.sort(key=lambda w: (w.get("secondary", False), w.get("time", 0.0)))
     if words:
         first = words[0]
-        where = "" if first.get("everywhere") else f" [rank {first['rank']} on {first['host']}]"
-        print(f"{first['message']}{where}", file=sys.stderr)
+        print(first["message"], file=sys.stderr)
+        if any(w["message"] != first["message"] for w in words):
+            print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
         return int(first["exit_code"])
     log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
     if match := re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL):
@@ -100,5 +101,8 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
     if code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
         return Stopped.exit_code
     tail = "\n".join(log.strip().splitlines()[-15:])
-    print(f"ClusterError: the processes could not be started\n  from : {folder / 'logs' / 'agent.log'}\n{tail}", file=sys.stderr)
+    print(
+        f"ClusterError: the processes could not be started\n  from : {folder / 'logs' / 'agent.log'}\n{tail}",
+        file=sys.stderr,
+    )
     return 4

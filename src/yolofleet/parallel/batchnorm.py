@@ -72,7 +72,7 @@ class GroupBatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, world: World
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels = x.shape[1]
@@ -97,7 +97,7 @@ class GroupBatchNorm(torch.autograd.Function):
         return out.to(x.dtype), mean, unbiased32
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _mean: Any, _var: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _mean: Any, _var: Any) -> Any:
         xhat, weight, invstd, total = ctx.saved_tensors
         wide = grad.float()
         local = torch.cat([wide.sum((0, 2, 3)), (wide * xhat).sum((0, 2, 3))])
@@ -106,7 +106,13 @@ class GroupBatchNorm(torch.autograd.Function):
         g_mean = (sums[:channels] / total).float()[:, None, None]
         gx_mean = (sums[channels:] / total).float()[:, None, None]
         dx = (wide - g_mean - xhat * gx_mean) * (weight * invstd)[:, None, None]
-        return dx.to(grad.dtype), local[channels:].to(weight.dtype), local[:channels].to(weight.dtype), None, None
+        return (
+            dx.to(grad.dtype),
+            local[channels:].to(weight.dtype),
+            local[:channels].to(weight.dtype),
+            None,
+            None,
+        )
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):

@@ -31,7 +31,12 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], world: World, *, tail: int = 0, bytes_each: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[nn.Parameter],
+        world: World,
+        *,
+        tail: int = 0,
+        bytes_each: int = BUCKET_BYTES,
     ) -> None:
         self.world = world
         self.parameters = [p for p in parameters if p.requires_grad][::-1]

@@ -81,8 +81,9 @@ class StepSplitter:
         """Image side of a step under multi-scale; None = as configured."""
         if not self.multi_scale:
             return None
-        low, high = round(self.img * 0.5 / self.stride), round(self.img * 1.5 / self.stride)
-        return int(generator(self.seed, "multi-scale", step).integers(max(low, 1), high + 1)) * self.stride
+        low, high = max(round(self.img * 0.5 / self.stride), 1), round(self.img * 1.5 / self.stride)
+        draw = generator(self.seed, "multi-scale", step).random()
+        return (low + int(draw * (high - low + 1))) * self.stride
 
 
 class StopRequest:
@@ -240,7 +241,9 @@ class TrainingRun:
 
     def _out_of_patience(self) -> bool:
         progress, patience = self.state.progress, self.config.patience
-        return bool(patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience)
+        return bool(
+            patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience
+        )
 
     def _save(self) -> None:
         """Hand a copy of the state to rank 0's writer; nobody waits for the disk.

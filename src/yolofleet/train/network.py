@@ -53,7 +53,11 @@ def freeze(model: DetectionModel, spec: str) -> list[str]:
         prefixes = parts
     frozen = [name for name, _ in model.named_parameters() if any(name.startswith(p) for p in prefixes)]
     unknown = [p for p in prefixes if not any(name.startswith(p) for name in model.state_dict())]
-    unknown = [p for p in unknown if not (p.startswith("model.") and p[6:-1].isdigit() and int(p[6:-1]) < len(model.model))]
+    unknown = [
+        p
+        for p in unknown
+        if not (p.startswith("model.") and p[6:-1].isdigit() and int(p[6:-1]) < len(model.model))
+    ]
     if not frozen or unknown:
         raise ConfigError(
             f"--freeze {spec}: no layer {unknown[0] if unknown else spec}",

@@ -28,7 +28,9 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return biases, weights, norms
 
 
-def build_optimizer(model: nn.Module, name: str, recipe: Recipe, weight_decay: float) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, name: str, recipe: Recipe, weight_decay: float
+) -> torch.optim.Optimizer:
     """SGD (Nesterov), Adam or AdamW; groups in the order biases, weights, norms."""
     biases, weights, norms = parameter_groups(model)
     groups = [

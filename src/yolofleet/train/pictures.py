@@ -30,13 +30,17 @@ def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> 
     attempt(note, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, folder / "labels.png")
 
 
-def draw_micro_batch(micro_batch: MicroBatch, names: Sequence[str], folder: Path, note: Callable[[str], None]) -> None:
+def draw_micro_batch(
+    micro_batch: MicroBatch, names: Sequence[str], folder: Path, note: Callable[[str], None]
+) -> None:
     """What the network is trained on."""
     pictures = training_pictures(micro_batch.images, micro_batch.labels, most=SHOWN)
     attempt(note, plot_pictures, pictures, names, folder / f"train_step{micro_batch.step}.jpg")
 
 
-def draw_evaluation(evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:
+def draw_evaluation(
+    evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]
+) -> None:
     """Curves, confusion matrix, and some of this rank's images with truth and with detections."""
     attempt(note, plot_curves, evaluation.metrics.curves, index.names, folder)
     attempt(note, plot_confusion, evaluation.confusion, index.names, folder / "confusion_matrix.png")

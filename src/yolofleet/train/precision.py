@@ -18,7 +18,9 @@ def resolve_precision(asked: str, device: torch.device) -> str:
     if asked == "auto":
         return "fp16" if device.type == "cuda" else "fp32"
     if asked == "fp16" and device.type == "cpu":
-        raise ConfigError("--precision fp16 needs a GPU; this process runs on the CPU", hint="--precision fp32")
+        raise ConfigError(
+            "--precision fp16 needs a GPU; this process runs on the CPU", hint="--precision fp32"
+        )
     if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("--precision bf16: this GPU has no bfloat16", hint="--precision fp16")
     return asked

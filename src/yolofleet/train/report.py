@@ -63,11 +63,19 @@ class TrainReport:
         header: WeightsHeader,
         dataset_images: int,
     ) -> None:
-        self.folder, self.console, self.events, self.world, self.config = folder, console, events, world, config
+        self.folder, self.console, self.events, self.world, self.config = (
+            folder,
+            console,
+            events,
+            world,
+            config,
+        )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
         self.clock = clock
         self.table = ResultsTable(folder.results_csv)
-        self.tensorboard = TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
+        self.tensorboard = (
+            TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
+        )
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
         self.sha256: dict[str, str] = {}
@@ -87,7 +95,9 @@ class TrainReport:
         self.index, self.val_index = index, val_index
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
-        self.console.header("yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings)
+        self.console.header(
+            "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
+        )
         for split, problems in (("train", index), ("val", val_index)):
             if problems.problems:
                 self.console.warn(f"{split} labels: {problems.problems_text(5)}")
@@ -136,7 +146,9 @@ class TrainReport:
                 weights = Weights(state.weights(), replace(self.header, extra=extra))
                 self.sha256[name] = write_weights(self.folder.weights / f"{name}.safetensors", weights)
 
-    def epoch(self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None) -> None:
+    def epoch(
+        self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None
+    ) -> None:
         """An epoch has ended: its line, its row, its table.
 
         Collective: every rank (the slowest rank's times are what is shown).
@@ -173,7 +185,6 @@ class TrainReport:
         if self.tensorboard:
             self.tensorboard.write(row)
         self._open_epoch(epoch + 1)
-
 
     def finish(self, state: TrainState) -> None:
         """The run is over: results.json, pictures, the last words. Collective: every rank."""

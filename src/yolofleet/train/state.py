@@ -26,7 +26,9 @@ class Progress:
     epochs_done: int = 0
     best_fitness: float = -1.0
     best_epoch: int = -1
-    epoch_terms: list[float] = field(default_factory=list)  # loss terms x images of the epoch under way, all ranks
+    epoch_terms: list[float] = field(
+        default_factory=list
+    )  # loss terms x images of the epoch under way, all ranks
     epoch_images: int = 0
 
 
@@ -119,7 +121,9 @@ class TrainState:
         for name in expected:
             live[name].copy_(stored[name])
         for name, p in self.model.named_parameters():
-            mine = {key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")}
+            mine = {
+                key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")
+            }
             for slot, t in mine.items():
                 like = p if t.shape == p.shape else t
                 self.optimizer.state[p][slot] = torch.empty_like(like, dtype=t.dtype).copy_(t)

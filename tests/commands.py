@@ -1,0 +1,106 @@
+"""Run the command line as a user does, in processes of its own, on a data set that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from yolofleet.data.shapes import make_shapes
+
+DEADLINE_S = 240
+SMALL = [
+    "--model",
+    "yolov5n",
+    "--img",
+    "64",
+    "--batch",
+    "8",
+    "--nominal-batch",
+    "8",
+    "--micro-batch",
+    "2",
+    "--no-plots",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+def environment(folder: Path) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return env | {"YOLOFLEET_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def yolofleet(folder: Path, *args: str | Path, code: int | None = 0) -> Outcome:
+    """Run to the end in ``folder``; asserts the exit code unless it is None."""
+    done = subprocess.run(
+        [sys.executable, "-m", "yolofleet", *map(str, args)],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def small_shapes(folder: Path, images: int = 20, val_images: int = 10) -> Path:
+    return make_shapes(folder / "small shapes", images=images, val_images=val_images, img=64, seed=3)
+
+
+def train_args(data: Path, *more: str | Path) -> list[str | Path]:
+    return ["train", "--data", data, *SMALL, "--epochs", "2", "--threads", "1", *more]
+
+
+def results(run: Path) -> dict:
+    return json.loads((run / "results.json").read_text())
+
+
+def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path) -> None:
+    """Start, wait until the state of ``step`` or a later one is on disk, and SIGKILL every process of it."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "yolofleet", *map(str, args)],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while not any(int(f.stem.split("-")[1]) >= step for f in run.glob("checkpoints/step-*.safetensors")):
+            assert started.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline, "no checkpoint in time"
+            time.sleep(0.02)
+    finally:
+        for process in family(started.pid):
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        started.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants (Linux)."""
+    found, parents = [pid], {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found

@@ -1,0 +1,134 @@
+"""The main job with real processes: the fleet, and dying on the way, do not change what is learned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from commands import SMALL, killed_at_step, results, small_shapes, train_args, yolofleet
+
+from yolofleet.checkpoint.format import read_tensors, tensors_sha256
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+
+
+def weights_of(run: Path) -> str:
+    tensors, _ = read_tensors(run / "weights" / "last.safetensors")
+    return tensors_sha256(tensors)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("träin ing")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    return small_shapes(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, data: Path) -> dict[str, Path]:
+    """The same run on one and on two processes, never interrupted."""
+    for name, device in (("one", "cpu"), ("two", "cpu:2")):
+        yolofleet(folder, *train_args(data, "--device", device, "--name", name, "--save-steps", "2"))
+    return {name: folder / "runs" / "train" / name for name in ("one", "two")}
+
+
+def test_a_run_leaves_behind_what_the_design_says(whole: dict[str, Path]) -> None:
+    for run in whole.values():
+        for name in ("config.yaml", "results.csv", "results.json", "events.jsonl", "logs/rank-0.log"):
+            assert (run / name).stat().st_size > 0
+        for name in ("best", "last"):
+            assert (run / "weights" / f"{name}.safetensors").exists()
+        assert len((run / "results.csv").read_text().splitlines()) == 3  # header, two epochs
+        found = results(run)
+        assert {"metrics", "per_class", "weights_sha256", "fleet", "versions", "seconds"} <= set(found)
+        assert not list(run.rglob(".*tmp"))
+    assert (whole["two"] / "logs" / "rank-1.log").exists()
+    assert results(whole["two"])["fleet"]["processes"] == 2
+
+
+def test_two_processes_learn_what_one_learns_up_to_rounding(whole: dict[str, Path]) -> None:
+    one, _ = read_tensors(whole["one"] / "weights" / "last.safetensors")
+    two, _ = read_tensors(whole["two"] / "weights" / "last.safetensors")
+    for name, t in one.items():
+        if t.is_floating_point():
+            assert (two[name] - t).norm() <= 2e-3 * t.norm() + 1e-6, name
+
+
+@needs_proc
+@pytest.mark.parametrize(("name", "device"), [("one", "cpu"), ("two", "cpu:2")])
+def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
+    folder: Path, data: Path, whole: dict[str, Path], name: str, device: str
+) -> None:
+    run = folder / "runs" / "train" / f"killed {name}"
+    args = train_args(data, "--device", device, "--name", run.name, "--save-steps", "2", "--keep-last", "9")
+    killed_at_step(folder, 2, run, *args)
+    assert not (run / "results.json").exists(), "it was to die before the end"
+    said = yolofleet(folder, "train", "--resume", run).out
+    assert "resumed after step" in said
+    assert weights_of(run) == weights_of(whole[name])
+    assert results(run)["metrics"] == results(whole[name])["metrics"]
+    assert [line.split(",")[0] for line in (run / "results.csv").read_text().splitlines()] == [
+        "epoch",
+        "1",
+        "2",
+    ]
+
+
+@needs_proc
+def test_a_checkpoint_cut_in_half_is_passed_over(folder: Path, data: Path, whole: dict[str, Path]) -> None:
+    run = folder / "runs" / "train" / "cut"
+    args = train_args(data, "--device", "cpu", "--name", run.name, "--save-steps", "1", "--keep-last", "9")
+    killed_at_step(folder, 4, run, *args)
+    newest = max((run / "checkpoints").glob("step-*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    said = yolofleet(folder, "train", "--resume", run)
+    assert "passed over" in said.out and newest.name in said.out
+    assert weights_of(run) == weights_of(whole["one"])
+
+
+def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
+    folder: Path, data: Path, whole: dict[str, Path]
+) -> None:
+    weights = whole["one"] / "weights" / "last.safetensors"
+    figures = []
+    for device in ("cpu", "cpu:2", "cpu:3"):
+        name = device.replace(":", "")
+        yolofleet(folder, "val", "--weights", weights, "--data", data, "--img", "64", "--device", device,
+                  "--batch", "4", "--name", name, "--no-plots")  # fmt: skip
+        found = results(folder / "runs" / "val" / name)
+        figures.append((found["metrics"], found["per_class"], found["images"]))
+    assert figures[0] == figures[1] == figures[2]
+    assert figures[0][2] == 10
+
+
+def test_the_old_and_the_new_torch_launchers_start_the_same_run(
+    folder: Path, data: Path, whole: dict[str, Path]
+) -> None:
+    import subprocess
+
+    from commands import environment
+
+    script = Path(__file__).resolve().parents[2] / "train.py"
+    for module, name in (("torch.distributed.run", "run"), ("torch.distributed.launch", "launch")):
+        command = [sys.executable, "-m", module, "--nproc_per_node", "2", "--master_port", "0", str(script)]
+        command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
+        command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", name, "--weights", ""]
+        done = subprocess.run(
+            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert weights_of(folder / "runs" / "train" / name) == weights_of(whole["two"])
+
+
+def test_sync_batchnorm_and_unequal_shares_train(folder: Path, data: Path) -> None:
+    for name, more in (
+        ("sync", ["--sync-bn"]),
+        ("shares", ["--shares", "3,1"]),
+        ("idle", ["--shares", "1,0"]),
+    ):
+        yolofleet(folder, *train_args(data, "--device", "cpu:2", "--max-steps", "3", "--name", name, *more))
+        assert results(folder / "runs" / "train" / name)["steps"] == 3
