@@ -334,6 +334,37 @@ def test_a_module_that_holds_itself_is_refused(tmp_path, model, foreign):
         read_weights(tmp_path / "loop.pt")
 
 
+def doubling():
+    """2^60 leaves by sharing: nobody may walk through it or write it out."""
+    value = ("x",)
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize("attribute", ["yaml_file", "names", "_non_persistent_buffers_set", "class_weights"])
+def test_strange_attributes_are_passed_over(tmp_path, model, foreign, attribute):
+    torch.save({"model": foreign(model, **{attribute: doubling()}), "opt": doubling()}, tmp_path / "w.pt")
+    weights = read_weights(tmp_path / "w.pt")
+    assert same(by_name(weights.tensors), by_name(halved(model)))
+    assert len(weights.header.names) == 3
+
+
+@pytest.mark.parametrize("key", ["depth_multiple", "anchors", "backbone", "row", "inputs", "module", "args"])
+def test_strange_descriptions_are_refused(tmp_path, model, foreign, key):
+    root = foreign(model)
+    if key in root.yaml:
+        root.yaml[key] = doubling()
+    else:
+        row = doubling() if key == "row" else list(root.yaml["backbone"][0])
+        if key != "row":
+            row[{"inputs": 0, "module": 2, "args": 3}[key]] = doubling()
+        root.yaml["backbone"][0] = row
+    torch.save({"model": root}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="its model cannot be built"):
+        read_weights(tmp_path / "w.pt")
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path, model, foreign):
     root = foreign(model)
     root.model._modules["3"]._modules["conv"].weight[0, 0, 0, 0] = float("nan")

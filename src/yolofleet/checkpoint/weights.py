@@ -25,7 +25,13 @@ from yolofleet.checkpoint.format import DIGEST, decode_tensors, write_tensors
 from yolofleet.checkpoint.pickles import PickledObject, StoredTensor, TorchFile
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.models.description import ModelDescription, from_yolov5_mapping, preset, preset_names
+from yolofleet.models.description import (
+    MAX_CLASSES,
+    ModelDescription,
+    from_yolov5_mapping,
+    preset,
+    preset_names,
+)
 from yolofleet.models.detection import DetectionModel, outline
 
 HEADER = "weights"  # key of the header in a file of ours
@@ -294,9 +300,10 @@ def _from_torch_file(file: TorchFile, description: ModelDescription | None) -> W
         tensors, values = _module_tensors(found, source)
         mapping = values.get("yaml")
         if isinstance(mapping, dict):
-            origin = str(values.get("yaml_file", "model"))[:200]
+            origin = values.get("yaml_file")
+            name = Path(origin).stem[:100] if isinstance(origin, str) else "model"
             try:
-                description = from_yolov5_mapping(mapping, name=Path(origin).stem, source=source)
+                description = from_yolov5_mapping(mapping, name=name, source=source)
             except ConfigError as problem:
                 raise CheckpointError(
                     f"{source}: its model cannot be built: {problem.what}", hint=problem.hint
@@ -338,11 +345,10 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
                 f"{source} uses the activation {kind}; YOLOv5 from v5.0 on uses SiLU",
                 hint="weights of older releases cannot be used",
             )
+        passing = state.get("_non_persistent_buffers_set")
         for group in ("_parameters", "_buffers"):
             for name, value in named(state.get(group)):
-                if isinstance(value, StoredTensor) and name not in (
-                    state.get("_non_persistent_buffers_set") or ()
-                ):
+                if isinstance(value, StoredTensor) and not (isinstance(passing, set) and name in passing):
                     tensors[prefix + name] = value
         children = [
             (f"{prefix}{n}.", m) for n, m in named(state.get("_modules")) if isinstance(m, PickledObject)
@@ -407,7 +413,7 @@ def _classes_by_shapes(
     if bias is None or len(bias.shape) != 1:
         return None
     values, remainder = divmod(int(bias.shape[0]), len(description.anchors_px[0]))
-    return values - 5 if remainder == 0 and values > 5 else None
+    return values - 5 if remainder == 0 and 5 < values <= MAX_CLASSES else None
 
 
 def _description_by_shapes(given: Mapping[str, Tensor | StoredTensor], source: str) -> ModelDescription:

@@ -179,11 +179,7 @@ def preset(name: str) -> ModelDescription:
         ConfigError: unknown name, with the nearest known one.
     """
     if name not in preset_names():
-        near = difflib.get_close_matches(name, preset_names(), 1)
-        raise ConfigError(
-            f"unknown model {name!r}",
-            hint=(f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(preset_names()),
-        )
+        raise ConfigError(f"unknown model {_short(name)}", hint=_nearest(name, preset_names()))
     p6 = name.endswith("6")
     size = name.removeprefix("yolov5").removesuffix("6")
     depth, width = SIZES[size]
@@ -349,11 +345,7 @@ class _Checker:
         known = [*required, *optional]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key)[:100], known, 1)
-                raise self.error(
-                    f"unknown key {_short(key)}",
-                    (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(known),
-                )
+                raise self.error(f"unknown key {_short(key)}", _nearest(key, known))
         for key in required:
             if key not in values:
                 raise self.error(f"key {key} is missing")
@@ -399,11 +391,7 @@ class _Checker:
         if type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS:
             raise self.error(f"{where}: number is {_short(repeats)}, expected 1..{MAX_REPEATS}")
         if not isinstance(module, str) or module not in MODULES:
-            near = difflib.get_close_matches(str(module)[:100], MODULES, 1)
-            raise self.error(
-                f"{where}: unknown module {_short(module)}",
-                (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(MODULES),
-            )
+            raise self.error(f"{where}: unknown module {_short(module)}", _nearest(module, list(MODULES)))
         if module in SINGLE and repeats != 1:
             raise self.error(f"{where}: {module} cannot be repeated")
         return Row(tuple(inputs), repeats, module, self.args(where, module, args))
@@ -424,17 +412,26 @@ class _Checker:
             raise self.error(f"{where}: {module}: {problem}") from None
 
 
+def _nearest(value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(value[:100], known, 1) if isinstance(value, str) else []
+    return (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(known)
+
+
 def _short(value: Any) -> str:
     """A stranger's value for a message: never long, never deep."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
-        return f"[{', '.join(v[:20] if isinstance(v, str) else _kind_or_number(v) for v in value)}]"
-    return repr(value[:60]) if isinstance(value, str) else _kind_or_number(value)
+        return f"[{', '.join(_word(v) for v in value)}]"
+    return _word(value)
 
 
-def _kind_or_number(value: Any) -> str:
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 10**18):
+def _word(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value[:60])
+    if value is None or isinstance(value, (bool, float)):
         return str(value)
-    return f"a {type(value).__name__}"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**18 else "a number of more than 18 digits"
+    return f"something of type {type(value).__name__}"
 
 
 # -- working out channels and strides -------------------------------------------------------------------
