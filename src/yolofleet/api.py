@@ -25,8 +25,8 @@ from yolofleet.errors import (
     StorageError,
     YolofleetError,
 )
-from yolofleet.launch import is_worker, resumed_folder
-from yolofleet.launch.job import JobSpec, processes_of
+from yolofleet.launch import is_worker, processes_to_start, resumed_folder
+from yolofleet.launch.job import JobSpec
 from yolofleet.predict.predictor import Predictor
 from yolofleet.report.folder import RunFolder, write_text
 
@@ -108,7 +108,7 @@ class Trainer:
             )
         )
         write_text(folder.config, dump_config(self.config, self.recipe))
-        processes = processes_of(settings.device)
+        processes = processes_to_start(settings)
         if processes == 1:
             from yolofleet.worker import run
 

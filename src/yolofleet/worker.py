@@ -32,15 +32,17 @@ from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.data.sources import load_dataset
-from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.errors import ClusterError, ConfigError, YolofleetError
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import family_of
+from yolofleet.launch.job import processes_of
 from yolofleet.launch.local import die_with_parent, error_path
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.detection import DetectionModel, build_model
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import Place, World, device_of, place_from_environment
 from yolofleet.report.clock import Clock
@@ -93,7 +95,11 @@ def prepare_process(where: Where, place: Place) -> torch.device:
     """Settings of torch that must come before its first operation; returns this process's device."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
-    torch.set_num_threads(where.threads or max(1, usable_cores() // place.local_size))
+    exact = (
+        isinstance(where, TrainConfig) and where.reduce == "exact"
+    )  # bits depend on the threads of a kernel
+    share = 1 if exact else max(1, usable_cores() // place.local_size)
+    torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
     return device_of(where.device, place.local_rank)
 
@@ -105,13 +111,30 @@ def usable_cores() -> int:
 
 
 def set_kernels(config: TrainConfig) -> None:
-    """``--deterministic`` and ``--cudnn-benchmark``."""
-    if config.deterministic:
+    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels."""
+    deterministic = config.deterministic or config.reduce == "exact"
+    if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
-        config.cudnn_benchmark == "auto" and not config.deterministic and not config.multi_scale
+        config.cudnn_benchmark == "auto" and not deterministic and not config.multi_scale
     )
+
+
+def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
+    """Devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
+
+    Raises:
+        ConfigError: several processes and several devices each.
+    """
+    if config.parallel == "ddp":
+        return [world.device]
+    if world.size > 1:
+        raise ConfigError(
+            f"--parallel dp is one process for all devices, and this is one of {world.size}",
+            hint="start it without torchrun, or use --parallel ddp",
+        )
+    return [device_of(config.device, lane) for lane in range(processes_of(config.device))]
 
 
 def loader_processes(asked: int, world: World) -> int:
@@ -209,14 +232,15 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
         cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
     model.train()
     frozen = freeze(model, config.freeze)
-    if config.sync_bn and world.size > 1:
+    synced = config.sync_bn and world.size > 1
+    if synced:
         with_sync_batchnorm(model, world)
+    devices = lane_devices(config, world)
     schedule = Schedule(
         recipe, len(index), config.batch, config.nominal_batch, config.epochs, config.lr_schedule
     )
     state = TrainState.build(
-        model,
-        world,
+        Lanes.build(model, devices, world, exact=config.reduce == "exact", synced=synced),
         recipe,
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
@@ -275,8 +299,9 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
         state=state,
         schedule=schedule,
         splitter=StepSplitter(
-            partition=Partition.parse(config.shares, world.size),
+            partition=Partition.parse(config.shares, world.size * len(devices)),
             rank=world.rank,
+            lanes=len(devices),
             micro_batch=micro_batch,
             batch=config.batch,
             dataset_images=len(index),

@@ -11,6 +11,7 @@ from torch import nn
 
 from yolofleet.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
 from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
 
@@ -34,24 +35,30 @@ def inputs() -> torch.Tensor:
     return torch.rand(MICRO_BATCHES, IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def one_step(world: World, shares: tuple[float, ...], small_buckets: bool, steps: int = 2) -> tuple:
+def one_step(
+    world: World, shares: tuple[float, ...], small_buckets: bool, exact: bool = False, steps: int = 2
+) -> tuple:
     net = small_net()
     statistics = RunningStatistics(net)
     buckets = GradientBuckets(
-        net.parameters(), world, tail=statistics.size, bytes_each=256 if small_buckets else 1 << 20
+        net.parameters(), world, statistics=statistics.size, bytes_each=256 if small_buckets else 1 << 20
     )
+    if exact:
+        make_exact(buckets)
     x = inputs()
     for _ in range(steps):  # twice: nothing of the first step may leak into the second
-        buckets.zero()
+        buckets.begin(MICRO_BATCHES)
         mine = Partition(shares).ranges(MICRO_BATCHES)[world.rank]
         for v in mine:
             out = net(x[v])
-            statistics.collect(buckets.tail, v, MICRO_BATCHES)
+            statistics.collect(buckets.statistics, v, MICRO_BATCHES)
             if v == mine[-1]:
                 buckets.arm()
             (out * out).sum().backward()
+            if v != mine[-1]:
+                buckets.absorb()
         buckets.finish()
-        statistics.merge(buckets.tail, MICRO_BATCHES)
+        statistics.merge(buckets.statistics, MICRO_BATCHES)
     grads = [p.grad.clone() for p in net.parameters()]
     return grads, statistics.running.clone(), float(buckets.norm())
 
@@ -69,11 +76,17 @@ def sequential() -> tuple:
     return [p.grad for p in net.parameters()], torch.cat(running)
 
 
-@pytest.mark.parametrize("shares", [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)])
+PARTITIONS = [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)]
+
+
+@pytest.mark.parametrize("shares", PARTITIONS)
 @pytest.mark.parametrize("small_buckets", [False, True])
-def test_step_equals_sequential_torch(shares: tuple[float, ...], small_buckets: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_step_equals_sequential_torch(
+    shares: tuple[float, ...], small_buckets: bool, exact: bool, tmp_path: Path
+) -> None:
     expected_grads, expected_running = sequential()
-    for grads, running, norm in on_fleet(len(shares), tmp_path, one_step, shares, small_buckets):
+    for grads, running, norm in on_fleet(len(shares), tmp_path, one_step, shares, small_buckets, exact):
         whole = torch.cat([g.flatten() for g in expected_grads])
         got = torch.cat([g.flatten() for g in grads])
         assert (got - whole).norm() / whole.norm() < 1e-6
@@ -81,19 +94,57 @@ def test_step_equals_sequential_torch(shares: tuple[float, ...], small_buckets: 
         torch.testing.assert_close(running, expected_running, rtol=1e-5, atol=1e-6)
 
 
+def test_exact_sums_have_equal_bits_on_every_partition(tmp_path: Path) -> None:
+    """Four steps: the first on the wide grid, the others on grids that follow the values."""
+    outcomes = [
+        outcome
+        for shares in PARTITIONS
+        for outcome in on_fleet(len(shares), tmp_path, one_step, shares, len(shares) == 3, True, 4)
+    ]
+    grads, running, _ = outcomes[0]
+    for other_grads, other_running, _ in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
+        assert torch.equal(running, other_running)
+
+
+def test_fast_sums_do_not(tmp_path: Path) -> None:
+    """The test above can fail: plain float32 sums differ."""
+    one, *_ = on_fleet(1, tmp_path, one_step, (1.0,), False, False, 1)
+    three, *_ = on_fleet(3, tmp_path, one_step, (1.0, 1.0, 1.0), False, False, 1)
+    assert not all(torch.equal(a, b) for a, b in zip(one[0], three[0], strict=True))
+
+
+def poisoned_step(world: World) -> bool:
+    """One micro-batch of one rank overflows."""
+    net = small_net()
+    buckets = GradientBuckets(net.parameters(), world)
+    make_exact(buckets)
+    for _ in range(2):
+        buckets.begin(world.size)
+        buckets.arm()
+        out = net(torch.full((1, 3, 16, 16), float("inf") if world.rank == 1 else 1.0))
+        out.sum().backward()
+        buckets.finish()
+    return bool(torch.isfinite(buckets.norm()))
+
+
+def test_exact_sums_tell_every_rank_of_a_value_that_is_not_finite(tmp_path: Path) -> None:
+    assert on_fleet(2, tmp_path, poisoned_step) == [False, False]
+
+
 def sync_pass(world: World, shares: tuple[int, ...]) -> tuple:
     net = with_sync_batchnorm(small_net(), world)
-    statistics = RunningStatistics(net)
-    buckets = GradientBuckets(net.parameters(), world, tail=statistics.size)
+    statistics = RunningStatistics(net, counts_here=world.is_main)
+    buckets = GradientBuckets(net.parameters(), world, statistics=statistics.size)
     x = inputs().flatten(0, 1)
     mine = Partition(shares).ranges(len(x))[world.rank]
+    buckets.begin(1)
     out = net(x[mine.start : mine.stop])
-    if world.is_main:
-        statistics.collect(buckets.tail, 0, 1)
+    statistics.collect(buckets.statistics, 0, 1)
     buckets.arm()
     (out * out).sum().backward()
     buckets.finish()
-    statistics.merge(buckets.tail, 1)
+    statistics.merge(buckets.statistics, 1)
     return [p.grad.clone() for p in net.parameters()], statistics.running.clone(), out.detach()
 
 

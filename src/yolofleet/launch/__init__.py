@@ -31,7 +31,7 @@ def _start(
     verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
 ) -> int:
     settings = config.value
-    processes = processes_of(settings.device)
+    processes = processes_to_start(settings)
     if processes == 1 or is_worker():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
         from yolofleet.worker import run
@@ -48,6 +48,13 @@ def _start(
         folder = made.path
     write_text(folder / "config.yaml", dump_config(config, recipe))
     return run_agent(JobSpec(folder.resolve(), processes))
+
+
+def processes_to_start(settings: TrainConfig | ValConfig) -> int:
+    """One per device, or one for all of them (``--parallel dp``)."""
+    if isinstance(settings, TrainConfig) and settings.parallel == "dp":
+        return 1
+    return processes_of(settings.device)
 
 
 def is_worker() -> bool:

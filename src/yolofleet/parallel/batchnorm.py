@@ -24,9 +24,14 @@ class RunningStatistics:
     The layers' own buffers are set to momentum 1, so that a forward pass leaves the micro-batch's statistics
     there (variance unbiased, n / (n - 1), as torch does); ``running`` holds what the layers will use in
     inference.
+
+    Args:
+        counts_here: whether this rank adds its statistics; with synchronised layers all ranks have the same
+            ones, and one of them does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, counts_here: bool = True) -> None:
+        self.counts_here = counts_here
         self.layers = [
             (name, m) for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d) and m.training
         ]
@@ -51,16 +56,16 @@ class RunningStatistics:
             m.num_batches_tracked = None  # counted once for all in `batches`
         self.batches = 0
 
-    def collect(self, tail: Tensor, ordinal: int, micro_batches: int) -> None:
-        """After the forward pass of micro-batch ``ordinal`` of ``micro_batches``: add its share to ``tail``."""
-        if self.size:
+    def collect(self, total: Tensor, ordinal: int, micro_batches: int) -> None:
+        """After the forward pass of micro-batch ``ordinal`` of ``micro_batches``: add its share to ``total``."""
+        if self.size and self.counts_here:
             m = self.momentum
-            tail.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
+            total.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
 
-    def merge(self, tail: Tensor, micro_batches: int) -> None:
+    def merge(self, total: Tensor, micro_batches: int) -> None:
         """After the reduction: one step's worth of running average."""
         if self.size:
-            self.running.mul_((1 - self.momentum) ** micro_batches).add_(tail)
+            self.running.mul_((1 - self.momentum) ** micro_batches).add_(total)
         self.batches += micro_batches
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import FrameType
@@ -21,7 +21,7 @@ from torch import Tensor
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.keyed import generator
-from yolofleet.data.loader import MicroBatchKey
+from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import Stopped
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.losses.yolov5 import Yolov5Loss
@@ -39,6 +39,8 @@ class StepSplitter:
     rank's share of each group of ``batch`` images.
 
     Args:
+        partition: over the lanes of all ranks, rank by rank.
+        lanes: devices of this process.
         micro_batch, batch: images.
         dataset_images: images of an epoch.
         img, stride: pixels; sizes under ``multi_scale`` are img +- 50 % in multiples of the stride.
@@ -46,6 +48,7 @@ class StepSplitter:
 
     partition: Partition
     rank: int
+    lanes: int
     micro_batch: int
     batch: int
     dataset_images: int
@@ -60,17 +63,23 @@ class StepSplitter:
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
 
     def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
-        size = self.size_of(plan.step)
+        """What this rank makes for a step, lane by lane."""
+        return [key for lane in range(self.lanes) for key in self._lane_keys(plan, lane)]
+
+    def by_lane(self, plan: StepPlan, made: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        """The micro-batches of :meth:`keys`, dealt to the lanes."""
+        rest = iter(made)
+        return [list(islice(rest, len(self._lane_keys(plan, lane)))) for lane in range(self.lanes)]
+
+    def _lane_keys(self, plan: StepPlan, lane: int) -> list[MicroBatchKey]:
+        size, number = self.size_of(plan.step), self.rank * self.lanes + lane
         if not self.sync_bn:
-            mine = self.partition.ranges(plan.images // self.micro_batch)[self.rank]
+            mine = self.partition.ranges(plan.images // self.micro_batch)[number]
             return [self._key(plan, v, v * self.micro_batch, self.micro_batch, size) for v in mine]
-        share = self.partition.ranges(self.batch // self.micro_batch)[self.rank]
-        return [
-            self._key(
-                plan, g, g * self.batch + share.start * self.micro_batch, len(share) * self.micro_batch, size
-            )
-            for g in range(plan.images // self.batch)
-        ]
+        share = self.partition.ranges(self.batch // self.micro_batch)[number]
+        first, images = share.start * self.micro_batch, len(share) * self.micro_batch
+        groups = range(plan.images // self.batch)
+        return [self._key(plan, g, g * self.batch + first, images, size) for g in groups]
 
     def _key(self, plan: StepPlan, ordinal: int, offset: int, images: int, size: int | None) -> MicroBatchKey:
         first = plan.first_image + offset
@@ -173,7 +182,7 @@ class TrainingRun:
                     done = train_step(
                         self.state,
                         plan,
-                        mine,
+                        self.splitter.by_lane(plan, mine),
                         self.loss,
                         self.world,
                         self.report.clock,

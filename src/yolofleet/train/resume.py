@@ -24,7 +24,18 @@ def fingerprint(
     config: TrainConfig, recipe: Recipe, index: DataIndex, model: DetectionModel
 ) -> dict[str, Any]:
     """What the run's result is a function of; a checkpoint continues only where this is equal."""
-    fixed = ["img", "single_cls", "batch", "nominal_batch", "optimizer", "lr_schedule", "multi_scale", "freeze", "seed", "sync_bn"]
+    fixed = [
+        "img",
+        "single_cls",
+        "batch",
+        "nominal_batch",
+        "optimizer",
+        "lr_schedule",
+        "multi_scale",
+        "freeze",
+        "seed",
+        "sync_bn",
+    ]
     return {
         "settings": {name: getattr(config, name) for name in fixed} | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),

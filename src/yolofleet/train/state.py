@@ -13,7 +13,8 @@ from yolofleet.config.schema import Recipe
 from yolofleet.errors import CheckpointError
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
-from yolofleet.parallel.world import World
+from yolofleet.parallel.exact import grid_of, restore_grid
+from yolofleet.parallel.lanes import Lanes
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer
 from yolofleet.train.precision import loss_scaler
@@ -36,9 +37,7 @@ class Progress:
 class TrainState:
     """The state of one rank; equal on every rank at a step border."""
 
-    model: nn.Module
-    statistics: RunningStatistics
-    buckets: GradientBuckets
+    lanes: Lanes
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: MovingAverage
@@ -50,28 +49,31 @@ class TrainState:
 
     @classmethod
     def build(
-        cls,
-        model: nn.Module,
-        world: World,
-        recipe: Recipe,
-        *,
-        optimizer: str,
-        weight_decay: float,
-        precision: str,
+        cls, lanes: Lanes, recipe: Recipe, *, optimizer: str, weight_decay: float, precision: str
     ) -> TrainState:
-        """``model`` is on its device, in training mode, its frozen parts without gradient and in eval mode."""
-        statistics = RunningStatistics(model)
+        """The lead's model is in training mode, its frozen parts without gradient and in eval mode."""
+        model = lanes.lead.model
         live = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
-        live.update(statistics.views)
+        live.update(lanes.lead.statistics.views)
         return cls(
-            model=model,
-            statistics=statistics,
-            buckets=GradientBuckets(model.parameters(), world, tail=statistics.size),
+            lanes=lanes,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
-            scaler=loss_scaler(precision, world.device),
+            scaler=loss_scaler(precision, lanes.lead.device),
             average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau),
             progress=Progress(),
         )
+
+    @property
+    def model(self) -> nn.Module:
+        return self.lanes.lead.model
+
+    @property
+    def statistics(self) -> RunningStatistics:
+        return self.lanes.lead.statistics
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        return self.lanes.lead.buckets
 
     # -- checkpoint ----------------------------------------------------------------------------------
 
@@ -79,6 +81,8 @@ class TrainState:
         """Every tensor of the state by its name in a checkpoint (live, not copied)."""
         tensors = {f"model/{name}": t.detach() for name, t in self.average.source.items()}
         tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
+        if len(grid := grid_of(self.buckets)):
+            tensors["reduce/grid"] = grid
         for name, p in self.model.named_parameters():
             for slot, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
@@ -109,6 +113,8 @@ class TrainState:
         live = self._live()
         stored = dict(snapshot.tensors)
         slots = {name: t for name, t in stored.items() if name.startswith("optimizer/")}
+        grid = stored.pop("reduce/grid", None)
+        live.pop("reduce/grid", None)
         expected = {name for name in live if not name.startswith("optimizer/")}
         found = set(stored) - set(slots)
         wrong = sorted(expected ^ found) or sorted(n for n in expected if live[n].shape != stored[n].shape)
@@ -127,6 +133,9 @@ class TrainState:
             for slot, t in mine.items():
                 like = p if t.shape == p.shape else t
                 self.optimizer.state[p][slot] = torch.empty_like(like, dtype=t.dtype).copy_(t)
+        if grid is not None and len(grid_of(self.buckets)) == len(grid):
+            restore_grid(self.buckets, grid)
+        self.lanes.spread()
         values = snapshot.values
         self.step, self.images_seen = snapshot.step, int(values["images_seen"])
         self.statistics.batches = int(values["bn_batches"])

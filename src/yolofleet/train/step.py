@@ -16,6 +16,7 @@ from torch import Tensor
 from yolofleet.data.loader import MicroBatch
 from yolofleet.errors import NumericsError
 from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.parallel.lanes import Lane
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.optimiser import set_rates
@@ -43,7 +44,7 @@ class StepReport:
 def train_step(
     state: TrainState,
     plan: StepPlan,
-    micro_batches: Sequence[MicroBatch],
+    shares: Sequence[Sequence[MicroBatch]],
     loss: Yolov5Loss,
     world: World,
     clock: Clock,
@@ -56,7 +57,7 @@ def train_step(
     """Do one update of ``state`` from this rank's share of the step.
 
     Args:
-        micro_batches: this rank's, in order; may be empty.
+        shares: this rank's micro-batches, in order, for each of its devices; may be empty.
         total_micro_batches: of all ranks: V of the batch-norm average.
         requests: small numbers of this rank (stop? save?) that ride on the reduction of the counts.
 
@@ -67,7 +68,7 @@ def train_step(
     """
     device = world.device
     local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
-    for mb in micro_batches:
+    for mb in (mb for share in shares for mb in share):
         local_counts += torch.from_numpy(mb.targets.counts)
     shared = torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)])
     with clock("comm"):
@@ -75,23 +76,27 @@ def train_step(
     counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
 
     # a step's gradient is its mean loss x its images: YOLOv5's mean x batch, summed over accumulated batches
-    mean_weights = (loss.gains / counts.clamp(min=1)).to(device)  # [T]
-    weights = mean_weights * plan.images
-    terms = torch.zeros(len(loss.terms), device=device)
+    weights = loss.gains / counts.clamp(min=1)  # [T]
 
-    state.buckets.zero()
-    for i, mb in enumerate(micro_batches):
-        images = mb.images.to(device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
-        with autocast(precision, device):
-            raws = state.model(images)
-        sums = loss.sums(raws, mb.targets)  # [T]
-        state.statistics.collect(state.buckets.tail, mb.ordinal, total_micro_batches)
-        if i == len(micro_batches) - 1:
-            state.buckets.arm()
-        state.scaler.scale((sums * weights).sum()).backward()
-        terms += sums.detach() * mean_weights
+    def passes(lane: Lane, number: int) -> Tensor:
+        return pass_micro_batches(
+            lane,
+            shares[number],
+            loss,
+            weights.to(lane.device),
+            images_of_step=plan.images,
+            total_micro_batches=total_micro_batches,
+            precision=precision,
+            scaler=state.scaler,
+            is_alone=len(state.lanes.all) == 1,
+        )
+
+    state.lanes.begin(total_micro_batches)
+    terms = sum(
+        (part.to(device) for part in state.lanes.each(passes)), torch.zeros(len(loss.terms), device=device)
+    )
     with clock("comm"):
-        state.buckets.finish()
+        state.lanes.finish()
 
     set_rates(state.optimizer, plan)
     state.scaler.unscale_(state.optimizer)
@@ -101,11 +106,49 @@ def train_step(
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    state.statistics.merge(state.buckets.tail, total_micro_batches)
+    state.lanes.spread()
+    state.statistics.merge(state.buckets.statistics, total_micro_batches)
     state.average.update()
     state.step = plan.step + 1
     state.images_seen = plan.end_image
     return StepReport(terms, tuple(requests))
+
+
+def pass_micro_batches(
+    lane: Lane,
+    micro_batches: Sequence[MicroBatch],
+    loss: Yolov5Loss,
+    weights: Tensor,
+    *,
+    images_of_step: int,
+    total_micro_batches: int,
+    precision: str,
+    scaler: torch.amp.GradScaler,
+    is_alone: bool,
+) -> Tensor:
+    """Forward and backward of one device's micro-batches, into its buckets; runs in the device's own thread.
+
+    Args:
+        weights: [T] gain / count of the whole step.
+        is_alone: no other device of this process: the last backward pass sends buckets as they fill.
+    Returns:
+        [T] these micro-batches' part of the loss terms.
+    """
+    terms = torch.zeros_like(weights)
+    for mb in micro_batches:
+        images = mb.images.to(lane.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
+        with autocast(precision, lane.device):
+            raws = lane.model(images)
+        sums = loss.sums(raws, mb.targets)  # [T]
+        lane.statistics.collect(lane.buckets.statistics, mb.ordinal, total_micro_batches)
+        is_last = mb is micro_batches[-1]
+        if is_last and is_alone:
+            lane.buckets.arm()
+        scaler.scale((sums * weights).sum() * images_of_step).backward()
+        if not (is_last and is_alone):
+            lane.buckets.absorb()
+        terms += sums.detach() * weights
+    return terms
 
 
 def watch_numerics(state: TrainState, norm: Tensor, precision: str) -> None:

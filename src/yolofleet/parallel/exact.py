@@ -1,0 +1,113 @@
+"""Sums that do not depend on their order: gradients as integers on a grid.
+
+Integer addition is associative, so any partition, any number of ranks and any algorithm of the reduction give
+the same bits; the bytes on the wire are those of float32. Each micro-batch's gradient g becomes
+``round(g * scale)`` with one power of two per parameter, chosen from the largest element of the last step's
+sum so that it lies at 2^TARGET_BITS: the grid is 2^-22 of it, and a gradient may grow 64-fold in a step
+before it is clamped (the same on every fleet). The first step, which has no last one, and batch-norm
+statistics use 64-bit integers on a fixed grid.
+
+A canonical tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
+(docs/distributed.md has the figures). Related: IntSGD (arXiv:2102.08374), VirtualFlow (arXiv:2009.09523).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from yolofleet.parallel.buckets import GradientBuckets
+
+TARGET_BITS = 22  # where the last step's largest element lies
+WIDE_BITS = 36  # fixed grid of the first step: 2^-36, up to 2^26 a micro-batch
+STATISTICS_BITS = 32
+
+
+class IntegerWire:
+    """Sum of ``flat`` as integers; see the module's text.
+
+    Args:
+        sizes: elements of each parameter in ``flat``.
+        fixed_bits: a fixed grid of 2^-fixed_bits in 64 bits, for good; None: a grid that follows the values.
+    """
+
+    def __init__(self, flat: Tensor, sizes: list[int], fixed_bits: int | None = None) -> None:
+        self.flat = flat
+        self.sizes = torch.tensor(sizes, device=flat.device)
+        self.views = flat.split(sizes)
+        self.fixed_bits = fixed_bits
+        # scale of each parameter, a power of two; 0 = not known yet
+        self.scales = torch.zeros(len(sizes), dtype=torch.float32, device=flat.device)
+        self.is_wide = True
+        self._scale: Tensor | float = 0.0
+        self._total = torch.zeros(0)
+        self._bound = 0.0
+
+    def begin(self, micro_batches: int) -> None:
+        self.flat.zero_()
+        spare = math.ceil(math.log2(max(micro_batches, 1)))
+        if self.is_wide:
+            self._scale = 2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits)
+            self._bound = 2.0 ** (62 - spare)
+        else:
+            self._scale = self.scales.repeat_interleave(self.sizes, output_size=len(self.flat))
+            self._bound = 2.0 ** (30 - spare)
+        # the last element counts micro-batches whose values are not finite: integers cannot say so
+        self._total = torch.zeros(
+            len(self.flat) + 1, dtype=torch.int64 if self.is_wide else torch.int32, device=self.flat.device
+        )
+
+    def absorb(self) -> None:
+        finite = torch.isfinite(self.flat.sum())
+        grid = (self.flat.double() if self.is_wide else self.flat) * self._scale
+        grid = grid.round_().clamp_(-self._bound, self._bound)
+        self._total[:-1] += torch.where(finite, grid, 0.0).to(self._total.dtype)
+        self._total[-1] += (~finite).to(self._total.dtype)
+        self.flat.zero_()
+
+    def message(self) -> Tensor:
+        return self._total
+
+    def settle(self) -> None:
+        value = self._total[:-1].double() if self.is_wide else self._total[:-1].float()
+        self.flat.copy_(value / self._scale)
+        self.flat.masked_fill_(self._total[-1] > 0, float("nan"))
+        if self.fixed_bits is None:
+            self._choose_scales()
+
+    def follow(self, leader: IntegerWire) -> None:
+        self.scales, self.is_wide = leader.scales.to(self.flat.device), leader.is_wide
+
+    def _choose_scales(self) -> None:
+        """The grid of the next step, from a sum that is equal on every rank."""
+        largest = torch.stack(torch._foreach_norm(self.views, math.inf))  # [P]
+        _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
+        scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
+        usable = torch.isfinite(largest) & (largest > 0)
+        self.scales = torch.where(usable, scales, torch.where(self.scales > 0, self.scales, 2.0**TARGET_BITS))
+        self.is_wide = False
+
+
+def make_exact(buckets: GradientBuckets) -> None:
+    """Let ``buckets`` sum by integers."""
+    for bucket in buckets.buckets:
+        bucket.wire = IntegerWire(bucket.flat, bucket.sizes)
+    statistics = buckets.statistics
+    buckets.statistics_wire = IntegerWire(statistics, [len(statistics)], STATISTICS_BITS)
+
+
+def grid_of(buckets: GradientBuckets) -> Tensor:
+    """[P] the scales of all parameters, for a checkpoint; empty in fast mode, zeros before the first step."""
+    wires = [bucket.wire for bucket in buckets.buckets if isinstance(bucket.wire, IntegerWire)]
+    return torch.cat([wire.scales for wire in wires]) if wires else torch.zeros(0)
+
+
+def restore_grid(buckets: GradientBuckets, scales: Tensor) -> None:
+    """Continue with the scales of a checkpoint."""
+    parts = scales.split([len(bucket.sizes) for bucket in buckets.buckets])
+    for bucket, part in zip(buckets.buckets, parts, strict=True):
+        assert isinstance(bucket.wire, IntegerWire)
+        bucket.wire.scales = part.to(bucket.flat.device)
+        bucket.wire.is_wide = not bool((part > 0).all())

@@ -1,0 +1,97 @@
+"""The devices of one process: one lane each. One lane is the rule; several are DataParallel.
+
+With several, each takes micro-batches in a thread of its own, computes the loss where the predictions are (no
+device gathers outputs) and adds to its own buckets; what they summed is added up in lane order, or in exact
+mode as integers. Parameters of lanes on the same device are views of the same storage, but leaf tensors of
+their own, so that threads do not race for a gradient; other devices get a copy after each update.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from yolofleet.parallel.batchnorm import RunningStatistics
+from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.exact import make_exact
+from yolofleet.parallel.world import World
+
+Done = TypeVar("Done")
+
+
+@dataclass
+class Lane:
+    """One device with what its passes fill: gradients and batch-norm statistics."""
+
+    device: torch.device
+    model: nn.Module
+    statistics: RunningStatistics
+    buckets: GradientBuckets
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, device: torch.device, world: World, *, exact: bool, synced: bool
+    ) -> Lane:
+        """``model`` is on ``device``; ``synced``: its batch norm is synchronised over ranks."""
+        statistics = RunningStatistics(model, counts_here=world.is_main or not synced)
+        buckets = GradientBuckets(model.parameters(), world, statistics=statistics.size)
+        if exact:
+            make_exact(buckets)
+        return cls(device, model, statistics, buckets)
+
+
+class Lanes:
+    """All lanes of this process; the first one leads: the optimizer works on its parameters."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.all = list(lanes)
+        self.lead = self.all[0]
+        self._pool: ThreadPoolExecutor | None = None
+        if len(self.all) > 1:
+            threads = max(1, torch.get_num_threads() // len(self.all))
+            self._pool = ThreadPoolExecutor(len(self.all), "lane", torch.set_num_threads, (threads,))
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, devices: Sequence[torch.device], world: World, *, exact: bool, synced: bool
+    ) -> Lanes:
+        """``model`` is on the first device."""
+        replicas = [model, *(copy.deepcopy(model).to(device) for device in devices[1:])]
+        for replica in replicas[1:]:
+            for theirs, mine in zip(replica.parameters(), model.parameters(), strict=True):
+                if theirs.device == mine.device:
+                    theirs.data = mine.data
+        pairs = zip(replicas, devices, strict=True)
+        return cls([Lane.build(m, device, world, exact=exact, synced=synced) for m, device in pairs])
+
+    def begin(self, micro_batches: int) -> None:
+        """A step of so many micro-batches (of all ranks) starts."""
+        for lane in self.all:
+            lane.buckets.follow(self.lead.buckets)
+            lane.buckets.begin(micro_batches)
+
+    def each(self, work: Callable[[Lane, int], Done]) -> list[Done]:
+        """``work(lane, number)`` on every lane, side by side; results in lane order."""
+        if self._pool is None:
+            return [work(self.lead, 0)]
+        return list(self._pool.map(work, self.all, range(len(self.all))))
+
+    def finish(self) -> None:
+        """Sum over lanes, then over ranks. Collective: every rank, once per step."""
+        for lane in self.all[1:]:
+            self.lead.buckets.add(lane.buckets)
+        self.lead.buckets.finish()
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """After an update: the lead's parameters to lanes on other devices."""
+        for lane in self.all[1:]:
+            if lane.device != self.lead.device:
+                for theirs, mine in zip(lane.model.parameters(), self.lead.model.parameters(), strict=True):
+                    theirs.copy_(mine, non_blocking=True)
