@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
-from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.load import resolve_train
 from yolofleet.errors import (
     ClusterError,
     ConfigError,
@@ -25,10 +25,9 @@ from yolofleet.errors import (
     StorageError,
     YolofleetError,
 )
-from yolofleet.launch import is_worker, processes_to_start, resumed_folder
-from yolofleet.launch.job import JobSpec
+from yolofleet.launch import is_worker, processes_to_start, resumed_folder, run_processes
 from yolofleet.predict.predictor import Predictor
-from yolofleet.report.folder import RunFolder, write_text
+from yolofleet.report.folder import RunFolder
 
 
 def load_model(weights: str | Path, *, device: str = "auto", **settings: Any) -> Predictor:
@@ -107,18 +106,13 @@ class Trainer:
                 "train", project=settings.project, name=settings.name, exist_ok=settings.exist_ok
             )
         )
-        write_text(folder.config, dump_config(self.config, self.recipe))
         processes = processes_to_start(settings)
         if processes == 1:
             from yolofleet.worker import run
 
-            run(self.config, self.recipe, folder.path)
-        else:
-            from yolofleet.launch.local import run_agent
-
-            code = run_agent(JobSpec(folder.path.resolve(), processes))
-            if code:
-                raise failure(code, folder)
+            run(self.config, self.recipe, folder)
+        elif code := run_processes(self.config, self.recipe, folder, processes):
+            raise failure(code, folder)
         results = json.loads(folder.results_json.read_text(encoding="utf-8"))
         return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
 

@@ -1,7 +1,7 @@
 """The composition root of one process: find my place, join the fleet, build the parts, run, always close.
 
 :func:`run` is called in the caller's process for one device or under somebody's torchrun; ``python -m
-yolofleet.worker FOLDER`` is what our own launcher starts, one per device, and reads FOLDER/config.yaml.
+yolofleet.worker FOLDER`` is what our own launcher starts, one per device, and reads the job in FOLDER.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.data.sources import load_dataset
-from yolofleet.errors import ClusterError, ConfigError, YolofleetError
+from yolofleet.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    StorageError,
+    YolofleetError,
+)
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import family_of
 from yolofleet.launch.job import processes_of
 from yolofleet.launch.local import die_with_parent, error_path
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
+from yolofleet.models.description import ModelDescription
 from yolofleet.models.detection import DetectionModel, build_model
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -62,13 +70,13 @@ from yolofleet.train.state import TrainState
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
     recipe: Resolved[Recipe] | None = None,
-    folder: Path | None = None,
+    folder: RunFolder | None = None,
 ) -> None:
     """Be one rank of a run.
 
     Args:
         recipe: of a training run.
-        folder: of the run, when the launcher made it; else rank 0 makes it.
+        folder: of the run, when the launcher made it or an earlier run did; else rank 0 makes it.
 
     Raises:
         YolofleetError: anything foreseen.
@@ -80,15 +88,26 @@ def run(
     try:
         verb = "train" if isinstance(settings, TrainConfig) else "val"
         run_folder = shared_folder(world, verb, settings, folder)
-        if world.is_main and folder is None:
-            write_text(run_folder.config, dump_config(config, recipe))
-        if isinstance(settings, TrainConfig):
-            assert recipe is not None
-            train(cast(Resolved[TrainConfig], config), recipe.value, world, run_folder)
-        else:
-            validate(settings, world, run_folder)
+        try:
+            if isinstance(settings, TrainConfig):
+                assert recipe is not None
+                train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
+            else:
+                write_config(world, run_folder, config)
+                validate(settings, world, run_folder)
+        except (ConfigError, DataError, CheckpointError, StorageError, KeyboardInterrupt):
+            run_folder.discard_unless_used()
+            raise
     finally:
         world.close()
+
+
+def write_config(
+    world: World, folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None
+) -> None:
+    """``config.yaml``, by rank 0."""
+    if world.is_main:
+        write_text(folder.config, dump_config(config, recipe))
 
 
 def prepare_process(where: Where, place: Place) -> torch.device:
@@ -146,23 +165,22 @@ def loader_processes(asked: int, world: World) -> int:
     return max(1, min(8, usable_cores() // world.local_size))
 
 
-def shared_folder(world: World, verb: str, where: Where, given: Path | None) -> RunFolder:
+def shared_folder(world: World, verb: str, where: Where, given: RunFolder | None) -> RunFolder:
     """The run's folder: given by our launcher, else made by rank 0. Collective: every rank."""
     if given is not None:
-        return RunFolder(given)
-    made, problem = b"", None
+        return given
+    made, problem = None, None
     if world.is_main:
         try:
-            folder = RunFolder.create(verb, project=where.project, name=where.name, exist_ok=where.exist_ok)
-            made = str(folder.path).encode()
+            made = RunFolder.create(verb, project=where.project, name=where.name, exist_ok=where.exist_ok)
         except YolofleetError as error:
             problem = error
-    path = world.broadcast_bytes(made).decode()
+    path = world.broadcast_bytes(str(made.path).encode() if made else b"").decode()
     if problem is not None:
         raise problem
     if not path:
         raise ClusterError("rank 0 could not make the run's folder; its message says why")
-    return RunFolder(Path(path))
+    return made or RunFolder(Path(path))
 
 
 def agree(world: World, what: str, mine: str) -> None:
@@ -202,16 +220,29 @@ def place_text(world: World) -> str:
 # -- train ---------------------------------------------------------------------------------------------------
 
 
-def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder: RunFolder) -> None:
+def train(resolved: Resolved[TrainConfig], recipe: Resolved[Recipe], world: World, folder: RunFolder) -> None:
     """One rank of a training run. Collective: every rank."""
-    config, clock = resolved.value, Clock()
+    if world.is_main:
+        folder.make_tree()
+    with (
+        Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
+        EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
+    ):
+        _train(resolved, recipe, world, folder, console, events)
+
+
+def _train(
+    resolved: Resolved[TrainConfig],
+    recipe_sourced: Resolved[Recipe],
+    world: World,
+    folder: RunFolder,
+    console: NullConsole,
+    events: EventLog,
+) -> None:
+    config, recipe, clock = resolved.value, recipe_sourced.value, Clock()
     set_kernels(config)
     torch.manual_seed(config.seed)
     random.seed(config.seed)
-    if world.is_main:
-        folder.make_tree()
-    console = Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank))
-    events = EventLog(folder.events(world.rank), rank=world.rank)
     precision = resolve_precision(config.precision, world.device)
     micro_batch = micro_batch_of(config)
 
@@ -220,7 +251,9 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     val_index = build_index(spec, "val", single_cls=config.single_cls)
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
-    model = build_network(config, index.names, console)
+    snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
+    resumed = snapshot and ModelDescription.from_dict(snapshot.values["fingerprint"]["model"])
+    model = build_network(config, index.names, console, resumed)
     family = family_of(model.description)
     stride = max(model.strides)
     img = -(-config.img // stride) * stride
@@ -249,15 +282,15 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     if config.autoanchor:
         say_anchor_fit(console, index, model, recipe, img)
     averaged = build_model(model.description, model.nc)  # shares its tensors with the moving average
-    averaged.load_state_dict(state.average.average, strict=False, assign=True)
+    averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
     averaged.eval()
 
-    snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
     if snapshot is not None:
         check_resume(snapshot.values["fingerprint"], mark)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
+    write_config(world, folder, resolved, recipe_sourced)
 
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     cache = ImageCache(index, img, config.cache, token=f"{token}-train")
@@ -355,8 +388,6 @@ def train(resolved: Resolved[TrainConfig], recipe: Recipe, world: World, folder:
     finally:
         cache.close()
         val_cache.close()
-        events.close()
-        console.close()
 
 
 def say_anchor_fit(
@@ -439,15 +470,15 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
 def main(argv: list[str]) -> int:
     """``python -m yolofleet.worker FOLDER``: leaves its last words in FOLDER/logs when it fails."""
     die_with_parent()
-    folder = Path(argv[0])
+    folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
     if rank:  # rank 0 speaks; the others write
-        log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
     words: dict[str, Any]
     try:
-        job = load_job(folder / "config.yaml")
+        job = load_job(folder.job)
         run(job.config, job.recipe, folder)
         return 0
     except YolofleetError as error:
@@ -459,7 +490,7 @@ def main(argv: list[str]) -> int:
         traceback.print_exc()
         words = {"message": "this is a bug in yolofleet:\n" + traceback.format_exc(), "exit_code": 1}
     words |= {"rank": rank, "host": platform.node(), "time": time.time()}
-    error_path(folder, rank).write_text(json.dumps(words), encoding="utf-8")
+    error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
     return int(words["exit_code"])
 
 

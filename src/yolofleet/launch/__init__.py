@@ -7,6 +7,7 @@ from pathlib import Path
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.launch.job import JobSpec, processes_of
 from yolofleet.report.folder import RunFolder, write_text
 
@@ -36,18 +37,39 @@ def _start(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
         from yolofleet.worker import run
 
-        run(config, recipe, resumed_folder(settings))
+        resumed = resumed_folder(settings)
+        run(config, recipe, RunFolder(resumed) if resumed else None)
         return 0
+    resumed = resumed_folder(settings)
+    folder = (
+        RunFolder(resumed)
+        if resumed
+        else RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
+    )
+    return run_processes(config, recipe, folder, processes)
+
+
+def run_processes(
+    config: Resolved[TrainConfig] | Resolved[ValConfig],
+    recipe: Resolved[Recipe] | None,
+    folder: RunFolder,
+    processes: int,
+) -> int:
+    """One process per device on this machine; returns the exit code. They have said why it is not 0.
+
+    Raises:
+        StorageError: the disk refused.
+    """
     from yolofleet.launch.local import run_agent
 
-    folder = resumed_folder(settings)
-    if folder is None:
-        made = RunFolder.create(
-            verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-        )
-        folder = made.path
-    write_text(folder / "config.yaml", dump_config(config, recipe))
-    return run_agent(JobSpec(folder.resolve(), processes))
+    code = None
+    try:
+        write_text(folder.job, dump_config(config, recipe))
+        code = run_agent(JobSpec(folder.path.resolve(), processes))
+    finally:
+        if code in (None, ConfigError.exit_code, DataError.exit_code):
+            folder.discard_unless_used()
+    return code
 
 
 def processes_to_start(settings: TrainConfig | ValConfig) -> int:

@@ -13,7 +13,7 @@ from yolofleet.errors import ConfigError
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One run on this machine: ``processes`` workers that read ``folder``/config.yaml."""
+    """One run on this machine: ``processes`` workers that read the job of the run ``folder``."""
 
     folder: Path
     processes: int

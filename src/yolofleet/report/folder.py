@@ -8,7 +8,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ class RunFolder:
     """``runs/<verb>/<name>``: where everything of a run lies.
 
     Only rank 0 makes it; other ranks get its path and may append to their own files under ``logs``.
+
+    Attributes:
+        is_new: :meth:`create` made it just now; nobody else has put anything into it.
     """
 
     path: Path
+    is_new: bool = field(default=False, compare=False)
 
     @classmethod
     def create(
@@ -45,21 +50,46 @@ class RunFolder:
             for number in itertools.count(1):
                 path = project / (name if number == 1 else f"{name}{number}")
                 try:
-                    path.mkdir(
-                        parents=True, exist_ok=exist_ok
-                    )  # exclusive: the first of two racing runs wins
+                    path.mkdir(parents=True)  # exclusive: the first of two racing runs wins
                 except FileExistsError:
+                    if exist_ok and path.is_dir():
+                        return cls(path)
                     if exist_ok:  # a file of that name
                         raise
                     continue
-                return cls(path)
+                return cls(path, is_new=True)
             raise AssertionError("unreachable")
         except OSError as problem:
             raise storage_error(problem, project / name) from None
 
+    def discard_unless_used(self) -> None:
+        """Take back the folder of a run that failed before it had a result: a mistake in a command leaves
+        nothing behind. Only files that say no more than the message are deleted; if there is any other, or the
+        folder was there before, everything stays. What the system refuses to delete stays too.
+        """
+        if not self.is_new:
+            return
+        with suppress(OSError):
+            found = sorted(self.path.rglob("*"), reverse=True)  # what is inside a folder before the folder
+            files = [path for path in found if not path.is_dir()]
+            if any(path.parent != self.logs and path.name not in _OF_NO_RESULT for path in files):
+                return
+            for path in files:
+                path.unlink()
+            for path in found:
+                if path.is_dir():
+                    path.rmdir()
+            self.path.rmdir()
+
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def job(self) -> Path:
+        """What our launcher tells its workers: the same text as ``config``, which a resumed run keeps until
+        it is known that it can be resumed."""
+        return self.logs / "job.yaml"
 
     @property
     def results_csv(self) -> Path:
@@ -118,6 +148,8 @@ def make_folder(path: Path) -> Path:
         raise storage_error(problem, path) from None
     return path
 
+
+_OF_NO_RESULT = ("config.yaml", "events.jsonl")
 
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another --project folder",
