@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 DEMO   ?= runs/demo
+EPOCHS ?= 24
 
-.PHONY: env demo test test-slow lint bench clean
+.PHONY: env demo test test-slow contract lint bench clean
 
 env: $(VENV)/.made
 
@@ -16,12 +17,13 @@ $(VENV)/.made: pyproject.toml constraints.txt
 
 # data set, two-process training, validation, annotated pictures
 demo: env
-	$(BIN)/yolofleet train --data shapes --model yolov5n --recipe demo --img 160 --batch 16 --nominal-batch 16 \
-	  --micro-batch 8 --epochs $(or $(EPOCHS),30) --device cpu:2 --project $(DEMO) --name train --exist-ok
-	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data shapes --img 160 --device cpu:2 \
-	  --project $(DEMO) --name val --exist-ok
-	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source shapes --img 160 \
-	  --project $(DEMO) --name predict --exist-ok
+	$(BIN)/yolofleet data make shapes --out $(DEMO)/shapes
+	$(BIN)/yolofleet train --data $(DEMO)/shapes/data.yaml --model yolov5n --recipe demo --img 160 --batch 16 \
+	  --nominal-batch 16 --micro-batch 8 --epochs $(EPOCHS) --device cpu:2 --project $(DEMO) --name train --exist-ok
+	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data $(DEMO)/shapes/data.yaml --img 160 \
+	  --device cpu:2 --project $(DEMO) --name val --exist-ok --verbose
+	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source $(DEMO)/shapes/images/val \
+	  --img 160 --project $(DEMO) --name predict --exist-ok
 	@echo "look at $(DEMO)/predict and $(DEMO)/train/plots"
 
 test: env
@@ -33,6 +35,10 @@ test: env
 # kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
 test-slow: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --timeout 3600
+
+# one hash for every fleet: the whole matrix
+contract: env
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/multiprocess/test_contract.py -s --timeout 3600
 
 lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py

@@ -252,7 +252,7 @@ def _train(
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
-    resumed = snapshot and ModelDescription.from_dict(snapshot.values["fingerprint"]["model"])
+    resumed = ModelDescription.from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
     model = build_network(config, index.names, console, resumed)
     family = family_of(model.description)
     stride = max(model.strides)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, killed_at_step, results, small_shapes, train_args, yolofleet
+from commands import SMALL, environment, killed_at_step, results, small_shapes, train_args, yolofleet
 
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def weights_of(run: Path) -> str:
@@ -108,13 +116,18 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
 def test_the_old_and_the_new_torch_launchers_start_the_same_run(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
-    import subprocess
-
-    from commands import environment
-
     script = Path(__file__).resolve().parents[2] / "train.py"
     for module, name in (("torch.distributed.run", "run"), ("torch.distributed.launch", "launch")):
-        command = [sys.executable, "-m", module, "--nproc_per_node", "2", "--master_port", "0", str(script)]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(free_port()),
+            str(script),
+        ]
         command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
         command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", name, "--weights", ""]
         done = subprocess.run(

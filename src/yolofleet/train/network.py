@@ -7,28 +7,35 @@ import torch
 from yolofleet.checkpoint.weights import read_weights, resolve_weights, transfer
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.models.description import describe
+from yolofleet.models.description import ModelDescription, describe
 from yolofleet.models.detection import DetectionModel, build_model
 from yolofleet.report.console import NullConsole
 
 
-def build_network(config: TrainConfig, names: tuple[str, ...], console: NullConsole) -> DetectionModel:
+def build_network(
+    config: TrainConfig, names: tuple[str, ...], console: NullConsole, resumed: ModelDescription | None
+) -> DetectionModel:
     """The network with its starting weights, equal on every rank.
+
+    Args:
+        resumed: of the checkpoint that will fill it: start weights are not needed, and not read, any more.
 
     Raises:
         ConfigError, CheckpointError: no such model, unreadable weights.
     """
-    weights = read_weights(resolve_weights(config.weights)) if config.weights else None
-    if config.cfg or config.model:
-        description = describe(config.cfg or config.model)
-    else:
+    if resumed is not None:
+        model = build_model(resumed, len(names), seed=config.seed)
+        model.names = names
+        return model
+    description = describe(config.cfg or config.model) if config.cfg or config.model else None
+    weights = read_weights(resolve_weights(config.weights), description) if config.weights else None
+    if description is None:
         assert weights is not None
         description = weights.description
     model = build_model(description, len(names), seed=config.seed)
     model.names = names
     if weights is not None:
-        report = transfer(model, weights)
-        console.fact(f"start weights {config.weights}: {report.text()}")
+        console.fact(f"start weights {config.weights}: {transfer(model, weights).text()}")
     return model
 
 

@@ -53,8 +53,7 @@ class TrainState:
     ) -> TrainState:
         """The lead's model is in training mode, its frozen parts without gradient and in eval mode."""
         model = lanes.lead.model
-        live = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
-        live.update(lanes.lead.statistics.views)
+        live = dict(model.named_parameters()) | lanes.lead.statistics.views
         return cls(
             lanes=lanes,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
@@ -79,7 +78,10 @@ class TrainState:
 
     def _live(self) -> dict[str, Tensor]:
         """Every tensor of the state by its name in a checkpoint (live, not copied)."""
-        tensors = {f"model/{name}": t.detach() for name, t in self.average.source.items()}
+        fixed = {
+            name: t for name, t in self.model.state_dict().items() if t.is_floating_point()
+        }  # frozen layers'
+        tensors = {f"model/{name}": t.detach() for name, t in (fixed | self.average.source).items()}
         tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
         if len(grid := grid_of(self.buckets)):
             tensors["reduce/grid"] = grid
@@ -147,7 +149,7 @@ class TrainState:
 
     def weights(self) -> dict[str, Tensor]:
         """The averaged state dict under the model's official names (live tensors)."""
-        tensors = dict(self.average.average)
+        tensors = self.model.state_dict() | self.average.average
         for name, _ in self.statistics.layers:
             tensors[f"{name}.num_batches_tracked"] = torch.tensor(self.statistics.batches)
         return tensors
