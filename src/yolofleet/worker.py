@@ -61,7 +61,7 @@ from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze
 from yolofleet.train.pictures import draw_evaluation
 from yolofleet.train.precision import resolve_precision
-from yolofleet.train.report import TrainReport, evaluation_figures, show_evaluation
+from yolofleet.train.report import TrainReport, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.schedule import Schedule
 from yolofleet.train.state import TrainState
@@ -279,8 +279,6 @@ def _train(
         weight_decay=schedule.weight_decay,
         precision=precision,
     )
-    if config.autoanchor:
-        say_anchor_fit(console, index, model, recipe, img)
     averaged = build_model(model.description, model.nc)  # shares its tensors with the moving average
     averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
@@ -311,6 +309,7 @@ def _train(
         header=header,
         dataset_images=len(index),
     )
+    anchors, anchors_hint = anchor_text(index, model, recipe, img)
 
     def evaluate_average() -> Evaluation:
         return evaluate(
@@ -365,6 +364,7 @@ def _train(
         state,
         index,
         val_index,
+        data_notes=spec.notes,
         facts={
             "where": place_text(world),
             "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -372,7 +372,8 @@ def _train(
             "step": f"{config.nominal_batch} images (after warm-up) as micro-batches of {micro_batch}, {precision}",
             "image": f"{img} px"
             + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
-            "loader": f"{workers} processes; {cache.note}",
+            "loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}",
+            **({"anchors": anchors} if config.autoanchor else {}),
         },
         settings=[
             (name, str(getattr(config, name)), source)
@@ -381,6 +382,7 @@ def _train(
         ],
         versions=versions(),
         resumed=snapshot is not None,
+        advice=anchors_hint if config.autoanchor else "",
     )
     try:
         training.train()
@@ -390,19 +392,17 @@ def _train(
         val_cache.close()
 
 
-def say_anchor_fit(
-    console: NullConsole, index: DataIndex, model: DetectionModel, recipe: Recipe, img: int
-) -> None:
-    """How the anchors fit the labels at the training size; they are not changed."""
+def anchor_text(index: DataIndex, model: DetectionModel, recipe: Recipe, img: int) -> tuple[str, str]:
+    """How the anchors fit the labels at the training size, and what to do about it ('' = nothing); they are
+    not changed."""
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)
     sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]
     recall, per_label = anchor_fit(sizes_px, model.anchors_px.reshape(-1, 2).cpu().numpy(), recipe.anchor_t)
-    text = f"anchors: {recall:.3f} of the labels can be matched, {per_label:.2f} anchors each"
+    text = f"{recall:.1%} of the labels can be matched, by {per_label:.1f} anchors each"
     if recall >= GOOD_ENOUGH:
-        console.fact(text)
-    else:
-        console.warn(f"{text}; give better ones in a --cfg file, or raise --set anchor_t")
+        return text, ""
+    return text, f"the anchors match {recall:.1%} of the labels only: give better ones in a --cfg file"
 
 
 # -- val -----------------------------------------------------------------------------------------------------
@@ -410,11 +410,25 @@ def say_anchor_fit(
 
 def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     """One rank of ``yolofleet val``. Collective: every rank."""
-    console = Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank))
+    stream = sys.stderr if config.json_out == "-" else sys.stdout  # what reads the figures reads nothing else
+    with (
+        Console(folder.log(0), stream=stream) if world.is_main else NullConsole(folder.log(world.rank))
+    ) as console:
+        _validate(config, world, folder, console)
+
+
+def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
     precision = resolve_precision(config.precision, world.device)
-    index = build_index(load_dataset(config.data), config.split, single_cls=config.single_cls)
+    spec = load_dataset(config.data)
+    index = build_index(spec, config.split, single_cls=config.single_cls)
     agree(world, "the data set", index.digest)
     model = fuse(model_from_weights(read_weights(resolve_weights(config.weights)))).to(world.device).eval()
+    if model.nc != len(index.names) and not config.single_cls:
+        raise ConfigError(
+            f"{config.weights} detects {model.nc} classes, {config.data} has {len(index.names)}",
+            source="--weights, --data",
+            hint="validate with the data set that the weights were trained on",
+        )
     console.header(
         "yolofleet val",
         {
@@ -424,8 +438,7 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
             "results": str(folder.path),
         },
     )
-    if index.problems:
-        console.warn(index.problems_text(5))
+    show_data_notes(console, spec.notes, [index])
     evaluation = evaluate(
         model,
         index,
@@ -461,7 +474,6 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
     console.summary("validated", {"results": str(folder.path)})
-    console.close()
 
 
 # -- started by our launcher ---------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.errors import CheckpointError, YolofleetError
+from yolofleet.checkpoint.format import read_tensors, storage_error, write_tensors
+from yolofleet.errors import CheckpointError
 
 NAME = re.compile(r"step-(\d+)\.safetensors")
 
@@ -49,7 +49,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self._writer: threading.Thread | None = None
-        self._failure: YolofleetError | None = None
+        self._failure: Exception | None = None
 
     def entries(self) -> list[StoredCheckpoint]:
         """Files by step, newest first (not verified)."""
@@ -75,7 +75,9 @@ class CheckpointStore:
             write_tensors(path, snapshot.tensors, {"state": snapshot.values, "step": snapshot.step})
             for old in self.entries()[self.keep :]:
                 old.path.unlink(missing_ok=True)
-        except YolofleetError as problem:
+        except OSError as problem:
+            self._failure = storage_error(problem, self.folder)
+        except Exception as problem:  # a thread's own end would be silent
             self._failure = problem
 
     def flush(self) -> None:
@@ -107,7 +109,7 @@ class CheckpointStore:
         if passed_over:
             raise CheckpointError(
                 f"no whole checkpoint in {self.folder}: " + "; ".join(passed_over),
-                hint="start anew, perhaps with --weights from the run's weights folder",
+                hint=f"another copy of one of them, or a new run with --weights {self.folder.parent / 'weights' / 'last.safetensors'}",
             )
         raise CheckpointError(
             f"{self.folder} has no checkpoint", hint="the run ended before its first one; start it anew"

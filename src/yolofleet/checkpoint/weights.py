@@ -191,6 +191,10 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
         raise CheckpointError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
+    if not start:
+        raise CheckpointError(
+            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
+        )
     if start[8:9] == b"{":  # 8 bytes of length, then JSON
         return _read_safetensors(path, description)
     with TorchFile(path) as file:

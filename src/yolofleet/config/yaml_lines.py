@@ -78,7 +78,9 @@ def read_yaml(path: Path) -> dict[str, Located]:
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path} does not hold `key: value` lines", source=f"{path}:1")
+        raise ConfigError(
+            f"{path} does not hold `key: value` lines", source=f"{path}:1", hint="is it the right file?"
+        )
     return _mapping(node, str(path))
 
 
@@ -102,7 +104,11 @@ def _compose(text: str, source: str) -> Any:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as problem:
         line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
-        raise ConfigError(f"not YAML: {problem.problem or problem.context}", source=source + line) from None
+        raise ConfigError(
+            f"not YAML: {problem.problem or problem.context}",
+            source=source + line,
+            hint="a text with : # or brackets in it needs quotes; lines of one level start in one column",
+        ) from None
     except (yaml.YAMLError, ValueError) as problem:
         raise ConfigError(f"not YAML: {' '.join(str(problem).split())[:200]}", source=source) from None
     except RecursionError:

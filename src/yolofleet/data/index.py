@@ -234,7 +234,8 @@ def build_index(
             part.log.kept = [problem for problem in part.log.kept if problem.wrong_class]
             part.log.count = part.log.wrong_classes
             shown.merge(part.log)
-        raise _unusable(spec, split, f"{wrong_classes} labels have a class that names does not have", shown)
+        many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"
+        raise _unusable(spec, split, f"{many} a class that names does not have", shown)
     names = ("object",) if single_cls and len(spec.names) > 1 else spec.names
     arrays = _join(parts, groups, log, spec, split, total)
     index = DataIndex(key=key, digest=_digest(names, arrays), split=split, names=names, **arrays)
@@ -419,7 +420,11 @@ def _image_ids(parts: Sequence[_Part], groups: Sequence[_Files], paths: Sequence
 def _unusable(spec: DatasetSpec, split: str, what: str, log: ProblemLog) -> DataError:
     lines = [str(problem) for problem in log.kept[:10]]
     lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
-    return DataError(f"{what} in the {split} split\n  " + "\n  ".join(lines), source=spec.origin)
+    return DataError(
+        f"{what} in the {split} split\n  " + "\n  ".join(lines),
+        source=spec.origin,
+        hint=f"correct the files, or the names; yolofleet data check {spec.origin} lists more",
+    )
 
 
 def _where_labels_belong(groups: Sequence[_Files]) -> str | None:

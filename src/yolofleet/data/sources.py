@@ -75,7 +75,9 @@ class DatasetSpec:
         if split not in self.splits:
             has = ", ".join(self.splits) or "none"
             raise ConfigError(
-                f"data set {self.name} has no split {split!r} (it has: {has})", source=self.origin
+                f"data set {self.name} has no split {split!r} (it has: {has})",
+                source=self.origin,
+                hint=f"{split}: images/{split}",
             )
         return self.splits[split]
 
@@ -112,8 +114,11 @@ def load_dataset(data: str) -> DatasetSpec:
     stem = path.name.removesuffix(".yaml")
     if stem in built_in and path.parent.name in ("", "data"):  # guides write --data data/coco128.yaml
         return _from_yaml(_BUILT_IN / f"{stem}.yaml", is_built_in=True)
-    near = nearest(data, [*(f"{name}.yaml" for name in built_in), *built_in, "shapes", *_neighbours(path)])
-    hint = f"{near}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
+    ending = ".yaml" if path.suffix == ".yaml" else ""  # suggested as the person writes it
+    names = [*_neighbours(path), *(name + ending for name in built_in), "shapes"]
+    known = {Path(name).stem: name for name in names}
+    near = nearest(stem, known)
+    hint = f"{known[near]}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
 
 

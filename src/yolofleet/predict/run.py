@@ -14,7 +14,7 @@ import torch
 
 from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import ConfigError, DataError, StorageError
+from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.predict.predictor import Prediction, Predictor
 from yolofleet.predict.sources import Source
 from yolofleet.report.console import Console
@@ -51,6 +51,15 @@ def predict_command(config: PredictConfig) -> int:
         batch=config.batch,
     )
     folder = RunFolder.create("detect", project=config.project, name=config.name, exist_ok=config.exist_ok)
+    try:
+        _predict(config, source, predictor, folder)
+    except YolofleetError:
+        folder.discard_unless_used()
+        raise
+    return 0
+
+
+def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder: RunFolder) -> None:
     with Console() as console, Output(config, folder.path) as output:
         console.header(
             "yolofleet predict",
@@ -76,8 +85,8 @@ def predict_command(config: PredictConfig) -> int:
                 hint="look at the files with a viewer",
             )
         output.finish()
-        console.summary(f"{len(seconds)} images, {speed_text(seconds)}", {"results": str(folder.path)})
-    return 0
+        images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
+        console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
 
 
 def progress_line(prediction: Prediction, items: int) -> str:

@@ -148,6 +148,8 @@ class TrainingRun:
 
     def plans(self) -> Iterator[StepPlan]:
         """The steps from here to the end of the run."""
+        if self.is_over():
+            return
         for plan in self.schedule.steps(self.state.step, self.state.images_seen):
             yield plan
             if self.is_last(plan):
@@ -157,6 +159,12 @@ class TrainingRun:
         end = self.config.epochs * self.schedule.dataset_images
         return plan.end_image >= end or plan.step + 1 == self.config.max_steps
 
+    def is_over(self) -> bool:
+        """The state is that of the run's end."""
+        end = self.config.epochs * self.schedule.dataset_images
+        steps_left = not self.config.max_steps or self.state.step < self.config.max_steps
+        return self.state.images_seen >= end or not steps_left or self._out_of_patience()
+
     def train(self) -> None:
         """Train to the end, from wherever the state is.
 
@@ -165,6 +173,9 @@ class TrainingRun:
         Raises:
             Stopped: on request; the state is saved.
         """
+        if self.is_over():  # a crash may have kept it from writing its results
+            self.report.ended_before(self.evaluate())
+            return
         stored = self.state.progress
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
         self.tally_images = stored.epoch_images

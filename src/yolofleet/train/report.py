@@ -29,6 +29,7 @@ from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_ba
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
+PROBLEMS_SHOWN = 5  # of each split
 PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
@@ -89,6 +90,8 @@ class TrainReport:
         facts: Mapping[str, str],
         settings: Sequence[tuple[str, str, str]],
         versions: Mapping[str, str],
+        data_notes: Sequence[str],
+        advice: str,
         resumed: bool,
     ) -> None:
         """Say what will run where; training starts or continues."""
@@ -98,12 +101,12 @@ class TrainReport:
         self.console.header(
             "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
         )
-        for split, problems in (("train", index), ("val", val_index)):
-            if problems.problems:
-                self.console.warn(f"{split} labels: {problems.problems_text(5)}")
+        show_data_notes(self.console, data_notes, [index, val_index])
+        if advice:
+            self.console.warn(advice)
         self.events.write("start", world=self.world.size, step=state.step, versions=versions)
         if resumed:
-            epoch = state.images_seen // self.dataset_images + 1
+            epoch = min(state.images_seen // self.dataset_images + 1, self.config.epochs)
             self.console.fact(
                 f"resumed after step {state.step} ({state.images_seen} images seen), in epoch {epoch}"
             )
@@ -186,6 +189,13 @@ class TrainReport:
             self.tensorboard.write(row)
         self._open_epoch(epoch + 1)
 
+    def ended_before(self, evaluation: Evaluation) -> None:
+        """A run was resumed that had nothing left to do."""
+        self.last_evaluation = evaluation
+        self.console.note(
+            "the run had ended already; --epochs or --max-steps with a higher number continues it"
+        )
+
     def finish(self, state: TrainState) -> None:
         """The run is over: results.json, pictures, the last words. Collective: every rank."""
         times = self.clock.run_so_far()
@@ -221,6 +231,21 @@ class TrainReport:
                 "sha256 of last": self.sha256.get("last", ""),
             },
         )
+
+
+def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:
+    """What a person should know about a data set that is used all the same."""
+    for note in notes:
+        console.note(note)
+    for index in splits:
+        text = index.problems_text(PROBLEMS_SHOWN)
+        if index.problem_count:
+            many = f"{index.problem_count} problems" if index.problem_count > 1 else "1 problem"
+            console.warn(f"{many} in the {index.split} split (all: yolofleet data check)")
+            for line in text.splitlines():
+                console.fact(f"    {line}")
+        elif text:
+            console.note(text)
 
 
 def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
