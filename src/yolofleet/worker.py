@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,13 +58,14 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
+from yolofleet.train.agreement import all_alike
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze
 from yolofleet.train.pictures import draw_evaluation
 from yolofleet.train.precision import resolve_precision
 from yolofleet.train.report import TrainReport, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
-from yolofleet.train.schedule import Schedule
+from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
 
@@ -257,7 +259,7 @@ def _train(
     family = family_of(model.description)
     stride = max(model.strides)
     img = -(-config.img // stride) * stride
-    mark = fingerprint(config, recipe, index, model)
+    mark = fingerprint(config, recipe, index, model, world)
     header = WeightsHeader.of(model, img=img)
     loss = family.loss(model, recipe, img)
     model.to(world.device)
@@ -272,6 +274,8 @@ def _train(
     schedule = Schedule(
         recipe, len(index), config.batch, config.nominal_batch, config.epochs, config.lr_schedule
     )
+    factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
+    schedule = replace(schedule, lr_factor=factor)
     state = TrainState.build(
         Lanes.build(model, devices, world, exact=config.reduce == "exact", synced=synced),
         recipe,
@@ -285,7 +289,7 @@ def _train(
     averaged.eval()
 
     if snapshot is not None:
-        check_resume(snapshot.values["fingerprint"], mark)
+        check_resume(snapshot.values["fingerprint"], mark, console, exact=config.reduce == "exact")
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     write_config(world, folder, resolved, recipe_sourced)
@@ -331,7 +335,9 @@ def _train(
         state=state,
         schedule=schedule,
         splitter=StepSplitter(
-            partition=Partition.parse(config.shares, world.size * len(devices)),
+            partition=Partition.parse(
+                "" if config.shares == "auto" else config.shares, world.size * len(devices)
+            ),
             rank=world.rank,
             lanes=len(devices),
             micro_batch=micro_batch,
@@ -359,6 +365,7 @@ def _train(
         store=CheckpointStore(folder.checkpoints, keep=config.keep_last),
         evaluate=evaluate_average,
         fingerprint=mark,
+        alike=all_alike(world),
     )
     report.begin(
         state,
@@ -369,7 +376,10 @@ def _train(
             "where": place_text(world),
             "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
             + (f", {len(frozen)} tensors frozen" if frozen else ""),
-            "step": f"{config.nominal_batch} images (after warm-up) as micro-batches of {micro_batch}, {precision}",
+            "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch}, {precision}, "
+            f"{config.reduce} sums",
+            "rate": f"lr0 {recipe.lr0:g} x {factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
+            f"{recipe.reference_batch} images a step)",
             "image": f"{img} px"
             + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
             "loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}",

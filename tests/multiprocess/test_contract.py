@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from commands import results, yolofleet
+import torch
+from commands import killed_at_step, results, yolofleet
+from fleet import on_fleet
 
+from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatch
 from yolofleet.data.shapes import make_shapes
+from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.description import describe
+from yolofleet.models.detection import build_model
+from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import train_step
 
-JOB = "--model yolov5n --img 128 --micro-batch 2 --batch 16 --nominal-batch 16 --reduce exact --no-plots".split()
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+
+JOB = [
+    "--model",
+    "yolov5n",
+    "--img",
+    "128",
+    "--micro-batch",
+    "2",
+    "--batch",
+    "16",
+    "--nominal-batch",
+    "16",
+    "--reduce",
+    "exact",
+    "--no-plots",
+]
 ALONE: list[str] = ["--device", "cpu"]
 FLEETS = {
     "two": ["--device", "cpu:2"],
@@ -60,3 +93,104 @@ def test_one_hash_for_the_whole_matrix(folder: Path, optimizer: str) -> None:
     hashes = {name: trained(folder, f"{optimizer} {name}", 20, *args, *more) for name, args in FLEETS.items()}
     print(f"\n{optimizer}: {alone}")
     assert hashes == dict.fromkeys(FLEETS, alone)
+
+
+@needs_proc
+def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one(folder: Path) -> None:
+    """4 -> 3 -> 2 -> 1 processes, killed in mid-epoch at random steps (an epoch is 3 steps of 16 images)."""
+    kill_chain(folder, folder / "shapes" / "data.yaml", random.Random(11), epochs=4, spread=3)
+
+
+def kill_chain(
+    folder: Path, data: Path, chance: random.Random, *, epochs: int, spread: int, more: tuple = ()
+) -> None:
+    args = [
+        "train",
+        "--data",
+        data,
+        *JOB,
+        *more,
+        "--epochs",
+        str(epochs),
+        "--save-steps",
+        "1",
+        "--keep-last",
+        "2",
+    ]
+    yolofleet(folder, *args, "--name", "whole", "--device", "cpu")
+    run, step = folder / "runs" / "train" / "chain", 0
+    args = [*args, "--name", run.name, "--resume", "auto"]
+    for processes in (4, 3, 2):
+        step += chance.randint(1, spread)
+        killed_at_step(folder, step, run, *args, "--device", f"cpu:{processes}")
+        assert not (run / "results.json").exists(), "it was to die before the end"
+    said = yolofleet(folder, *args, "--device", "cpu").out
+    assert "the fleet changed: processes was 2, is 1" in said
+    assert results(run)["weights_sha256"] == results(run.with_name("whole"))["weights_sha256"]
+
+
+SHARES = [(1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (4.0, 0.0, 2.0)]
+STEP_MICRO_BATCHES, IMAGES, IMG = 6, 2, 64
+
+
+class CountedElsewhere(World):
+    """One process that is told what the other micro-batches' counts are."""
+
+    others: torch.Tensor
+
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(self.others)
+
+
+def gradient_of_a_step(
+    world: World, shares: tuple[float, ...], only: int | None = None
+) -> list[torch.Tensor]:
+    """Of yolov5n over six micro-batches, in float32; with ``only``, that micro-batch's part."""
+    recipe = Recipe()
+    model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()
+    lanes = Lanes.build(model, [world.device], world, exact=False, synced=False)
+    state = TrainState.build(lanes, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")
+    loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=IMG)
+    rng = np.random.default_rng(5)
+    made = []
+    for v in range(STEP_MICRO_BATCHES):
+        labels = np.concatenate(
+            [
+                np.sort(rng.integers(0, IMAGES, (5, 1)), 0),
+                rng.integers(0, 3, (5, 1)),
+                rng.uniform(0.2, 0.8, (5, 4)),
+            ],
+            1,
+        ).astype(np.float32)
+        images = torch.from_numpy(rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8)).permute(
+            0, 3, 1, 2
+        )
+        made.append(MicroBatch(0, v, images, labels, loss.match(labels, IMAGES, (IMG, IMG))))
+    mine = [made[v] for v in Partition(shares).ranges(STEP_MICRO_BATCHES)[world.rank]]
+    if only is not None:
+        mine = [made[only]]
+        world = CountedElsewhere(0, 1, 0, 1, world.device)
+        world.others = sum(torch.from_numpy(mb.targets.counts) for mb in made if mb is not made[only])
+    plan = StepPlan(0, 0, STEP_MICRO_BATCHES * IMAGES, 0.0, 0.0, 0.9)
+    train_step(
+        state, plan, [mine], loss, world, Clock(),
+        total_micro_batches=STEP_MICRO_BATCHES, precision="fp32", clip_norm=0.0,
+    )  # fmt: skip
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_fast_gradients_equal_one_process_to_rounding(tmp_path: Path) -> None:
+    one = gradient_of_a_step(World.single(), (1.0,))
+    parts = [gradient_of_a_step(World.single(), (1.0,), only=v) for v in range(STEP_MICRO_BATCHES)]
+    whole = torch.cat([g.flatten() for g in one])
+    worst = worst_tensor = 0.0
+    for shares in SHARES:
+        for grads in on_fleet(len(shares), tmp_path, gradient_of_a_step, shares):
+            off = torch.cat([g.flatten() for g in grads]) - whole
+            worst = max(worst, float(off.norm() / whole.norm()))
+            for i, (g, expected) in enumerate(zip(grads, one, strict=True)):
+                size = sum(float(part[i].norm()) for part in parts)
+                worst_tensor = max(worst_tensor, float((g - expected).norm()) / max(size, 1e-12))
+    print(f"\ngradient: {worst:.2e}, worst tensor: {worst_tensor:.2e}")
+    assert worst <= 1e-6
+    assert worst_tensor <= 1e-6

@@ -195,6 +195,11 @@ class World:
         self.wait(dist.broadcast(data, 0, async_op=True))
         return data.numpy().tobytes()
 
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's tensor. Collective: every rank."""
+        if self.size > 1:
+            self.wait(dist.broadcast(tensor, 0, async_op=True))
+
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank."""
         self.all_reduce_(torch.zeros(1))

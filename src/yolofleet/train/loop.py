@@ -8,6 +8,7 @@ on: it rides on the step's reduction of loss counts, or follows from figures tha
 from __future__ import annotations
 
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +28,14 @@ from yolofleet.evaluate.run import Evaluation
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import train_step
+
+MEASURED_STEPS = range(3, 10)  # of a run, by --shares auto: after the first ones have warmed up
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,26 @@ class StepSplitter:
         return (low + int(draw * (high - low + 1))) * self.stride
 
 
+class SpeedProbe:
+    """Micro-batches and seconds of this rank's computing over ``MEASURED_STEPS``."""
+
+    def __init__(self, first_step: int) -> None:
+        self.first_step = first_step
+        self.passes, self.compute_s = 0, 0.0
+
+    def is_done(self, step: int, passes: int, clock: Clock) -> bool:
+        """After every step; True once, when there is enough."""
+        number, compute_s = step - self.first_step, clock.run_so_far().seconds["compute"]
+        if number == MEASURED_STEPS.start - 1:
+            self.compute_s = -compute_s
+        elif number in MEASURED_STEPS:
+            self.passes += passes
+        if number == MEASURED_STEPS.stop - 1:
+            self.compute_s += compute_s
+            return True
+        return False
+
+
 class StopRequest:
     """SIGTERM, SIGUSR1 and Ctrl-C as a request: the step under way ends, the state is saved, then we stop.
 
@@ -143,6 +168,7 @@ class TrainingRun:
     store: CheckpointStore
     evaluate: Callable[[], Evaluation]
     fingerprint: dict[str, Any]  # what the run is; stored in its checkpoints
+    alike: bool = True  # all ranks compute with equal kernels
     tally: Tensor = field(init=False)  # [T] loss terms x images of the epoch under way, this rank's part
     tally_images: int = 0
 
@@ -181,7 +207,8 @@ class TrainingRun:
         self.tally_images = stored.epoch_images
         if stored.epoch_terms and self.world.is_main:  # the sum over the ranks that were
             self.tally += torch.tensor(stored.epoch_terms, device=self.world.device)
-        loader = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
+        loader = self._open_loader()
+        probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
         saved_at_s = time.monotonic()
         try:
             with StopRequest() as stop:
@@ -205,6 +232,13 @@ class TrainingRun:
                     self.tally += done.terms * plan.images
                     self.tally_images += plan.images
                     self.report.step(plan, mine, self.tally, self.tally_images)
+                    if probe and probe.is_done(plan.step, len(mine), self.report.clock):
+                        self._share_by_speed(probe.passes, probe.compute_s)
+                        loader.close()
+                        loader, probe = self._open_loader(), None
+                    if self._every(self.config.check_steps, plan.step, plan.step + 1):
+                        with self.report.clock("comm"):
+                            check_agreement(self.state, self.world, self.report.console, alike=self.alike)
                     stop_asked, save_asked = done.requests
                     last = self.is_last(plan)
                     save_asked |= last or self._every(self.config.save_steps, plan.step, plan.step + 1)
@@ -226,6 +260,22 @@ class TrainingRun:
             self.store.flush()
         finally:
             loader.close()
+
+    def _open_loader(self) -> Any:
+        """Micro-batches of this rank, from the next step to the end."""
+        return self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
+
+    def _share_by_speed(self, passes: int, compute_s: float) -> None:
+        """``--shares auto``: as many micro-batches to each rank as it computes per second.
+
+        Collective: every rank, once. Changes who computes what, never the result.
+        """
+        packed = struct.pack("<d", passes / max(compute_s, 1e-9))
+        speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
+        shares = tuple(speed for speed in speeds for _ in range(self.splitter.lanes))
+        self.splitter = replace(self.splitter, partition=Partition(shares))
+        parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
+        self.report.console.note(f"shares of the ranks by measured speed: {parts}")
 
     @staticmethod
     def _every(period: int, before: int, after: int) -> bool:

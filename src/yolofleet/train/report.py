@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.index import DataIndex
@@ -79,7 +80,6 @@ class TrainReport:
         )
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
-        self.sha256: dict[str, str] = {}
 
     def begin(
         self,
@@ -147,7 +147,7 @@ class TrainReport:
             with self.clock("checkpoint"):
                 extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
                 weights = Weights(state.weights(), replace(self.header, extra=extra))
-                self.sha256[name] = write_weights(self.folder.weights / f"{name}.safetensors", weights)
+                write_weights(self.folder.weights / f"{name}.safetensors", weights)
 
     def epoch(
         self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None
@@ -209,12 +209,13 @@ class TrainReport:
             draw_results(self.folder.results_csv, self.folder.plots, self.console.note)
             if self.last_evaluation is not None:
                 draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
+        sha256 = tensors_sha256(state.weights())
         figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
         write_json(
             self.folder.results_json,
             {
                 **figures,
-                "weights_sha256": self.sha256.get("last"),
+                "weights_sha256": sha256,  # of the last ones' names, shapes and bits
                 "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
                 "steps": state.step,
                 "images_seen": state.images_seen,
@@ -228,7 +229,7 @@ class TrainReport:
             {
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
-                "sha256 of last": self.sha256.get("last", ""),
+                "sha256 of last": sha256,
             },
         )
 

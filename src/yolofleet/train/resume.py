@@ -18,30 +18,40 @@ from yolofleet.errors import CheckpointError, ClusterError, DataError, Yolofleet
 from yolofleet.models.detection import DetectionModel
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
+from yolofleet.train.agreement import kernels
+
+RESULT_SETTINGS = [
+    "img",
+    "single_cls",
+    "batch",
+    "nominal_batch",
+    "optimizer",
+    "lr_schedule",
+    "lr_scale",
+    "multi_scale",
+    "freeze",
+    "seed",
+    "sync_bn",
+]
+BIT_SETTINGS = ("channels_last", "precision", "reduce")
 
 
 def fingerprint(
-    config: TrainConfig, recipe: Recipe, index: DataIndex, model: DetectionModel
+    config: TrainConfig, recipe: Recipe, index: DataIndex, model: DetectionModel, world: World
 ) -> dict[str, Any]:
-    """What the run's result is a function of; a checkpoint continues only where this is equal."""
-    fixed = [
-        "img",
-        "single_cls",
-        "batch",
-        "nominal_batch",
-        "optimizer",
-        "lr_schedule",
-        "multi_scale",
-        "freeze",
-        "seed",
-        "sync_bn",
-    ]
+    """What the run's result is a function of; a checkpoint continues only where this is equal.
+
+    ``kernels`` is what equal bits need beside; in exact mode that must be equal too. ``fleet`` may change.
+    """
+    settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     return {
-        "settings": {name: getattr(config, name) for name in fixed} | {"micro_batch": micro_batch_of(config)},
+        "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),
         "data": index.digest,
         "model": model.description.to_dict(),
         "names": list(model.names),
+        "kernels": kernels(world.device) | {name: getattr(config, name) for name in BIT_SETTINGS},
+        "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }
 
 
@@ -74,11 +84,13 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
     return decode_snapshot(decode_tensors(content, origin or "the checkpoint sent by rank 0"), origin)
 
 
-def check_resume(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to continue something else (``config/resume.py`` has told the user what may change).
+def check_resume(then: dict[str, Any], now: dict[str, Any], console: NullConsole, *, exact: bool) -> None:
+    """Refuse to continue something else (``config/resume.py`` has told the user what may change); say what
+    changed where it may.
 
     Raises:
-        CheckpointError, DataError: settings, recipe, model or data are not the checkpoint's.
+        CheckpointError, DataError: settings, recipe, model or data are not the checkpoint's, or in exact mode
+            what equal bits need.
     """
     for part in ("settings", "recipe", "model", "names"):
         if then[part] != now[part]:
@@ -91,6 +103,18 @@ def check_resume(then: dict[str, Any], now: dict[str, Any]) -> None:
             "the training data changed since the checkpoint (images, sizes or labels)",
             hint="restore the data set, or start a new run with --weights",
         )
+    if then["fleet"] != now["fleet"]:
+        console.note(
+            f"the fleet changed: {first_difference(then['fleet'], now['fleet'])}; the result does not"
+        )
+    if then["kernels"] != now["kernels"]:
+        difference = first_difference(then["kernels"], now["kernels"])
+        if exact:
+            raise CheckpointError(
+                f"exact sums cannot continue with equal bits: {difference}",
+                hint="resume on machines and settings like the first ones, or with --reduce fast",
+            )
+        console.note(f"last bits may differ from the run so far: {difference}")
 
 
 def first_difference(then: Any, now: Any) -> str:

@@ -31,6 +31,12 @@ class StepPlan:
         return self.first_image + self.images
 
 
+def lr_factor(rule: str, step_images: int, reference_images: int) -> float:
+    """What ``--lr-scale`` multiplies the recipe's rate with: linear (arXiv:1706.02677), sqrt, or none (1)."""
+    ratio = step_images / reference_images
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The plan of a whole run.
@@ -60,10 +66,14 @@ class Schedule:
         return max(round(self.recipe.warmup_epochs * self.dataset_images), 100 * self.batch)
 
     @property
+    def step_images(self) -> int:
+        """Of a step after warm-up."""
+        return self.batch * max(round(self.nominal_batch / self.batch), 1)
+
+    @property
     def weight_decay(self) -> float:
         """The recipe's value is for the nominal batch; YOLOv5 scales it by what a step really holds."""
-        accumulate = max(round(self.nominal_batch / self.batch), 1)
-        return self.recipe.weight_decay * self.batch * accumulate / self.nominal_batch
+        return self.recipe.weight_decay * self.step_images / self.nominal_batch
 
     def accumulate(self, batch_index: int) -> int:
         """Batches per step, as seen at batch ``batch_index``."""

@@ -91,6 +91,10 @@ class TrainState:
                     tensors[f"optimizer/{name}/{slot}"] = value
         return tensors
 
+    def all_tensors(self) -> list[Tensor]:
+        """Live tensors that must be equal on every rank, in an order that is."""
+        return [tensor for _, tensor in sorted(self._live().items())]
+
     def snapshot(self, extra: dict[str, Any]) -> Snapshot:
         """A copy on the CPU that later steps do not change."""
         values = {

@@ -1,0 +1,88 @@
+"""Do all ranks still hold the same state? A sum of bits every few steps, one tiny exchange.
+
+On equal machines any difference is a fault (memory, a kernel that is not deterministic, a rank that skipped a
+step) and ends the run. On mixed hardware last bits may differ; then ranks start again from rank 0's state,
+with a note, as long as the difference is rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolofleet.errors import ClusterError
+from yolofleet.parallel.world import World
+from yolofleet.report.console import NullConsole
+from yolofleet.train.state import TrainState
+
+ROUNDING = 1e-4  # relative difference of the weights' norm that mixed hardware may make
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a result depend on, beside the micro-batch's shape."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
+    else:
+        found["device"] = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return found
+
+
+def all_alike(world: World) -> bool:
+    """Whether all ranks compute with equal kernels. Collective: every rank."""
+    mine = json.dumps(kernels(world.device), sort_keys=True)
+    return len(set(world.all_gather_bytes(mine.encode()))) == 1
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Of the bits of float32 tensors; costs one pass over them on their device."""
+    sums = []
+    for t in tensors.values():
+        bits = t.detach().contiguous().view(torch.int32).flatten()
+        weights = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int32)
+        sums.append((bits * weights).sum(dtype=torch.int64))  # wraps around; the same everywhere
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def check_agreement(state: TrainState, world: World, console: NullConsole, *, alike: bool) -> None:
+    """Compare all ranks' weights and statistics. Collective: every rank, at the same step.
+
+    Raises:
+        ClusterError: names the ranks whose state is another.
+    """
+    tensors = state.average.source
+    norm = float(
+        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors.values()]))
+    )
+    mine = {"digest": digest(tensors), "norm": norm, "host": world.host}
+    every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
+    usual, _ = Counter(one["digest"] for one in every).most_common(1)[0]
+    odd = [rank for rank, one in enumerate(every) if one["digest"] != usual]
+    if not odd:
+        return
+    names = ", ".join(f"{rank} ({every[rank]['host']})" for rank in odd)
+    spread = max(abs(one["norm"] / every[0]["norm"] - 1) for one in every)
+    if alike or not spread <= ROUNDING:
+        raise ClusterError(
+            f"after step {state.step} the weights of rank {names} are not those of the others "
+            f"(norms differ by {spread:.1e})",
+            hint="run yolofleet selftest; --resume continues from the last checkpoint",
+        )
+    console.note(
+        f"after step {state.step} ranks differ in last bits (mixed hardware): rank 0's state goes to all"
+    )
+    for t in state.all_tensors():
+        world.broadcast_(t)
+    state.lanes.spread()

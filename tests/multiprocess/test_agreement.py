@@ -1,0 +1,70 @@
+"""Ranks that drift apart are noticed and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fleet import on_fleet
+from torch import nn
+
+from yolofleet.config.schema import Recipe
+from yolofleet.errors import ClusterError
+from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.world import World
+from yolofleet.report.console import NullConsole
+from yolofleet.train.agreement import all_alike, check_agreement, digest
+from yolofleet.train.state import TrainState
+
+
+def state_of(world: World) -> TrainState:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=0.03))
+    lanes = Lanes.build(net, [world.device], world, exact=False, synced=False)
+    return TrainState.build(lanes, Recipe(), optimizer="SGD", weight_decay=0.0, precision="fp32")
+
+
+def drifted(world: World, odd_rank: int, change: float, alike: bool) -> str:
+    """The message of the check, or the digest after it."""
+    state = state_of(world)
+    if world.rank == odd_rank:
+        next(iter(state.model.parameters())).data.view(-1)[5] += change
+    try:
+        check_agreement(state, world, NullConsole(), alike=alike)
+    except ClusterError as problem:
+        return problem.what
+    return digest(state.average.source)
+
+
+def test_a_flipped_bit_names_its_rank_on_equal_machines(tmp_path: Path) -> None:
+    for said in on_fleet(3, tmp_path, drifted, 1, 1e-6, True):
+        assert "the weights of rank 1 (" in said
+
+
+def test_on_mixed_hardware_rounding_is_mended_and_more_is_an_error(tmp_path: Path) -> None:
+    mended = on_fleet(3, tmp_path, drifted, 2, 1e-6, False)
+    assert len(set(mended)) == 1 and "rank" not in mended[0]
+    for said in on_fleet(2, tmp_path, drifted, 1, 5.0, False):
+        assert "norms differ" in said
+
+
+def test_equal_ranks_agree(tmp_path: Path) -> None:
+    assert len(set(on_fleet(2, tmp_path, drifted, 9, 0.0, True))) == 1
+
+
+def test_digest_sees_one_bit_and_the_order_of_elements() -> None:
+    t = torch.arange(6.0)
+    changed = t.clone()
+    changed.view(torch.int32)[3] ^= 1
+    assert len({digest({"a": t}), digest({"a": changed}), digest({"a": t.flip(0)})}) == 3
+
+
+def threads_differ(world: World, threads: int) -> bool:
+    torch.set_num_threads(threads if world.rank else 1)
+    return all_alike(world)
+
+
+@pytest.mark.parametrize(("threads", "alike"), [(1, True), (2, False)])
+def test_unequal_kernels_are_seen(tmp_path: Path, threads: int, alike: bool) -> None:
+    assert on_fleet(2, tmp_path, threads_differ, threads) == [alike, alike]
