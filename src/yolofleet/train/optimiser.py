@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+
+# torch.optim imports this at first use, and its functions then keep today's process group as a default argument
+# for good: its threads would outlive Python, which aborts one exit in six. So it is imported before there is one.
+import torch.distributed.nn.functional
 from torch import nn
 
 from yolofleet.config.schema import Recipe
