@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 DEMO   ?= runs/demo
 EPOCHS ?= 24
+IMAGES ?= 640
 
 .PHONY: env demo test test-slow contract lint bench clean
 
@@ -17,7 +18,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 
 # data set, two-process training, validation, annotated pictures
 demo: env
-	$(BIN)/yolofleet data make shapes --out $(DEMO)/shapes
+	test -f $(DEMO)/shapes/data.yaml || $(BIN)/yolofleet data make shapes --out $(DEMO)/shapes --images $(IMAGES)
 	$(BIN)/yolofleet train --data $(DEMO)/shapes/data.yaml --model yolov5n --recipe demo --img 160 --batch 16 \
 	  --nominal-batch 16 --micro-batch 8 --epochs $(EPOCHS) --device cpu:2 --project $(DEMO) --name train --exist-ok
 	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data $(DEMO)/shapes/data.yaml --img 160 \
@@ -44,8 +45,9 @@ lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py
 	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py
 
+# a minute on one core; benchmarks/README.md says what the figures mean
 bench: env
-	$(PY) benchmarks/train_speed.py
+	for b in train_speed augment coco_metrics parts index; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
 
 clean:
 	rm -rf runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
