@@ -289,7 +289,7 @@ def _train(
     averaged.eval()
 
     if snapshot is not None:
-        check_resume(snapshot.values["fingerprint"], mark, console, exact=config.reduce == "exact")
+        check_resume(snapshot.values["fingerprint"], mark, config, console)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     write_config(world, folder, resolved, recipe_sourced)

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -91,8 +92,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         try:
             save_file(plain, str(temporary), metadata={**metadata, DIGEST: digest})
         except SafetensorError as problem:  # Rust reports the disk's refusal as text
-            code = errno.ENOSPC if "No space" in str(problem) else errno.EIO
-            raise OSError(code, str(problem)) from None
+            known = re.search(r"\(os error (\d+)\)", str(problem))
+            code = int(known[1]) if known else errno.EIO
+            raise OSError(code, os.strerror(code) if known else str(problem)) from None
 
     write_atomically(path, write, lambda temporary: void(read_tensors(temporary)))
     return digest

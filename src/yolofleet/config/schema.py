@@ -103,7 +103,9 @@ class TrainConfig(Where):
     optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer", group="how")
     lr_schedule: Literal["linear", "cosine"] = setting("linear", "learning-rate decay", group="how")
     multi_scale: bool = setting(False, "vary the image size by +-50 % from step to step", group="how")
-    lr_scale: Literal["none", "linear", "sqrt"] = setting("none", "learning rate by the images of a step over those the recipe was made for", group="how")
+    lr_scale: Literal["none", "linear", "sqrt"] = setting(
+        "none", "learning rate by the images of a step over those the recipe was made for", group="how"
+    )
     freeze: str = setting(
         "", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how"
     )
@@ -118,7 +120,9 @@ class TrainConfig(Where):
     reduce: Literal["fast", "exact"] = setting(
         "fast", "gradient sum: fast (rounding) or exact (equal bits on every fleet)", group="where"
     )
-    shares: str = setting("", "micro-batches per rank, as 2,1,1; auto = by measured speed; default equal", group="where")
+    shares: str = setting(
+        "", "micro-batches per rank, as 2,1,1; auto = by measured speed; default equal", group="where"
+    )
     precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
         "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
     )

@@ -13,6 +13,7 @@ from yolofleet.checkpoint.format import decode_tensors
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.suggest import shown
 from yolofleet.data.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, DataError, YolofleetError
 from yolofleet.models.detection import DetectionModel
@@ -21,6 +22,9 @@ from yolofleet.report.console import NullConsole
 from yolofleet.train.agreement import kernels
 
 RESULT_SETTINGS = [
+    "model",
+    "cfg",
+    "weights",
     "img",
     "single_cls",
     "batch",
@@ -84,7 +88,9 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
     return decode_snapshot(decode_tensors(content, origin or "the checkpoint sent by rank 0"), origin)
 
 
-def check_resume(then: dict[str, Any], now: dict[str, Any], console: NullConsole, *, exact: bool) -> None:
+def check_resume(
+    then: dict[str, Any], now: dict[str, Any], config: TrainConfig, console: NullConsole
+) -> None:
     """Refuse to continue something else (``config/resume.py`` has told the user what may change); say what
     changed where it may.
 
@@ -92,15 +98,23 @@ def check_resume(then: dict[str, Any], now: dict[str, Any], console: NullConsole
         CheckpointError, DataError: settings, recipe, model or data are not the checkpoint's, or in exact mode
             what equal bits need.
     """
-    for part in ("settings", "recipe", "model", "names"):
+    source = f"--resume {config.resume}"
+    for part, words in (
+        ("settings", "with other settings"),
+        ("recipe", "with another recipe"),
+        ("model", "for another model"),
+        ("names", "for other classes"),
+    ):
         if then[part] != now[part]:
             raise CheckpointError(
-                f"the checkpoint was made with another {part}: {first_difference(then[part], now[part])}",
-                hint="resume with the run's own configuration, or start a new run with --weights",
+                f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
+                source=source,
+                hint="a checkpoint continues only the run that made it; --weights starts a new run from weights",
             )
     if then["data"] != now["data"]:
         raise DataError(
-            "the training data changed since the checkpoint (images, sizes or labels)",
+            f"{config.data} is not what the run was trained on: its images, their sizes or their labels differ",
+            source=source,
             hint="restore the data set, or start a new run with --weights",
         )
     if then["fleet"] != now["fleet"]:
@@ -109,9 +123,10 @@ def check_resume(then: dict[str, Any], now: dict[str, Any], console: NullConsole
         )
     if then["kernels"] != now["kernels"]:
         difference = first_difference(then["kernels"], now["kernels"])
-        if exact:
+        if config.reduce == "exact":
             raise CheckpointError(
                 f"exact sums cannot continue with equal bits: {difference}",
+                source=source,
                 hint="resume on machines and settings like the first ones, or with --reduce fast",
             )
         console.note(f"last bits may differ from the run so far: {difference}")
@@ -121,5 +136,5 @@ def first_difference(then: Any, now: Any) -> str:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted({*then, *now}):
             if then.get(key) != now.get(key):
-                return f"{key} was {then.get(key)}, is {now.get(key)}"
+                return f"{key} was {shown(then.get(key))}, is {shown(now.get(key))}"
     return f"was {then}, is {now}"[:300]
