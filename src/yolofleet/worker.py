@@ -18,11 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import cv2
 import numpy as np
 import torch
 
-from yolofleet import __version__
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights, read_weights, resolve_weights
 from yolofleet.config.checks import micro_batch_of
@@ -44,7 +42,6 @@ from yolofleet.errors import (
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import family_of
-from yolofleet.launch.job import processes_of
 from yolofleet.launch.local import die_with_parent, error_path
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.description import ModelDescription
@@ -53,7 +50,16 @@ from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.world import Place, World, device_of, place_from_environment
+from yolofleet.parallel.process import (
+    agree,
+    lane_devices,
+    loader_processes,
+    place_text,
+    prepare_process,
+    set_kernels,
+    versions,
+)
+from yolofleet.parallel.world import World, place_from_environment
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
@@ -112,61 +118,6 @@ def write_config(
         write_text(folder.config, dump_config(config, recipe))
 
 
-def prepare_process(where: Where, place: Place) -> torch.device:
-    """Settings of torch that must come before its first operation; returns this process's device."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
-    exact = (
-        isinstance(where, TrainConfig) and where.reduce == "exact"
-    )  # bits depend on the threads of a kernel
-    share = 1 if exact else max(1, usable_cores() // place.local_size)
-    torch.set_num_threads(where.threads or share)
-    cv2.setNumThreads(0)
-    return device_of(where.device, place.local_rank)
-
-
-def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def set_kernels(config: TrainConfig) -> None:
-    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels."""
-    deterministic = config.deterministic or config.reduce == "exact"
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
-        config.cudnn_benchmark == "auto" and not deterministic and not config.multi_scale
-    )
-
-
-def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
-    """Devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
-
-    Raises:
-        ConfigError: several processes and several devices each.
-    """
-    if config.parallel == "ddp":
-        return [world.device]
-    if world.size > 1:
-        raise ConfigError(
-            f"--parallel dp is one process for all devices, and this is one of {world.size}",
-            hint="start it without torchrun, or use --parallel ddp",
-        )
-    return [device_of(config.device, lane) for lane in range(processes_of(config.device))]
-
-
-def loader_processes(asked: int, world: World) -> int:
-    """``--workers``; by default none on CPUs (the cores compute), else this process's share of the cores."""
-    if asked >= 0:
-        return asked
-    if world.device.type == "cpu":
-        return 0
-    return max(1, min(8, usable_cores() // world.local_size))
-
-
 def shared_folder(world: World, verb: str, where: Where, given: RunFolder | None) -> RunFolder:
     """The run's folder: given by our launcher, else made by rank 0. Collective: every rank."""
     if given is not None:
@@ -183,40 +134,6 @@ def shared_folder(world: World, verb: str, where: Where, given: RunFolder | None
     if not path:
         raise ClusterError("rank 0 could not make the run's folder; its message says why")
     return made or RunFolder(Path(path))
-
-
-def agree(world: World, what: str, mine: str) -> None:
-    """Every rank must have the same text. Collective: every rank.
-
-    Raises:
-        ClusterError: names the ranks that differ.
-    """
-    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
-    texts = [text.split("\n", 1) for text in every]
-    odd = [f"{rank} ({host})" for rank, (host, text) in enumerate(texts) if text != texts[0][1]]
-    if odd:
-        raise ClusterError(
-            f"{what} of rank {', '.join(odd)} differs from rank 0's ({texts[0][0]})",
-            hint="all machines need the same data set, configuration and version of yolofleet",
-        )
-
-
-def versions() -> dict[str, str]:
-    found = {"yolofleet": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    found |= {"numpy": np.__version__, "opencv": cv2.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def place_text(world: World) -> str:
-    """``2 processes on cpu, 1 thread each``."""
-    kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    threads = torch.get_num_threads()
-    return (
-        f"{world.size} process{'es' if world.size > 1 else ''} ({world.source}) on {kind}, "
-        f"{threads} thread{'s' if threads > 1 else ''} each"
-    )
 
 
 # -- train ---------------------------------------------------------------------------------------------------

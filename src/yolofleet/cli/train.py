@@ -60,7 +60,7 @@ def _processes(device: str) -> str:
         return f"{os.environ['WORLD_SIZE']} processes, started by torchrun"
     if device == "auto":
         return "a process for each CUDA device that torch sees, else one on the CPU"
-    from yolofleet.launch.job import processes_of
+    from yolofleet.config.device import processes_of
 
     count = processes_of(device)
     return "one process" if count == 1 else f"{count} processes"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.launch.job import JobSpec, processes_of
+from yolofleet.launch.job import JobSpec
 from yolofleet.report.folder import RunFolder, write_text
 
 

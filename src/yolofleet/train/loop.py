@@ -107,13 +107,13 @@ class SpeedProbe:
         self.first_step = first_step
         self.passes, self.compute_s = 0, 0.0
 
-    def is_done(self, step: int, passes: int, clock: Clock) -> bool:
+    def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
         """After every step; True once, when there is enough."""
-        number, compute_s = step - self.first_step, clock.run_so_far().seconds["compute"]
+        number, compute_s = plan.step - self.first_step, clock.run_so_far().seconds["compute"]
         if number == MEASURED_STEPS.start - 1:
             self.compute_s = -compute_s
         elif number in MEASURED_STEPS:
-            self.passes += passes
+            self.passes += len(splitter.keys(plan))
         if number == MEASURED_STEPS.stop - 1:
             self.compute_s += compute_s
             return True
@@ -171,6 +171,8 @@ class TrainingRun:
     alike: bool = True  # all ranks compute with equal kernels
     tally: Tensor = field(init=False)  # [T] loss terms x images of the epoch under way, this rank's part
     tally_images: int = 0
+    micro_batches: Any = field(init=False)  # closable iterator, from the next step on
+    saved_at_s: float = field(default_factory=time.monotonic)
 
     def plans(self) -> Iterator[StepPlan]:
         """The steps from here to the end of the run."""
@@ -199,83 +201,89 @@ class TrainingRun:
         Raises:
             Stopped: on request; the state is saved.
         """
-        if self.is_over():  # a crash may have kept it from writing its results
-            self.report.ended_before(self.evaluate())
-            return
+        self._restore_tally()
+        self._open_loader()
+        probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
+        try:
+            with StopRequest() as stop:
+                for plan in self.plans():
+                    stop_asked, save_asked = self._step(plan, stop)
+                    if probe and probe.is_done(plan, self.splitter, self.report.clock):
+                        self._share_by_speed(probe)
+                        probe = None
+                    if self._every(self.config.check_steps, plan.step, plan.step + 1):
+                        with self.report.clock("comm"):
+                            check_agreement(self.state, self.world, self.report.console, alike=self.alike)
+                    epoch_asks = self._end_epochs(plan)
+                    steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
+                    ends = self.is_last(plan) or self._out_of_patience()
+                    if save_asked or epoch_asks or steps_ask or stop_asked or ends:
+                        self._save()
+                    if ends:
+                        break
+                    if stop_asked:
+                        self._stop(stop)
+            self.store.flush()
+        finally:
+            self.micro_batches.close()
+
+    def _restore_tally(self) -> None:
         stored = self.state.progress
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
         self.tally_images = stored.epoch_images
         if stored.epoch_terms and self.world.is_main:  # the sum over the ranks that were
             self.tally += torch.tensor(stored.epoch_terms, device=self.world.device)
-        loader = self._open_loader()
-        probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
-        saved_at_s = time.monotonic()
-        try:
-            with StopRequest() as stop:
-                for plan in self.plans():
-                    with self.report.clock("data"):
-                        mine = list(islice(loader, len(self.splitter.keys(plan))))
-                    minutes = self.config.save_minutes
-                    save_due = minutes > 0 and time.monotonic() - saved_at_s > 60 * minutes
-                    done = train_step(
-                        self.state,
-                        plan,
-                        self.splitter.by_lane(plan, mine),
-                        self.loss,
-                        self.world,
-                        self.report.clock,
-                        total_micro_batches=self.splitter.passes_total(plan),
-                        precision=self.precision,
-                        clip_norm=self.clip_norm,
-                        requests=(int(bool(stop.signal)), int(save_due and self.world.is_main)),
-                    )
-                    self.tally += done.terms * plan.images
-                    self.tally_images += plan.images
-                    self.report.step(plan, mine, self.tally, self.tally_images)
-                    if probe and probe.is_done(plan.step, len(mine), self.report.clock):
-                        self._share_by_speed(probe.passes, probe.compute_s)
-                        loader.close()
-                        loader, probe = self._open_loader(), None
-                    if self._every(self.config.check_steps, plan.step, plan.step + 1):
-                        with self.report.clock("comm"):
-                            check_agreement(self.state, self.world, self.report.console, alike=self.alike)
-                    stop_asked, save_asked = done.requests
-                    last = self.is_last(plan)
-                    save_asked |= last or self._every(self.config.save_steps, plan.step, plan.step + 1)
-                    save_asked |= self._end_epochs(plan)
-                    if save_asked or stop_asked:
-                        self._save()
-                        saved_at_s = time.monotonic()
-                    if self._out_of_patience():
-                        self._save()
-                        break
-                    if stop_asked and not last:
-                        self.store.flush()
-                        self.world.barrier()  # nobody leaves before the state is on disk
-                        raise Stopped(
-                            f"stopped on request after step {self.state.step}; the state is saved",
-                            source=stop.signal or "another rank",
-                            hint=f"yolofleet train --resume {self.report.folder.path}",
-                        )
-            self.store.flush()
-        finally:
-            loader.close()
 
-    def _open_loader(self) -> Any:
+    def _open_loader(self) -> None:
         """Micro-batches of this rank, from the next step to the end."""
-        return self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
+        self.micro_batches = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
 
-    def _share_by_speed(self, passes: int, compute_s: float) -> None:
+    def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[int, int]:
+        """Fetch, compute, tell. Returns how many ranks ask to stop, and to save."""
+        with self.report.clock("data"):
+            mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
+        minutes = self.config.save_minutes
+        save_due = self.world.is_main and minutes > 0 and time.monotonic() - self.saved_at_s > 60 * minutes
+        done = train_step(
+            self.state,
+            plan,
+            self.splitter.by_lane(plan, mine),
+            self.loss,
+            self.world,
+            self.report.clock,
+            total_micro_batches=self.splitter.passes_total(plan),
+            precision=self.precision,
+            clip_norm=self.clip_norm,
+            requests=(int(bool(stop.signal)), int(save_due)),
+        )
+        self.tally += done.terms * plan.images
+        self.tally_images += plan.images
+        self.report.step(plan, mine, self.tally, self.tally_images)
+        stop_asked, save_asked = done.requests
+        return stop_asked, save_asked
+
+    def _stop(self, stop: StopRequest) -> None:
+        self.store.flush()
+        self.world.barrier()  # nobody leaves before the state is on disk
+        raise Stopped(
+            f"stopped on request after step {self.state.step}; the state is saved",
+            source=stop.signal or "another rank",
+            hint=f"yolofleet train --resume {self.report.folder.path}",
+        )
+
+    def _share_by_speed(self, probe: SpeedProbe) -> None:
         """``--shares auto``: as many micro-batches to each rank as it computes per second.
 
         Collective: every rank, once. Changes who computes what, never the result.
         """
-        packed = struct.pack("<d", passes / max(compute_s, 1e-9))
+        packed = struct.pack("<d", probe.passes / max(probe.compute_s, 1e-9))
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.lanes))
         self.splitter = replace(self.splitter, partition=Partition(shares))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
+        self.micro_batches.close()
+        self._open_loader()
 
     @staticmethod
     def _every(period: int, before: int, after: int) -> bool:
@@ -329,3 +337,4 @@ class TrainingRun:
             with self.report.clock("checkpoint"):
                 extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
                 self.store.save(self.state.snapshot(extra))
+        self.saved_at_s = time.monotonic()

@@ -1,0 +1,104 @@
+"""What one process sets up before its first operation, and says of itself to the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import cv2
+import numpy as np
+import torch
+
+from yolofleet import __version__
+from yolofleet.config.device import processes_of
+from yolofleet.config.schema import TrainConfig, Where
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.parallel.world import Place, World, device_of
+
+
+def prepare_process(where: Where, place: Place) -> torch.device:
+    """Settings of torch that must come before its first operation; returns this process's device."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
+    # the last bits of a kernel depend on its threads, so exact sums want a fixed number
+    exact = isinstance(where, TrainConfig) and where.reduce == "exact"
+    share = 1 if exact else max(1, usable_cores() // place.local_size)
+    torch.set_num_threads(where.threads or share)
+    cv2.setNumThreads(0)
+    return device_of(where.device, place.local_rank)
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_kernels(config: TrainConfig) -> None:
+    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels."""
+    deterministic = config.deterministic or config.reduce == "exact"
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
+        config.cudnn_benchmark == "auto" and not deterministic and not config.multi_scale
+    )
+
+
+def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
+    """Devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
+
+    Raises:
+        ConfigError: several processes and several devices each.
+    """
+    if config.parallel == "ddp":
+        return [world.device]
+    if world.size > 1:
+        raise ConfigError(
+            f"--parallel dp is one process for all devices, and this is one of {world.size}",
+            hint="start it without torchrun, or use --parallel ddp",
+        )
+    return [device_of(config.device, lane) for lane in range(processes_of(config.device))]
+
+
+def loader_processes(asked: int, world: World) -> int:
+    """``--workers``; by default none on CPUs (the cores compute), else this process's share of the cores."""
+    if asked >= 0:
+        return asked
+    if world.device.type == "cpu":
+        return 0
+    return max(1, min(8, usable_cores() // world.local_size))
+
+
+def agree(world: World, what: str, mine: str) -> None:
+    """Every rank must have the same text. Collective: every rank.
+
+    Raises:
+        ClusterError: names the ranks that differ.
+    """
+    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
+    texts = [text.split("\n", 1) for text in every]
+    odd = [f"{rank} ({host})" for rank, (host, text) in enumerate(texts) if text != texts[0][1]]
+    if odd:
+        raise ClusterError(
+            f"{what} of rank {', '.join(odd)} differs from rank 0's ({texts[0][0]})",
+            hint="all machines need the same data set, configuration and version of yolofleet",
+        )
+
+
+def versions() -> dict[str, str]:
+    found = {"yolofleet": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found |= {"numpy": np.__version__, "opencv": cv2.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def place_text(world: World) -> str:
+    """``2 processes on cpu, 1 thread each``."""
+    kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    threads = torch.get_num_threads()
+    return (
+        f"{world.size} process{'es' if world.size > 1 else ''} ({world.source}) on {kind}, "
+        f"{threads} thread{'s' if threads > 1 else ''} each"
+    )

@@ -1,0 +1,70 @@
+"""Launchers render, watch, and nothing else: what is rendered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from yolofleet.config.device import processes_of
+from yolofleet.errors import ConfigError
+from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
+from yolofleet.launch.local import error_path, explain
+
+
+def test_the_agents_command_is_exactly_this() -> None:
+    argv = agent_argv(JobSpec(Path("/r/my run"), 3))
+    assert argv[1:] == [
+        "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=3", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=yolofleet", "--local-addr=127.0.0.1", "--max-restarts=0",
+        "-m", "yolofleet.worker", "/r/my run",
+    ]  # fmt: skip
+
+
+def test_a_place_in_another_fleet_is_not_inherited() -> None:
+    env = agent_environment({"RANK": "3", "MASTER_ADDR": "elsewhere", "HOME": "/h", "OMP_NUM_THREADS": "2"})
+    assert "RANK" not in env and "MASTER_ADDR" not in env
+    assert env["HOME"] == "/h" and env["OMP_NUM_THREADS"] == "2" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    ("device", "count"), [("auto", 1), ("cpu", 1), ("cpu:4", 4), ("2", 1), ("0,1,3", 3), ("mps", 1)]
+)
+def test_processes_of_a_device(device: str, count: int) -> None:
+    assert processes_of(device) == count
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "gpu", "0,0", "0,", "cpu:x", "-1"])
+def test_no_device_is_an_error_that_shows_some(device: str) -> None:
+    with pytest.raises(ConfigError):
+        processes_of(device)
+
+
+def words(folder: Path, rank: int, **fields: object) -> None:
+    path = error_path(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rank": rank, "host": "h", "time": 1.0, "exit_code": 4, **fields}))
+
+
+def test_the_cause_is_said_before_its_echo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words(tmp_path, 0, message="ClusterError: lost the others", secondary=True, time=1.0)
+    words(tmp_path, 1, message="DataError: image x.jpg is cut", exit_code=3, time=2.0)
+    assert explain(tmp_path, 1, 0) == 3
+    said = capsys.readouterr().err
+    assert "x.jpg" in said and "rank 1, host h" in said and "lost" not in said
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "cause"), [(-9, "out-of-memory"), (-7, "/dev/shm"), (-11, "segmentation"), (-15, "SIGTERM")]
+)
+def test_exit_codes_of_a_silent_worker_are_translated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int, cause: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "agent.log").write_text(
+        f"Root Cause:\n[0]:\n  time      : x\n  rank      : 1 (local_rank: 1)\n  exitcode  : {exit_code} (pid: 7)\n"
+    )
+    assert explain(tmp_path, 1, 0) == 4
+    said = capsys.readouterr().err
+    assert "rank 1" in said and cause in said
