@@ -12,11 +12,13 @@ import platform
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from yolofleet.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    Stopped,
     StorageError,
     YolofleetError,
 )
@@ -74,6 +77,8 @@ from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
 
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
@@ -93,7 +98,11 @@ def run(
     settings = config.value
     device = prepare_process(settings, place)
     world = World.join(place, device, settings.timeout_s)
+    previous = {}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                previous[number] = signal.signal(number, end_on_request)
         verb = "train" if isinstance(settings, TrainConfig) else "val"
         run_folder = shared_folder(world, verb, settings, folder)
         try:
@@ -103,11 +112,22 @@ def run(
             else:
                 write_config(world, run_folder, config)
                 validate(settings, world, run_folder)
-        except (ConfigError, DataError, CheckpointError, StorageError, KeyboardInterrupt):
+        except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
             run_folder.discard_unless_used()
             raise
     finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         world.close()
+
+
+def end_on_request(number: int, _frame: FrameType | None) -> NoReturn:
+    """Outside of the training loop (``train/loop.py`` has its own) there is nothing to save."""
+    raise Stopped(
+        "stopped on request, outside of training: there was nothing to save",
+        source=signal.Signals(number).name,
+        hint="give the same command again",
+    )
 
 
 def write_config(

@@ -92,9 +92,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         try:
             save_file(plain, str(temporary), metadata={**metadata, DIGEST: digest})
         except SafetensorError as problem:  # Rust reports the disk's refusal as text
-            known = re.search(r"\(os error (\d+)\)", str(problem))
-            code = int(known[1]) if known else errno.EIO
-            raise OSError(code, os.strerror(code) if known else str(problem)) from None
+            number = re.search(r"\(os error (\d+)\)", str(problem))
+            if number and os.name == "posix":  # elsewhere the numbers are not errno's
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+            code = errno.ENOSPC if "space" in str(problem) else errno.EIO
+            raise OSError(code, str(problem)) from None
 
     write_atomically(path, write, lambda temporary: void(read_tensors(temporary)))
     return digest

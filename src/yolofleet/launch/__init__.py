@@ -8,7 +8,7 @@ from pathlib import Path
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.launch.job import JobSpec
 from yolofleet.report.folder import RunFolder, write_text
 
@@ -68,7 +68,7 @@ def run_processes(
         write_text(folder.job, dump_config(config, recipe))
         code = run_agent(JobSpec(folder.path.resolve(), processes))
     finally:
-        if code in (None, ConfigError.exit_code, DataError.exit_code):
+        if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
             folder.discard_unless_used()
     return code
 

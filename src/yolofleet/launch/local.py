@@ -99,7 +99,16 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
         print(f"ClusterError: rank {rank} {what}\n  from : {folder / 'logs' / 'agent.log'}", file=sys.stderr)
         return 4
     if code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
-        return Stopped.exit_code
+        if any(folder.glob("checkpoints/step-*.safetensors")):
+            stopped = Stopped(
+                "stopped on request; what was saved last is there", hint=f"yolofleet train --resume {folder}"
+            )
+        else:
+            stopped = Stopped(
+                "stopped on request, before anything was saved", hint="give the same command again"
+            )
+        print(stopped.render(), file=sys.stderr)
+        return stopped.exit_code
     tail = "\n".join(log.strip().splitlines()[-15:])
     print(
         f"ClusterError: the processes could not be started\n  from : {folder / 'logs' / 'agent.log'}\n{tail}",
