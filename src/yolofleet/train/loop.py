@@ -201,6 +201,9 @@ class TrainingRun:
         Raises:
             Stopped: on request; the state is saved.
         """
+        if self.is_over():  # resumed after its end: a crash may have kept it from writing its results
+            self.report.ended_before(self.evaluate())
+            return
         self._restore_tally()
         self._open_loader()
         probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
