@@ -1,0 +1,113 @@
+"""Every training option that needs no GPU does its work, in this process, on a job of seconds."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import small_shapes
+
+from yolofleet.checkpoint.format import read_tensors
+from yolofleet.config.load import resolve_train
+from yolofleet.launch import start
+
+BASE = {
+    "model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,
+    "device": "cpu", "threads": 1, "plots": False, "workers": 0, "patience": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_shapes(tmp_path_factory.mktemp("options"), images=16, val_images=4)
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def train(data: Path, **settings: object) -> Path:
+    """The run's folder."""
+    name = "run" + str(len(list(Path.cwd().glob("runs/train/*"))))
+    try:
+        config, recipe = resolve_train({"data": str(data), "name": name, **BASE, **settings})
+        assert start(config, recipe) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return Path("runs/train") / name
+
+
+def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    return read_tensors(run / "weights" / f"{name}.safetensors")[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"multi_scale": True, "max_steps": 4},
+        {"precision": "bf16"},
+        {"optimizer": "AdamW", "set": ("lr0=0.001",), "lr_schedule": "cosine"},
+        {"optimizer": "Adam", "set": ("lr0=0.001", "clip_norm=0", "ema_decay=0")},
+        {"workers": 2, "cache": "disk", "prefetch": 1},
+        {"cache": "none", "channels_last": False, "deterministic": True, "autoanchor": False},
+        {"reduce": "exact", "parallel": "dp", "device": "cpu:2"},
+        {"parallel": "dp", "device": "cpu:2", "shares": "auto", "max_steps": 12, "epochs": 9},
+        {
+            "recipe": "scratch-high",
+            "set": ("mosaic9=0.5", "degrees=10", "shear=2", "perspective=0.0005", "flipud=0.5"),
+        },
+        {"single_cls": True, "val_period": 0, "save_minutes": 0.0001},
+        {
+            "tensorboard": True,
+            "verbose": True,
+            "set": ("fl_gamma=1.5", "label_smoothing=0.1", "close_mosaic=1"),
+        },
+        {"batch": 6, "nominal_batch": 20, "micro_batch": 3, "lr_scale": "linear"},
+    ],
+    ids=lambda s: ",".join(s),
+)
+def test_option_trains(data: Path, settings: dict) -> None:
+    run = train(data, **settings)
+    assert all(torch.isfinite(t.float()).all() for t in weights(run).values())
+    assert json.loads((run / "results.json").read_text())["steps"] == settings.get("max_steps", 3)
+    if "tensorboard" in settings:
+        assert list((run / "tensorboard").iterdir())
+
+
+def test_loader_processes_and_caches_change_no_bit(data: Path) -> None:
+    runs = [
+        train(data, **more) for more in ({}, {"workers": 2, "cache": "disk"}, {"workers": 1, "cache": "none"})
+    ]
+    hashes = {json.loads((run / "results.json").read_text())["weights_sha256"] for run in runs}
+    assert len(hashes) == 1
+
+
+def test_frozen_layers_keep_weights_and_statistics(data: Path) -> None:
+    first = train(data, max_steps=1)
+    start_weights = first / "weights" / "last.safetensors"
+    frozen = weights(train(data, weights=str(start_weights), model="", freeze="backbone", max_steps=3))
+    for name, t in weights(first).items():
+        layer = int(name.split(".")[1])
+        if layer < 10 and t.is_floating_point():
+            assert torch.equal(t, frozen[name]), name
+    assert any(not torch.equal(t, frozen[n]) for n, t in weights(first).items() if n.startswith("model.24."))
+
+
+def test_more_epochs_after_the_end(data: Path) -> None:
+    run = train(data, max_steps=0, epochs=1)
+    config, recipe = resolve_train({"resume": str(run), "epochs": 3, "device": "cpu"})
+    assert start(config, recipe) == 0
+    rows = list(csv.DictReader((run / "results.csv").open()))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+
+
+def test_patience_ends_a_run_and_saves_it(data: Path) -> None:
+    run = train(data, max_steps=0, epochs=30, patience=1, set=("lr0=1e-9", "warmup_bias_lr=0"))
+    done = len((run / "results.csv").read_text().splitlines()) - 1
+    assert 1 <= done < 30
+    assert list((run / "checkpoints").glob("step-*.safetensors"))

@@ -1,0 +1,42 @@
+"""Neither launcher nor environment decides what the bits of a result depend on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ASK = """
+import json, sys, torch
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.process import prepare_process, set_kernels
+from yolofleet.parallel.world import Place
+config = TrainConfig(**json.loads(sys.argv[1]))
+prepare_process(config, Place(0, 1, 0, int(sys.argv[2])))
+set_kernels(config)
+print(json.dumps([torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]))
+"""
+
+
+def asked(settings: dict, omp_threads: str, local_size: int = 1) -> list:
+    """[threads, deterministic] of a fresh process."""
+    env = {**os.environ, "OMP_NUM_THREADS": omp_threads}
+    command = [sys.executable, "-c", ASK, json.dumps(settings), str(local_size)]
+    return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    "omp_threads", ["1", "3"]
+)  # torchrun sets 1 for several processes and nothing for one
+def test_exact_mode_has_one_thread_and_deterministic_kernels_whatever_the_environment(
+    omp_threads: str,
+) -> None:
+    assert asked({"device": "cpu", "reduce": "exact"}, omp_threads) == [1, True]
+
+
+def test_threads_are_a_setting() -> None:
+    assert asked({"device": "cpu", "threads": 3}, "1")[0] == 3
+    assert asked({"device": "cpu"}, "7", local_size=10_000) == [1, False]
