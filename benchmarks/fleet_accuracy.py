@@ -22,6 +22,7 @@ FLEETS = {
     "3 processes": ["--device", "cpu:3"],
     "4 processes": ["--device", "cpu:4"],
     "2 processes, shares 3,1": ["--device", "cpu:2", "--shares", "3,1"],
+    "2 processes, exact sums": ["--device", "cpu:2", "--reduce", "exact"],
 }
 
 
