@@ -25,7 +25,7 @@ import torch
 
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights, read_weights, resolve_weights
-from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import Resolved, dump_config, load_job
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
 from yolofleet.data.cache import ImageCache
@@ -115,6 +115,11 @@ def run(
         except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
             run_folder.discard_unless_used()
             raise
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            run_folder.discard_unless_used()
+            raise out_of_memory(problem, settings, device) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -127,6 +132,32 @@ def end_on_request(number: int, _frame: FrameType | None) -> NoReturn:
         "stopped on request, outside of training: there was nothing to save",
         source=signal.Signals(number).name,
         hint="give the same command again",
+    )
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """CUDA's and the CPU allocator's refusals, and Python's and NumPy's."""
+    words = ("out of memory", "allocate memory", "not enough memory")
+    return isinstance(problem, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
+        word in str(problem) for word in words
+    )
+
+
+def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
+    """What to make smaller."""
+    if isinstance(settings, TrainConfig):
+        micro_batch = micro_batch_of(settings)
+        smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
+        at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
+        hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+        hint += ", or --val-batch with a lower number if it was validating"
+    else:
+        at_once = f"--batch {settings.batch}, --img {settings.img}"
+        hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
+    return ConfigError(
+        f"{device} has too little memory for {at_once}",
+        source=" ".join(str(problem).split())[:300] or type(problem).__name__,
+        hint=hint,
     )
 
 

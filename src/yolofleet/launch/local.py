@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.errors import Stopped
+from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 
 EXIT_SIGNALS = {
@@ -86,32 +86,33 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
             continue
     # the first failure is the cause; ranks that lost their peers afterwards only say so
     words.sort(key=lambda w: (w.get("secondary", False), w.get("time", 0.0)))
-    if words:
+    log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
+    ends = [
+        (int(rank), int(exit_code))  # the root cause comes last
+        for rank, exit_code in re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    ]
+    killed = next((end for end in ends if end[1] < 0 and end[1] != -signal.SIGTERM), None)
+    if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
         print(first["message"], file=sys.stderr)
         if any(w["message"] != first["message"] for w in words):
             print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
         return int(first["exit_code"])
-    log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
-    if match := re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL):
-        rank, exit_code = int(match[1]), int(match[2])
+    saved = any(folder.glob("checkpoints/step-*.safetensors"))
+    hint = f"yolofleet train --resume {folder}" if saved else "give the same command again"
+    if ends:
+        rank, exit_code = killed or ends[-1]
         what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
-        print(f"ClusterError: rank {rank} {what}\n  from : {folder / 'logs' / 'agent.log'}", file=sys.stderr)
-        return 4
-    if code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
-        if any(folder.glob("checkpoints/step-*.safetensors")):
-            stopped = Stopped(
-                "stopped on request; what was saved last is there", hint=f"yolofleet train --resume {folder}"
-            )
-        else:
-            stopped = Stopped(
-                "stopped on request, before anything was saved", hint="give the same command again"
-            )
-        print(stopped.render(), file=sys.stderr)
-        return stopped.exit_code
-    tail = "\n".join(log.strip().splitlines()[-15:])
-    print(
-        f"ClusterError: the processes could not be started\n  from : {folder / 'logs' / 'agent.log'}\n{tail}",
-        file=sys.stderr,
-    )
-    return 4
+        problem: YolofleetError = ClusterError(
+            f"rank {rank} {what}", source=str(folder / "logs" / "agent.log"), hint=hint
+        )
+    elif code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
+        known = "what was saved last is there" if saved else "nothing had been saved"
+        problem = Stopped(f"stopped on request; {known}", hint=hint)
+    else:
+        tail = "\n".join(log.strip().splitlines()[-15:])
+        problem = ClusterError(
+            "the processes could not be started", source=f"{folder / 'logs' / 'agent.log'}\n{tail}"
+        )
+    print(problem.render(), file=sys.stderr)
+    return problem.exit_code
