@@ -86,7 +86,10 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
             continue
     # the first failure is the cause; ranks that lost their peers afterwards only say so
     words.sort(key=lambda w: (w.get("secondary", False), w.get("time", 0.0)))
-    log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
+    try:
+        log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
+    except OSError:
+        log = ""
     ends = [
         (int(rank), int(exit_code))  # the root cause comes last
         for rank, exit_code in re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
