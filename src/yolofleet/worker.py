@@ -50,6 +50,7 @@ from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detection import DetectionModel, build_model
 from yolofleet.models.fuse import fuse
+from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
@@ -71,7 +72,6 @@ from yolofleet.train.agreement import all_alike
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze
 from yolofleet.train.pictures import draw_evaluation
-from yolofleet.train.precision import resolve_precision
 from yolofleet.train.report import TrainReport, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.schedule import Schedule, lr_factor

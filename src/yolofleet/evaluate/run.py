@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +42,7 @@ from yolofleet.evaluate.matching import (
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.models.detection import DetectionModel
+from yolofleet.models.precision import autocast
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 Item = TypeVar("Item")
@@ -234,12 +235,6 @@ def _native_detections(
     )
 
 
-def _autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
-
-
 @dataclass(frozen=True)
 class _Detected:
     """One batch, done."""
@@ -272,7 +267,7 @@ class _Detect:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
         images = images_u8.to(self.device, non_blocking=True).float().div_(255)
-        with _autocast(self.precision, self.device):
+        with autocast(self.precision, self.device):
             raws = self.model(images)
         sums = counts = None
         if self.loss is not None:

@@ -22,10 +22,10 @@ from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.models.detection import DetectionModel
 from yolofleet.models.fuse import fuse
+from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import device_of
 from yolofleet.predict.sources import Frame, Source
 from yolofleet.report.draw import class_name, draw_boxes
-from yolofleet.train.precision import autocast, resolve_precision
 
 SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
 

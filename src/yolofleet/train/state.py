@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import CheckpointError
+from yolofleet.models.precision import loss_scaler
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import grid_of, restore_grid
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer
-from yolofleet.train.precision import loss_scaler
 
 
 @dataclass

@@ -16,11 +16,11 @@ from torch import Tensor
 from yolofleet.data.loader import MicroBatch
 from yolofleet.errors import NumericsError
 from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.precision import autocast
 from yolofleet.parallel.lanes import Lane
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.optimiser import set_rates
-from yolofleet.train.precision import autocast
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
