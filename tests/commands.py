@@ -41,7 +41,9 @@ def environment(folder: Path) -> dict[str, str]:
     return env | {"YOLOFLEET_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def yolofleet(folder: Path, *args: str | Path, code: int | None = 0) -> Outcome:
+def yolofleet(
+    folder: Path, *args: str | Path, code: int | None = 0, deadline_s: float = DEADLINE_S
+) -> Outcome:
     """Run to the end in ``folder``; asserts the exit code unless it is None."""
     done = subprocess.run(
         [sys.executable, "-m", "yolofleet", *map(str, args)],
@@ -49,7 +51,7 @@ def yolofleet(folder: Path, *args: str | Path, code: int | None = 0) -> Outcome:
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
     )
     assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return Outcome(done.returncode, done.stdout, done.stderr)
@@ -67,8 +69,9 @@ def results(run: Path) -> dict:
     return json.loads((run / "results.json").read_text())
 
 
-def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path) -> None:
-    """Start, wait until the state of ``step`` or a later one is on disk, and SIGKILL every process of it."""
+def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path, then_s: float = 0.0) -> None:
+    """Start, wait until the state of ``step`` or a later one is on disk and ``then_s`` longer, and SIGKILL every
+    process of it."""
     started = subprocess.Popen(
         [sys.executable, "-m", "yolofleet", *map(str, args)],
         cwd=folder,
@@ -77,12 +80,13 @@ def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path) -> Non
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + 5 * DEADLINE_S
     try:
         while not any(int(f.stem.split("-")[1]) >= step for f in run.glob("checkpoints/step-*.safetensors")):
             assert started.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline, "no checkpoint in time"
             time.sleep(0.02)
+        time.sleep(then_s)
     finally:
         for process in family(started.pid):
             try:

@@ -98,35 +98,38 @@ def test_one_hash_for_the_whole_matrix(folder: Path, optimizer: str) -> None:
 @needs_proc
 def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one(folder: Path) -> None:
     """4 -> 3 -> 2 -> 1 processes, killed in mid-epoch at random steps (an epoch is 3 steps of 16 images)."""
-    kill_chain(folder, folder / "shapes" / "data.yaml", random.Random(11), epochs=4, spread=3)
+    args = ["--data", folder / "shapes" / "data.yaml", *JOB, "--epochs", "4", "--save-steps", "1"]
+    kill_chain(folder, args, random.Random(11), steps=range(1, 4))
 
 
-def kill_chain(
-    folder: Path, data: Path, chance: random.Random, *, epochs: int, spread: int, more: tuple = ()
-) -> None:
-    args = [
-        "train",
-        "--data",
-        data,
-        *JOB,
-        *more,
-        "--epochs",
-        str(epochs),
-        "--save-steps",
-        "1",
-        "--keep-last",
-        "2",
-    ]
-    yolofleet(folder, *args, "--name", "whole", "--device", "cpu")
-    run, step = folder / "runs" / "train" / "chain", 0
-    args = [*args, "--name", run.name, "--resume", "auto"]
+@pytest.mark.slow
+def test_killed_three_times_at_the_size_of_the_demo(folder: Path) -> None:
+    make_shapes(folder / "demo", seed=0)
+    args = ["--data", folder / "demo" / "data.yaml", *DEMO_JOB, "--reduce", "exact", "--save-steps", "37"]
+    kill_chain(folder, args, random.Random(5), steps=range(80, 300), name="demo")
+
+
+DEMO_JOB = [
+    "--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16",
+    "--micro-batch", "8", "--epochs", "24", "--no-plots",
+]  # fmt: skip
+
+
+def kill_chain(folder: Path, args: list, chance: random.Random, *, steps: range, name: str = "small") -> None:
+    """A run that is never killed; another that is, each time ``steps`` later; equal hashes."""
+    yolofleet(folder, "train", *args, "--name", f"{name} whole", "--device", "cpu", deadline_s=3000)
+    run, step = folder / "runs" / "train" / f"{name} chain", 0
+    args = ["train", *args, "--name", run.name, "--resume", "auto"]
     for processes in (4, 3, 2):
-        step += chance.randint(1, spread)
-        killed_at_step(folder, step, run, *args, "--device", f"cpu:{processes}")
+        step += chance.choice(steps)
+        killed_at_step(folder, step, run, *args, "--device", f"cpu:{processes}", then_s=chance.random())
         assert not (run / "results.json").exists(), "it was to die before the end"
-    said = yolofleet(folder, *args, "--device", "cpu").out
+    said = yolofleet(folder, *args, "--device", "cpu", deadline_s=3000).out
     assert "the fleet changed: processes was 2, is 1" in said
-    assert results(run)["weights_sha256"] == results(run.with_name("whole"))["weights_sha256"]
+    whole = results(run.with_name(f"{name} whole"))
+    print(f"\n{name}: {whole['weights_sha256']} mAP50 {whole['metrics']['mAP50']:.3f}")
+    assert results(run)["weights_sha256"] == whole["weights_sha256"]
+    assert results(run)["metrics"] == whole["metrics"]
 
 
 SHARES = [(1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (4.0, 0.0, 2.0)]
