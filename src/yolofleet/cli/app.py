@@ -55,6 +55,7 @@ APP = Verbs(
         "data": (DATA, "list, make, check data sets and count what is in them"),
         "weights": (WEIGHTS, "look into weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
+        "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),
     },
     help="Train YOLO-family detectors on any fleet, with one command and one result.",
     epilog="yolofleet VERB --help shows the verb's options. Flags of YOLOv5 are understood.",

@@ -15,7 +15,7 @@ from yolofleet.errors import ConfigError
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from yolofleet.config.schema import Where
+    from yolofleet.config.schema import Frozen
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -113,7 +113,7 @@ class SchemaCommand(Command):
     def __init__(
         self,
         name: str,
-        model: type[Where],
+        model: type[Frozen],
         run: Callable[..., int],
         *,
         extra_options: Iterable[click.Option] = (),

@@ -15,7 +15,7 @@ from yolofleet.config.checks import check_predict, check_train, check_val
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
 from yolofleet.config.resume import continue_run, find_run
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, Where
+from yolofleet.config.schema import PredictConfig, Recipe, SelftestConfig, TrainConfig, ValConfig, Where
 from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
@@ -30,6 +30,7 @@ __all__ = [
     "load_recipe",
     "resolve",
     "resolve_predict",
+    "resolve_selftest",
     "resolve_train",
     "resolve_val",
 ]
@@ -95,6 +96,13 @@ def resolve_predict(
     config = resolve(PredictConfig, [_files("predict", config_file)[0], layer_of(given, source)])
     check_predict(config)
     return config
+
+
+def resolve_selftest(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[SelftestConfig]:
+    """As :func:`resolve_train`, for ``selftest``."""
+    return resolve(SelftestConfig, [_files("selftest", config_file)[0], layer_of(given, source)])
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:

@@ -219,6 +219,26 @@ class PredictConfig(Where):
     hide_conf: bool = setting(False, "boxes without scores", group="looking")
 
 
+class SelftestConfig(Frozen):
+    """`yolofleet selftest`."""
+
+    model: str = setting("yolov5n", "model name (yolov5n ... yolov5x)", group="what")
+    img: int = setting(128, "image size, pixels", ge=32, group="what")
+    steps: int = setting(3, "optimizer updates of each run", ge=2, le=10, group="how much")
+    device: str = setting(
+        "auto",
+        "auto | cpu:N (N processes) | CUDA ids as 0,1; auto: all CUDA devices, else cpu:2",
+        group="where",
+        pattern=DEVICE,
+    )
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    )
+    json_out: str = setting(
+        "", "write all figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+    )
+
+
 class Recipe(Frozen):
     """Hyperparameters: what the result depends on beside data, model and seed. Defaults are YOLOv5's
     `scratch-low` (values are facts; measured against the original in tests/parity).

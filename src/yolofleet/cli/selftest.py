@@ -1,0 +1,193 @@
+"""`yolofleet selftest`: the same short training by one process, by several and by DataParallel, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from yolofleet.cli.commands import SchemaCommand
+from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
+from yolofleet.config.schema import SelftestConfig
+from yolofleet.errors import ClusterError, ConfigError, Stopped
+from yolofleet.launch import is_worker
+from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
+from yolofleet.launch.local import die_with_parent, explain
+from yolofleet.report.console import aligned, duration
+from yolofleet.report.folder import RunFolder, jsonable, storage_error, write_json, write_text
+
+if TYPE_CHECKING:
+    from yolofleet.doctor.selftest import Leg, Record, Verdict
+
+
+def run(given: dict[str, Any], config_file: str) -> int:
+    if is_worker():
+        raise ConfigError("selftest starts its processes itself", hint="start it without torchrun")
+    return selftest(resolve_selftest(given, config_file=config_file).value)
+
+
+def selftest(
+    config: SelftestConfig,
+    *,
+    titles: Collection[str] = (),
+    environments: Mapping[str, Mapping[str, str]] | None = None,
+) -> int:
+    """Run all legs, print a line after each, and the verdict.
+
+    Args:
+        titles: for tests: of all legs only these; the reference and a fast one are needed to hold.
+        environments: for tests: by a leg's title, variables that only its processes get, to break the contract.
+    Returns:
+        0, or the exit code of the reference when that run already failed (it has said why).
+    Raises:
+        ClusterError: the contract is broken here; says why, as far as that can be told.
+        YolofleetError: no such model or device; the disk refused; somebody stopped a run.
+    """
+    from yolofleet.doctor.selftest import Comparison, fleet_of, further_legs, judge, plan
+
+    began_at_s = time.monotonic()
+    device = fleet_of(config.device)
+    legs = [leg for leg in plan(device) if not titles or leg.title in titles]
+    out = sys.stderr if config.json_out == "-" else sys.stdout
+    records: list[Record] = []
+    with TemporaryDirectory(prefix="yolofleet-selftest-", ignore_cleanup_errors=True) as temporary:
+        try:
+            comparison = Comparison(config, legs, Path(temporary))
+        except OSError as refusal:
+            raise storage_error(refusal, Path(temporary)) from None
+        table = Table(legs)
+        print(
+            f"yolofleet selftest: {comparison.text}, on {device}",
+            table.header,
+            sep="\n",
+            file=out,
+            flush=True,
+        )
+        waiting = list(legs)
+        while waiting:
+            leg = waiting.pop(0)
+            folder = RunFolder(Path(temporary, f"run-{len(records)}"))
+            extra = {
+                "YOLOFLEET_CACHE": str(Path(temporary, "cache")),
+                **(environments or {}).get(leg.title, {}),
+            }
+            code, problem = train(comparison.settings_of(leg), leg.processes, folder, extra)
+            if code and not records:
+                print(problem, file=sys.stderr)
+                return code
+            records.append(comparison.read(leg, folder, problem))
+            print(table.line(records[-1], records[0]), file=out, flush=True)
+            if len(records) == len(legs):
+                waiting = further_legs(records)
+    verdict = judge(records)
+    elapsed_s = time.monotonic() - began_at_s
+    write_figures(config, verdict, records, elapsed_s)
+    print(cost(records), file=out)
+    if verdict.cause is not None:
+        raise ClusterError(verdict.text, source=verdict.cause.what, hint=verdict.cause.hint)
+    print(f"{verdict.text} ({duration(elapsed_s)})", file=out)
+    return 0
+
+
+def train(
+    settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
+) -> tuple[int, str]:
+    """A training run in processes of its own, as the launcher starts them.
+
+    Returns:
+        Exit code and why it is not 0.
+    Raises:
+        Stopped: somebody stopped the run.
+    """
+    resolved, recipe = resolve_train(settings, source="selftest")
+    write_text(folder.job, dump_config(resolved, recipe))
+    if processes > 1:
+        argv = agent_argv(JobSpec(folder.path, processes))
+    else:
+        argv = [sys.executable, "-m", "yolofleet.worker", str(folder.path)]
+    with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
+        code = subprocess.run(
+            argv,
+            env={**agent_environment(os.environ), **extra},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        ).returncode
+    if code == 0:
+        return 0, ""
+    with contextlib.redirect_stderr(io.StringIO()) as words:
+        code = explain(folder.path, code, 0)
+    if code == Stopped.exit_code:
+        raise Stopped("stopped on request, before there was a verdict")
+    return code, words.getvalue().strip()
+
+
+class Table:
+    """Lines of a table that grows: columns have the width of the longest run's title."""
+
+    COLUMNS = ("run", "SHA-256", "result", "update off by", "losses off by", "s/step")
+
+    def __init__(self, legs: Sequence[Leg]) -> None:
+        self.widest = (max((leg.title for leg in legs), key=len), "0" * 12, "not judged", "", "", "0.0000")
+        self.header = self._format(*self.COLUMNS)
+
+    def _format(self, *cells: str) -> str:
+        return aligned(self.COLUMNS, [self.widest, cells])[-1]
+
+    def line(self, record: Record, reference: Record) -> str:
+        from yolofleet.doctor.selftest import is_broken, short
+
+        if record.problem:
+            return self._format(record.leg.title, "", "FAILED", "", "", "")
+        good = {"exact": "equal", "fast": "rounding", "default": "not judged"}[record.leg.kind]
+        result = "reference" if record is reference else "DIFFERS" if is_broken(record, reference) else good
+        off = [f"{x:.1e}" if x else "0" for x in (record.update_difference, record.loss_difference)]
+        return self._format(record.leg.title, short(record.sha256), result, *off, f"{record.step_s:.3g}")
+
+
+def cost(records: Sequence[Record]) -> str:
+    """What exact sums cost: beside fast ones on equal kernels, and beside a default run."""
+    exact = {r.leg.name: r.step_s for r in records if r.leg.kind == "exact" and not r.problem}
+    others = [r for r in records if r.leg.kind != "exact" and not r.problem and r.leg.name in exact]
+    ratios = [f"{exact[r.leg.name] / r.step_s:.2f} ({r.leg.title})" for r in others]
+    return f"seconds a step, exact / other: {', '.join(ratios)}"
+
+
+def write_figures(
+    config: SelftestConfig, verdict: Verdict, records: Sequence[Record], elapsed_s: float
+) -> None:
+    """``--json``."""
+    if not config.json_out:
+        return
+    figures = {
+        "contract_holds": verdict.cause is None,
+        "verdict": verdict.text,
+        "cause": verdict.cause and asdict(verdict.cause),
+        "settings": config.model_dump(),
+        "runs": [asdict(record) for record in records],
+        "seconds": elapsed_s,
+    }
+    if config.json_out == "-":
+        print(json.dumps(jsonable(figures)), flush=True)
+    else:
+        write_json(Path(config.json_out), figures)
+
+
+command = SchemaCommand(
+    "selftest",
+    SelftestConfig,
+    run,
+    help="Prove that the fleet changes no result, on the devices of this machine: the same few steps are trained by "
+    "one process, by several, with uneven shares and by DataParallel. With exact sums the weights must be equal to "
+    "the bit, with fast sums up to rounding. Exit code 4 if not, with the likeliest cause.",
+)

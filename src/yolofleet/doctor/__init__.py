@@ -1,0 +1,1 @@
+"""Does this fleet do what it should? Checks that a person runs."""

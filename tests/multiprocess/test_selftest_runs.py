@@ -1,0 +1,78 @@
+"""`yolofleet selftest` for real: it passes here, and says why when the contract is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import yolofleet
+
+from yolofleet.cli.selftest import selftest
+from yolofleet.config.schema import SelftestConfig
+from yolofleet.errors import ClusterError
+
+CONFIG = SelftestConfig(device="cpu:2", steps=2, img=64)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_core_legs_hold_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    core = ["exact: one process", "exact: 2 processes, shares 3,1", "fast: one process"]
+    figures = tmp_path / "figures.json"
+    assert selftest(CONFIG.model_copy(update={"json_out": str(figures)}), titles=core) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == core
+    assert "reference" in lines[2] and "equal" in lines[3] and "rounding" in lines[4]
+    assert lines[-1].startswith("the contract holds here: 2 exact runs, one SHA-256")
+    found = json.loads(figures.read_text())
+    assert found["contract_holds"] and found["cause"] is None
+    hashes = [run["sha256"] for run in found["runs"]]
+    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
+    assert all(run["step_s"] > 0 for run in found["runs"])
+    assert found["runs"][0]["reported"]["threads"] == 1
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
+    reason="this CPU has only one kind of kernel",
+)
+def test_other_kernels_in_one_run_are_found_and_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    again = "exact: one process again"
+    with pytest.raises(ClusterError) as caught:
+        selftest(
+            CONFIG,
+            titles=["exact: one process", again],
+            environments={again: {"ATEN_CPU_CAPABILITY": "default"}},
+        )
+    assert caught.value.exit_code == 4
+    text = caught.value.render()
+    assert f"the fleet changed the result: {again}" in text
+    assert "mixed hardware: device is cpu" in text and "DEFAULT" in text and "ATEN_CPU_CAPABILITY" in text
+    assert "DIFFERS" in capfd.readouterr().out.splitlines()[3]
+
+
+def test_a_reference_that_cannot_run_is_reported_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    nowhere = {"exact: one process": {"PYTHONHOME": "/nowhere"}}
+    assert selftest(CONFIG, environments=nowhere) == 4
+    out, err = capfd.readouterr()
+    assert "the processes could not be started" in err
+    assert len(out.splitlines()) == 2  # no run came to its end
+
+
+@pytest.mark.slow
+def test_the_whole_command(tmp_path: Path) -> None:
+    done = yolofleet(tmp_path, "selftest", "--device", "cpu:2", "--steps", "2", "--img", "64", "--json", "-")
+    found = json.loads(done.out)
+    assert found["contract_holds"] and len(found["runs"]) == 9
+    assert "the contract holds here: 5 exact runs" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == []
