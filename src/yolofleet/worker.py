@@ -68,7 +68,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
-from yolofleet.train.agreement import all_alike
+from yolofleet.train.agreement import all_alike, check_settings
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze
 from yolofleet.train.pictures import draw_evaluation
@@ -216,6 +216,7 @@ def _train(
     precision = resolve_precision(config.precision, world.device)
     micro_batch = micro_batch_of(config)
 
+    check_settings(config, recipe, world)
     spec = load_dataset(config.data)
     index = build_index(spec, "train", single_cls=config.single_cls)
     val_index = build_index(spec, "val", single_cls=config.single_cls)

@@ -9,12 +9,12 @@ import torch
 from fleet import on_fleet
 from torch import nn
 
-from yolofleet.config.schema import Recipe
+from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
-from yolofleet.train.agreement import all_alike, check_agreement, digest
+from yolofleet.train.agreement import all_alike, check_agreement, check_settings, digest
 from yolofleet.train.state import TrainState
 
 
@@ -68,3 +68,30 @@ def threads_differ(world: World, threads: int) -> bool:
 @pytest.mark.parametrize(("threads", "alike"), [(1, True), (2, False)])
 def test_unequal_kernels_are_seen(tmp_path: Path, threads: int, alike: bool) -> None:
     assert on_fleet(2, tmp_path, threads_differ, threads) == [alike, alike]
+
+
+def started(world: World, odd: dict) -> str:
+    """What rank says when rank 1 was started with other settings."""
+    config = TrainConfig(**(odd if world.rank == 1 else {}))
+    recipe = Recipe(lr0=0.02 if odd == {"name": "lr0"} and world.rank == 1 else 0.01)
+    try:
+        check_settings(config, recipe, world)
+    except ClusterError as problem:
+        return problem.what
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"batch": 32}, "was started with --batch 32, rank 0"),
+        ({"val_period": 2}, "was started with --val-period 2, rank 0"),
+        ({"name": "lr0"}, "was started with --set lr0 0.02, rank 0"),
+        ({"device": "cpu:2", "data": "/elsewhere/data.yaml", "workers": 1}, ""),
+    ],
+)
+def test_a_machine_that_was_given_another_command_is_named(tmp_path: Path, odd: dict, says: str) -> None:
+    messages = on_fleet(2, tmp_path, started, odd)
+    assert len(set(messages)) == 1
+    assert says in messages[0] if says else not messages[0]
+    assert not says or messages[0].startswith("rank 1 (")

@@ -1,4 +1,5 @@
-"""Do all ranks still hold the same state? A sum of bits every few steps, one tiny exchange.
+"""Were all ranks started alike, and do they still hold the same state? A sum of bits every few steps, one tiny
+exchange.
 
 On equal machines any difference is a fault (memory, a kernel that is not deterministic, a rank that skipped a
 step) and ends the run. On mixed hardware last bits may differ; then ranks start again from rank 0's state,
@@ -16,11 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yolofleet import __version__
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of
+from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.train.state import TrainState
 
+# settings that each machine may have its own of: paths, devices, memory and disk
+OF_ONE_MACHINE = {
+    *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
+    *("device", "threads", "workers", "cache", "prefetch", "pin_memory", "timeout_s"),
+    *("plots", "tensorboard", "verbose", "autoanchor", "keep_last"),
+}
 ROUNDING = 1e-4  # relative difference of the weights' norm that mixed hardware may make
 
 
@@ -44,6 +54,30 @@ def all_alike(world: World) -> bool:
     """Whether all ranks compute with equal kernels. Collective: every rank."""
     mine = json.dumps(kernels(world.device), sort_keys=True)
     return len(set(world.all_gather_bytes(mine.encode()))) == 1
+
+
+def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
+    """Machines that were started by hand must have been given the same command. Collective: every rank.
+
+    Raises:
+        ClusterError: names the first rank that differs from rank 0, and in what.
+    """
+    mine = {
+        flag_of(name, field): getattr(config, name)
+        for name, field in TrainConfig.model_fields.items()
+        if name not in OF_ONE_MACHINE
+    }
+    mine |= {f"--set {name}": value for name, value in recipe.model_dump().items()}
+    mine |= {"yolofleet": __version__, "host": world.host}
+    every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
+    for rank, theirs in enumerate(every):
+        for name in mine:
+            if name != "host" and theirs.get(name) != every[0].get(name):
+                raise ClusterError(
+                    f"rank {rank} ({theirs['host']}) was started with {name} {shown(theirs.get(name))}, "
+                    f"rank 0 ({every[0]['host']}) with {shown(every[0].get(name))}",
+                    hint="give the same command on every machine; --device, --data and other paths may differ",
+                )
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
