@@ -26,6 +26,7 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, write_json
 from yolofleet.report.results import ResultsTable
 from yolofleet.report.tensorboard import TensorboardLog
+from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
@@ -104,7 +105,8 @@ class TrainReport:
         show_data_notes(self.console, data_notes, [index, val_index])
         if advice:
             self.console.warn(advice)
-        self.events.write("start", world=self.world.size, step=state.step, versions=versions)
+        bits = kernels(self.world.device)
+        self.events.write("start", world=self.world.size, step=state.step, versions=versions, kernels=bits)
         if resumed:
             epoch = min(state.images_seen // self.dataset_images + 1, self.config.epochs)
             self.console.fact(
