@@ -12,13 +12,11 @@ import platform
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ from yolofleet.errors import (
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import family_of
-from yolofleet.launch.local import die_with_parent, error_path
+from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detection import DetectionModel, build_model
@@ -77,8 +75,6 @@ from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-
 
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
@@ -98,41 +94,29 @@ def run(
     settings = config.value
     device = prepare_process(settings, place)
     world = World.join(place, device, settings.timeout_s)
-    previous = {}
+    run_folder = folder
     try:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                previous[number] = signal.signal(number, end_on_request)
-        verb = "train" if isinstance(settings, TrainConfig) else "val"
-        run_folder = shared_folder(world, verb, settings, folder)
-        try:
+        with stoppable():
+            verb = "train" if isinstance(settings, TrainConfig) else "val"
+            run_folder = shared_folder(world, verb, settings, folder)
             if isinstance(settings, TrainConfig):
                 assert recipe is not None
                 train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
             else:
                 write_config(world, run_folder, config)
                 validate(settings, world, run_folder)
-        except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
+    except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
+        if run_folder:
             run_folder.discard_unless_used()
+        raise
+    except (RuntimeError, MemoryError) as problem:
+        if not is_out_of_memory(problem):
             raise
-        except (RuntimeError, MemoryError) as problem:
-            if not is_out_of_memory(problem):
-                raise
+        if run_folder:
             run_folder.discard_unless_used()
-            raise out_of_memory(problem, settings, device) from None
+        raise out_of_memory(problem, settings, device) from None
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         world.close()
-
-
-def end_on_request(number: int, _frame: FrameType | None) -> NoReturn:
-    """Outside of the training loop (``train/loop.py`` has its own) there is nothing to save."""
-    raise Stopped(
-        "stopped on request, outside of training: there was nothing to save",
-        source=signal.Signals(number).name,
-        hint="give the same command again",
-    )
 
 
 def is_out_of_memory(problem: Exception) -> bool:
@@ -481,7 +465,10 @@ def main(argv: list[str]) -> int:
         traceback.print_exc()
         words = {"message": "this is a bug in yolofleet:\n" + traceback.format_exc(), "exit_code": 1}
     words |= {"rank": rank, "host": platform.node(), "time": time.time()}
-    error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
+    try:
+        error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
+    except OSError:
+        print(words["message"], flush=True)
     return int(words["exit_code"])
 
 

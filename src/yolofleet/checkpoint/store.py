@@ -93,6 +93,11 @@ class CheckpointStore:
             failure, self._failure = self._failure, None
             raise failure
 
+    def settle(self) -> None:
+        """Wait for the write under way, whatever becomes of it: for a run that has failed otherwise."""
+        if self._writer is not None:
+            self._writer.join()
+
     def newest(self) -> tuple[Path, list[str]]:
         """The newest whole state's file, and a note per file that was passed over.
 

@@ -41,13 +41,18 @@ def _start(
         resumed = resumed_folder(settings)
         run(config, recipe, RunFolder(resumed) if resumed else None)
         return 0
-    resumed = resumed_folder(settings)
-    folder = (
-        RunFolder(resumed)
-        if resumed
-        else RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
-    )
-    return run_processes(config, recipe, folder, processes)
+    from yolofleet.launch.local import stoppable
+
+    with stoppable():
+        resumed = resumed_folder(settings)
+        folder = (
+            RunFolder(resumed)
+            if resumed
+            else RunFolder.create(
+                verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+            )
+        )
+        return run_processes(config, recipe, folder, processes)
 
 
 def run_processes(

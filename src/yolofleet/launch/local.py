@@ -9,8 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
@@ -22,11 +26,35 @@ EXIT_SIGNALS = {
     -15: "was ended from outside (SIGTERM)",
 }
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
 
 def die_with_parent() -> None:
     """Ask the kernel (Linux) to end this process when its parent dies, however it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 as :class:`Stopped`. Training's steps (``train/loop.py``) and a launcher that has
+    started its processes know better what to do with a signal, and have handlers of their own."""
+    previous = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Stopped(
+        "stopped on request, outside of training: there was nothing to save",
+        source=signal.Signals(number).name,
+        hint="give the same command again",
+    )
 
 
 def error_path(folder: Path, rank: int) -> Path:
@@ -43,33 +71,33 @@ def run_agent(job: JobSpec) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     for stale in logs.glob("error-rank-*.json"):
         stale.unlink()
-    with (logs / "agent.log").open("ab") as agent_log:
-        started_at = agent_log.tell()
-        agent = subprocess.Popen(
-            agent_argv(job),
-            env=agent_environment(os.environ),
-            stderr=agent_log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=os.name == "posix",
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
+    agent: subprocess.Popen[bytes] | None = None
 
-    def forward(_number: int, _frame: FrameType | None) -> None:
-        if agent.poll() is None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        if agent is None:
+            _stop(number, frame)
+        elif agent.poll() is None:
             agent.terminate()
 
     previous = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                previous[number] = signal.signal(number, forward)
-            except ValueError:  # not the main thread
-                break
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        with (logs / "agent.log").open("ab") as agent_log:
+            started_at = agent_log.tell()
+            agent = subprocess.Popen(
+                agent_argv(job),
+                env=agent_environment(os.environ),
+                stderr=agent_log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=os.name == "posix",
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
         code = agent.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if agent.poll() is None:
+        if agent is not None and agent.poll() is None:
             agent.kill()
     if code == 0:
         return 0

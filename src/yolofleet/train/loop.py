@@ -229,6 +229,7 @@ class TrainingRun:
             self.store.flush()
         finally:
             self.micro_batches.close()
+            self.store.settle()
 
     def _restore_tally(self) -> None:
         stored = self.state.progress

@@ -1,0 +1,890 @@
+"""Bad input and a hostile world: one message that names the file, flag or value and what to do, the exit code
+of ``errors.py``, no traceback, nothing half-written, no process left.
+
+The command line runs in this process where the exit code and the message are the point, and as processes of
+its own where signals and processes are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import environment, family
+
+from yolofleet.checkpoint.format import read_tensors
+from yolofleet.cli import main
+from yolofleet.data.index import build_index
+from yolofleet.data.shapes import make_shapes
+from yolofleet.data.sources import load_dataset
+
+DEADLINE_S = 120
+NAMES = ("circle", "square", "triangle", "star")
+TINY = """\
+nc: 4
+depth_multiple: 0.33
+width_multiple: 0.125
+anchors:
+  - [10,13, 16,30, 33,23]
+  - [30,61, 62,45, 59,119]
+backbone:
+  - [-1, 1, Conv, [64, 6, 2, 2]]
+  - [-1, 1, Conv, [128, 3, 2]]
+  - [-1, 1, C3, [128]]
+  - [-1, 1, Conv, [256, 3, 2]]
+  - [-1, 1, C3, [256]]
+  - [-1, 1, Conv, [512, 3, 2]]
+  - [-1, 1, SPPF, [512, 5]]
+head:
+  - [[4, 6], 1, Detect, [nc, anchors]]
+"""
+SMALL = [
+    "--img",
+    "64",
+    "--batch",
+    "8",
+    "--nominal-batch",
+    "8",
+    "--micro-batch",
+    "2",
+    "--no-plots",
+    "--threads",
+    "1",
+    "--epochs",
+    "1",
+]
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="watches processes in /proc")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A good data set, a small model and one finished run: ``set``, ``tiny.yaml``, ``run``. Only to be copied."""
+    folder = tmp_path_factory.mktemp("größe 'bad'")
+    make_shapes(folder / "set", images=8, val_images=4, img=64, seed=3)
+    (folder / "tiny.yaml").write_text(TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("YOLOFLEET_CACHE", str(folder / "cache"))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        argv = train(folder / "set", "--cfg", folder / "tiny.yaml", "--project", folder, "--name", "run")
+        assert main(list(map(str, argv))) == 0
+    yield folder
+
+
+@pytest.fixture(autouse=True)
+def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where each test works: the model and a data set of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(world / "set", tmp_path / "set")
+    shutil.copy(world / "tiny.yaml", tmp_path)
+    return tmp_path
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command line in this process."""
+
+    def run(*argv: str | Path, code: int) -> Outcome:
+        capsys.readouterr()
+        found = main(list(map(str, argv)))
+        said = capsys.readouterr()
+        assert found == code, said.out + said.err
+        assert_told(Outcome(found, said.out, said.err))
+        return Outcome(found, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def refused(cli: Cli, here: Path) -> Callable[..., str]:
+    """Run a command line that must be refused with a message that has ``says`` and leaves no run behind."""
+
+    def run(*argv: str | Path, code: int, says: Sequence[str]) -> str:
+        before = runs_in(here)
+        told = cli(*argv, code=code).err
+        for words in says:
+            assert words in told
+        assert "  try  : " in told, f"no remedy in: {told}"
+        assert runs_in(here) == before
+        assert_nothing_half_written(here / "runs")
+        return told
+
+    return run
+
+
+def train(data: str | Path = "set", *more: str | Path, model: bool = True) -> list[str | Path]:
+    """A training of one step; ``--cfg tiny.yaml`` unless ``more`` says which model."""
+    own = ["--cfg", "tiny.yaml"] if model and not {"--cfg", "--model"} & set(map(str, more)) else []
+    device = [] if "--device" in more else ["--device", "cpu"]
+    return ["train", "--data", data, *own, *SMALL, *device, *more]
+
+
+def assert_told(outcome: Outcome) -> None:
+    """Exactly one message, no traceback."""
+    assert "Traceback" not in outcome.out + outcome.err, outcome.err
+    messages = re.findall(r"^(?:\w+Error|Stopped): ", outcome.err, re.MULTILINE)
+    assert len(messages) == (outcome.code != 0), outcome.err
+
+
+def runs_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("runs/*/*"))
+
+
+def assert_nothing_half_written(folder: Path) -> None:
+    assert not [path for path in folder.rglob("*.tmp")]
+    for path in folder.rglob("*.safetensors"):
+        read_tensors(path)  # whole, by its digest
+
+
+# -- processes
+
+
+def start(here: Path, *argv: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "yolofleet", *map(str, argv)],
+        cwd=here,
+        env=environment(here),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str], *, code: int) -> Outcome:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == code, out + err
+    return Outcome(process.returncode, out, err)
+
+
+@contextmanager
+def training(here: Path, *more: str | Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+    """An endless training under way: its launcher, run folder and all its processes."""
+    endless = ["--epochs", "100000", "--val-period", "0", "--save-period", "0", "--save-minutes", "0"]
+    process = start(here, *train("set", *more, *endless))
+    run = here / "runs" / "train" / "exp"
+    processes: list[int] = []
+    try:
+        wait_until(lambda: rows_of(run) >= 2, process)
+        processes += family(process.pid)
+        yield process, run, processes
+    finally:
+        for pid in {*family(process.pid), *processes} if process.poll() is None else ():
+            with_suppressed(os.kill, pid, signal.SIGKILL)
+        process.communicate()
+
+
+def with_suppressed(action: Callable[..., object], *args: object) -> None:
+    try:
+        action(*args)
+    except OSError:
+        pass
+
+
+def rows_of(run: Path) -> int:
+    """Epochs done."""
+    table = run / "results.csv"
+    return len(table.read_text().splitlines()) - 1 if table.exists() else 0
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert process is None or process.poll() is None, "".join(process.communicate())
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def all_gone(processes: Sequence[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# -- file systems
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """A mount, by root on Linux only."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root can mount a small or read-only file system")
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this container may not mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def disk(folder: Path, size: int):
+    """A disk of ``size`` bytes."""
+    return mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    with mounted(folder, "--bind", str(folder)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+
+
+# -- data sets that are missing or wrong
+
+
+@pytest.mark.parametrize("name", ["nowhere.yaml", "nowhere"])
+def test_no_such_data_set(refused, name):
+    refused(*train(name), code=2, says=[f"data set {name} does not exist"])
+
+
+def test_a_data_set_that_is_nearly_there_is_offered(refused, here):
+    assert "set/data.yaml?" in refused(*train("set/dada.yaml"), code=2, says=["set/dada.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("train: images/train\nval: images/val\n", 2, ["has no class names"]),
+        ("train: images/train\nval: images/val\nnc: 4\n", 2, ["has no class names, only nc: 4"]),
+        ("train: images/train\nval: images/val\nnc: 3\nnames: [a, b]\n", 2, ["nc is 3 but names has 2"]),
+        ("train: images/trian\nval: images/val\nnames: [a]\n", 3, ["images/trian", "data.yaml:1", "images/train?"]),
+        ("train: images/train\nnames: [a, b, c, d]\n", 2, ["has no split 'val'", "val: images/val"]),
+        ("train: images/train\nval: images/val\nnmaes: [a]\n", 2, ["nmaes", "data.yaml:3", "did you mean names?"]),
+        ("- images/train\n", 2, ["does not hold `key: value` lines"]),
+        ("train: [images\nnames: a: b\n", 2, ["not YAML", "data.yaml:2"]),
+        ("", 2, ["names no images"]),
+    ],
+)  # fmt: skip
+def test_a_description_that_is_wrong(refused, here, text, code, says):
+    (here / "set" / "data.yaml").write_text(text)
+    refused(*train(), code=code, says=["set", *says])
+
+
+def test_a_description_that_is_no_text(refused, here):
+    (here / "set" / "data.yaml").write_bytes(bytes(range(256)))
+    refused(*train(), code=2, says=["data.yaml cannot be read", "UTF-8"])
+
+
+def test_a_folder_without_images(refused, here):
+    shutil.rmtree(here / "set" / "images" / "train")
+    (here / "set" / "images" / "train").mkdir()
+    refused(*train(), code=3, says=["no images in", "images/train"])
+
+
+def test_no_labels_at_all(refused, here):
+    shutil.rmtree(here / "set" / "labels")
+    refused(*train(), code=3, says=["none of the 8 train images has a label", "I looked in", "labels/train"])
+
+
+def labels_of(here: Path, number: int = 0) -> Path:
+    return sorted((here / "set" / "labels" / "train").glob("*.txt"))[number]
+
+
+def test_a_class_that_the_data_set_does_not_have(refused, here):
+    labels_of(here).write_text("0 0.5 0.5 0.1 0.1\n7 0.5 0.5 0.1 0.1\n")
+    told = refused(*train(), code=3, says=["labels/train/000000.txt:2: class 7 but names has 4 (0..3)"])
+    assert "yolofleet data check" in told
+
+
+def test_rows_that_cannot_be_used_are_told_by_file_and_line_and_dropped(cli, here):
+    rows = {
+        "0 5.5 0.5 0.1 0.1": "pixels",
+        "0 1.5 0.5 0.1 0.1": "outside",
+        "0 nan 0.5 0.1 0.1": "not finite",
+        "0 0.5 0.5 -0.1 0.1": "no width or height",
+        "0 0.5 0.5 0.1": "4 columns",
+        "0 0.5 0.5 0.1 0.1 0.9": "6 columns",
+        "circle 0.5 0.5 0.1 0.1": "not a row of numbers",
+        "0 0.95 0.5 0.2 0.1": "sticks out of the image -> clipped",
+    }
+    for number, row in enumerate(rows):
+        with labels_of(here, number).open("a") as file:
+            file.write(f"{row}\n")
+    said = cli(*train("set", "--max-steps", "1"), code=0).out
+    assert "8 problems in the train split" in said and "... and 3 more" in said
+    said = cli("data", "check", "set", code=3).out
+    for number, why in enumerate(rows.values()):
+        line = next(line for line in said.splitlines() if labels_of(here, number).name in line)
+        assert why in line and re.search(r"\.txt:\d+: ", line)
+
+
+def test_a_label_file_of_binary_junk_is_told_and_dropped(cli, refused, here):
+    labels_of(here).write_bytes(bytes(range(256)))
+    assert "is not a row of numbers -> dropped" in cli(*train("set", "--max-steps", "1"), code=0).out
+    shutil.rmtree(here / "runs")
+    labels_of(here).write_bytes(bytes(range(256)) * 100)
+    refused(*train(), code=3, says=["labels cannot be used in the train split", "000000.txt:1: "])
+
+
+def test_images_without_labels_are_background_and_told(cli, here):
+    for number in (3, 5):
+        (here / "set" / "labels" / "train" / f"{number:06d}.txt").unlink()
+    text = (here / "set" / "data.yaml").read_text()
+    (here / "set" / "data.yaml").write_text(text + "download: rm -rf everything\n")
+    said = cli(*train("set", "--max-steps", "1"), code=0).out
+    assert "note: 2 of 8 train images have no labels: background" in said
+    assert "note: its download: is not executed" in said
+
+
+def test_a_read_only_data_set_just_works(cli, here):
+    with read_only(here / "set"):
+        cli(*train(), code=0)
+
+
+# -- settings
+
+
+def test_settings_that_cannot_be(refused):
+    for words, code, says in [
+        ("--epohcs 3", 2, ["--epohcs", "did you mean --epochs?"]),
+        ("--set mosiac=1", 2, ["mosiac", "did you mean mosaic?"]),
+        ("--set lr0=-1", 2, ["lr0", "-1"]),
+        ("--device nonsense", 2, ["--device nonsense"]),
+        ("--batch 0", 2, ["--batch 0 is below 1"]),
+        ("--micro-batch 3", 2, ["--micro-batch 3 does not divide --batch 8", "1, 2 or 4"]),
+        ("--precision fp16", 2, ["--precision fp16"]),
+        ("--freeze model.99", 2, ["--freeze model.99", "layers are model.0 to model.7"]),
+        ("--shares 1,2", 2, ["1,2"]),
+        ("--model yolov5q", 2, ["yolov5q"]),
+        ("--cfg nowhere.yaml", 2, ["nowhere.yaml does not exist"]),
+        ("--recipe nowhere.yaml", 2, ["nowhere.yaml"]),
+    ]:
+        refused(*train("set", *words.split()), code=code, says=says)
+
+
+def test_an_unknown_key_of_a_recipe_file_offers_the_nearest(refused, here):
+    (here / "r.yaml").write_text("lr0: 0.01\nmosiac: 1\n")
+    refused(*train("set", "--recipe", "r.yaml"), code=2, says=["mosiac", "r.yaml:2", "did you mean mosaic?"])
+
+
+@pytest.mark.parametrize("device", ["0", "7", "31,32"])
+def test_more_devices_than_there_are(refused, device):
+    if torch.cuda.is_available() and torch.cuda.device_count() > int(device.split(",")[0]):
+        pytest.skip("this machine has that device")
+    if "," in device:
+        pytest.skip("two processes: see the slow test")
+    refused(*train("set", "--device", device), code=2, says=[f"--device {device}", "torch sees"])
+
+
+@pytest.mark.slow
+@needs_linux
+def test_more_devices_than_there_are_for_several_processes(here):
+    outcome = end(start(here, *train("set", "--device", "31,32")), code=2)
+    assert_told(outcome)
+    assert "--device 31,32: no CUDA device 31" in outcome.err and not runs_in(here)
+
+
+def test_a_second_run_of_a_name_gets_a_numbered_folder(cli, here):
+    for _ in range(2):
+        cli(*train("set", "--name", "mine"), code=0)
+    assert [run.name for run in runs_in(here)] == ["mine", "mine2"]
+    assert (here / "runs" / "train" / "mine2" / "results.json").exists()
+
+
+# -- weights
+
+
+def test_start_weights_of_other_classes_give_what_fits(cli, here, world):
+    text = (here / "set" / "data.yaml").read_text()
+    (here / "set" / "data.yaml").write_text(text + "  4: moon\n")
+    said = cli(*train("set", "--weights", world / "run" / "weights" / "last.safetensors"), code=0).out
+    assert re.search(
+        r"\d+ of \d+ tensors taken over; freshly initialised: model\.7\.m\.0\.weight \(27x", said
+    )
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.marker}'",)
+
+
+@pytest.mark.parametrize("verb", ["train", "val", "predict", "inspect"])
+def test_a_malicious_pickle_is_named_and_not_run(refused, here, verb):
+    marker = here / "owned"
+    torch.save({"model": Evil(marker)}, here / "evil.pt")
+    argv: list[str | Path] = {
+        "train": train("set", "--weights", "evil.pt"),
+        "val": ["val", "--weights", "evil.pt", "--data", "set", "--device", "cpu"],
+        "predict": ["predict", "--weights", "evil.pt", "--source", "set/images/val", "--device", "cpu"],
+        "inspect": ["weights", "inspect", "evil.pt"],
+    }[verb]
+    refused(*argv, code=3, says=["evil.pt", "system", "nothing of it was run"])
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("text.pt", b"I am no weights\n" * 9, "is not a torch checkpoint"),
+        ("text.safetensors", b"I am no weights\n" * 9, "is not a torch checkpoint"),
+        ("empty.pt", b"", "is empty"),
+        ("bare.pt", pickle.dumps({"a": 1}), "is not a torch checkpoint"),
+    ],
+)
+def test_files_that_are_no_weights(refused, here, name, content, says):
+    (here / name).write_bytes(content)
+    refused(*train("set", "--weights", name), code=3, says=[name, says])
+
+
+def test_weights_that_are_not_there(refused):
+    refused(*train("set", "--weights", "no.pt"), code=3, says=["no.pt"])
+    refused("predict", "--weights", "a/no.pt", "--source", "set/images/val", code=3, says=["a/no.pt"])
+
+
+def test_weights_cut_in_half(refused, here, world):
+    whole = (world / "run" / "weights" / "last.safetensors").read_bytes()
+    (here / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    refused(*train("set", "--weights", "half.safetensors"), code=3, says=["half.safetensors is not a whole"])
+
+
+def test_val_of_weights_with_other_classes(refused, here, world):
+    weights = world / "run" / "weights" / "last.safetensors"
+    text = (here / "set" / "data.yaml").read_text()
+    (here / "set" / "data.yaml").write_text(text + "  4: moon\n")
+    argv = ["val", "--weights", weights, "--data", "set", "--device", "cpu", "--img", "64"]
+    refused(*argv, code=2, says=["last.safetensors detects 4 classes", "set has 5"])
+
+
+def test_val_as_json_says_nothing_else_on_standard_output(cli, here, world):
+    weights = world / "run" / "weights" / "last.safetensors"
+    argv = ["val", "--weights", weights, "--data", "set", "--device", "cpu", "--img", "64", "--no-plots"]
+    said = cli(*argv, "--json", "-", code=0)
+    assert set(json.loads(said.out)) == {"metrics", "per_class", "images", "seconds"}
+    assert "validation: 4 images" in said.err
+
+
+# -- predict
+
+
+def test_predict_on_what_is_not_there(refused, here, world):
+    weights = world / "run" / "weights" / "last.safetensors"
+    (here / "letters").mkdir()
+    (here / "letters" / "a.doc").write_text("Dear Sir")
+    (here / "bad").mkdir()
+    (here / "bad" / "x.jpg").write_text("not a picture")
+    argv = ["predict", "--weights", weights, "--device", "cpu", "--img", "64", "--source"]
+    refused(*argv, "nowhere.jpg", code=3, says=["nowhere.jpg does not exist"])
+    refused(*argv, "letters", code=3, says=["letters has no pictures", ".doc"])
+    refused(*argv, "bad", code=3, says=["bad/x.jpg is of no known image format"])
+    refused(*argv, "set/images/val", "--classes", "dog", code=2, says=["dog"])
+
+
+def test_predict_passes_over_an_image_that_cannot_be_read(cli, here, world):
+    shutil.copytree(here / "set" / "images" / "val", here / "some")
+    (here / "some" / "x.jpg").write_text("not a picture")
+    weights = world / "run" / "weights" / "last.safetensors"
+    said = cli(
+        "predict", "--weights", weights, "--device", "cpu", "--img", "64", "--source", "some", code=0
+    ).out
+    assert "skipped: image some/x.jpg" in said and "4 images, ms an image" in said
+    assert len(list((here / "runs" / "detect" / "exp").iterdir())) == 4
+
+
+# -- resume
+
+
+@pytest.fixture
+def run(world: Path, here: Path) -> Path:
+    """A copy of the finished run."""
+    shutil.copytree(world / "run", here / "run")
+    return here / "run"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_resume_of_what_is_no_run(refused, here):
+    refused("train", "--resume", "nowhere", code=2, says=["--resume nowhere does not exist"])
+    refused("train", "--resume", "set", code=2, says=["set is not a run folder"])
+    refused("train", "--resume", "auto", code=2, says=["no run with a checkpoint"])
+
+
+def test_resume_when_every_checkpoint_is_cut(cli, run):
+    for checkpoint in (run / "checkpoints").iterdir():
+        checkpoint.write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
+        shutil.copy(checkpoint, checkpoint.with_name("step-00000007.safetensors"))
+    before = contents(run)
+    told = cli("train", "--resume", run, "--epochs", "3", code=3).err
+    assert told.count("is not a whole safetensors file") == 2 and "step-00000007" in told
+    assert "--weights" in told and "weights/last.safetensors" in told
+    assert_left_as_it_was(run, before)
+
+
+def assert_left_as_it_was(run: Path, before: dict[str, bytes]) -> None:
+    """But for the log, which tells of the attempt."""
+    after = contents(run)
+    for kept in (before, after):
+        for log in [name for name in kept if name.startswith(("logs", "events"))]:
+            del kept[log]
+    assert after == before
+
+
+def test_resume_with_other_data_changes_nothing_in_the_run(cli, run, here):
+    before = contents(run)
+    labels_of(here).write_text("0 0.5 0.5 0.1 0.1\n")
+    told = cli("train", "--resume", run, "--epochs", "3", "--data", "set", code=3).err
+    assert "set is not what the run was trained on" in told and f"--resume {run}" in told
+    told = cli("train", "--resume", run, "--data", "nowhere.yaml", code=2).err
+    assert "nowhere.yaml does not exist" in told
+    told = cli("train", "--resume", run, "--batch", "4", code=2).err
+    assert "--batch 4 differs from the run's 8" in told
+    assert_left_as_it_was(run, before)
+
+
+def test_resume_from_a_checkpoint_of_another_run(cli, run, here, world):
+    """Of another model, and of another number of classes."""
+    (here / "wider.yaml").write_text(TINY.replace("0.125", "0.25"))
+    cli(*train("set", "--cfg", "wider.yaml", "--name", "wider"), code=0)
+    text = (here / "set" / "data.yaml").read_text()
+    (here / "set" / "data.yaml").write_text(text + "  4: moon\n")
+    cli(*train("set", "--cfg", world / "tiny.yaml", "--name", "moon"), code=0)
+    for name, says in (("wider", "tiny.yaml"), ("moon", "for other classes")):
+        other = here / "runs" / "train" / name
+        shutil.rmtree(run / "checkpoints")
+        shutil.copytree(other / "checkpoints", run / "checkpoints")
+        before = contents(run)
+        told = cli("train", "--resume", run, "--epochs", "3", code=3).err
+        assert says in told and f"--resume {run}" in told and "--weights" in told
+        assert_left_as_it_was(run, before)
+
+
+def test_resume_of_a_finished_run_leaves_its_result(cli, run):
+    before = contents(run)
+    assert "the run had ended already" in cli("train", "--resume", run, code=0).out
+    after = contents(run)
+    for name in ("weights/last.safetensors", "weights/best.safetensors", "results.csv"):
+        assert after[name] == before[name]
+    found, was = (json.loads(kept["results.json"]) for kept in (after, before))
+    for name in ("metrics", "weights_sha256", "steps", "best"):
+        assert found[name] == was[name]
+
+
+# -- disks
+
+
+@pytest.mark.parametrize("what", ["weights", "checkpoint"])
+def test_a_disk_that_fills_up_while_saving(cli, here, world, what):
+    told = full_disk(here, world, what, lambda argv: cli(*argv, code=3).err)
+    assert "No space left on device" in told and "free some space" in told
+
+
+@needs_linux
+def test_a_disk_that_fills_up_while_two_processes_train(here, world):
+    told = full_disk(
+        here, world, "checkpoint", lambda argv: end(start(here, *argv, "--device", "cpu:2"), code=3).err
+    )
+    assert "No space left on device" in told and "free some space" in told
+
+
+def full_disk(here: Path, world: Path, what: str, run: Callable[[list[str | Path]], str]) -> str:
+    weights = (world / "run" / "weights" / "last.safetensors").stat().st_size
+    checkpoint = next((world / "run" / "checkpoints").iterdir()).stat().st_size
+    room = {"weights": 1.5 * weights, "checkpoint": 2 * weights + 0.5 * checkpoint}[what] + 64e3
+    with disk(here / "disk", int(room)) as small:
+        told = run([*train("set", "--project", small, "--epochs", "3")])
+        assert f"exp/{'weights/last' if what == 'weights' else 'checkpoints/step-00000001'}" in told
+        assert_nothing_half_written(small)
+        assert (small / "exp" / "weights" / "best.safetensors").exists()
+    return told
+
+
+def test_a_disk_without_any_space(refused, here):
+    with disk(here / "disk", 65536) as small:
+        with pytest.raises(OSError), (small / "ballast").open("wb") as file:
+            file.write(bytes(1 << 20))
+        refused(*train("set", "--project", small), code=3, says=["cannot write", "No space left"])
+        assert [path.name for path in small.iterdir()] == ["ballast"]
+
+
+def test_a_read_only_place_for_results(refused, here, world):
+    weights = world / "run" / "weights" / "last.safetensors"
+    (here / "results").mkdir()
+    with read_only(here / "results"):
+        says = ["cannot write results/exp", "--project"]
+        common = ["--device", "cpu", "--img", "64", "--project", "results"]
+        refused(*train("set", "--project", "results"), code=3, says=says)
+        refused("val", "--weights", weights, "--data", "set", *common, code=3, says=says)
+        refused("predict", "--weights", weights, "--source", "set/images/val", *common, code=3, says=says)
+
+
+# -- a data set that changes under way
+
+
+def spoil(here: Path) -> None:
+    """The index is made; then every training image becomes junk of the same size and time."""
+    spec = load_dataset("set")
+    for split in ("train", "val"):
+        build_index(spec, split)
+    for image in (here / "set" / "images" / "train").iterdir():
+        about = image.stat()
+        image.write_bytes(b"J" * about.st_size)
+        os.utime(image, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_became_junk_after_indexing(refused, here, workers):
+    spoil(here)
+    refused(
+        *train("set", "--workers", str(workers)), code=3, says=["set/images/train/0", "no known image format"]
+    )
+
+
+@needs_linux
+def test_an_image_that_became_junk_is_said_from_rank_1s_loader_process(here):
+    spoil(here)
+    process = start(here, *train("set", "--device", "cpu:2", "--workers", "1", "--shares", "0,1"))
+    seen: set[int] = set()
+
+    def watch() -> None:
+        while process.poll() is None:
+            seen.update(family(process.pid))
+            time.sleep(0.1)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    outcome = end(process, code=3)
+    watching.join()
+    assert_told(outcome)
+    assert "set/images/train/0" in outcome.err and "no known image format" in outcome.err
+    assert "rank 1" in outcome.err
+    assert len(seen) >= 5 and all_gone(sorted(seen), 5)  # launcher, agent, two ranks, a loader process
+    assert not runs_in(here)
+
+
+def test_images_deleted_during_training(cli, here):
+    def delete() -> None:
+        wait_until(lambda: rows_of(here / "runs" / "train" / "exp") >= 1)
+        shutil.rmtree(here / "set" / "images" / "train")
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    told = cli(*train("set", "--cache", "none", "--epochs", "10000", "--val-period", "0"), code=3).err
+    deleting.join()
+    assert "set/images/train/0" in told and "does not exist" in told
+    assert_nothing_half_written(here)
+
+
+# -- being stopped
+
+
+def resumes(told: str, run: Path, here: Path, cli: Cli) -> None:
+    """The message's own command continues the run after the step that it names."""
+    step = int(re.search(r"after step (\d+); the state is saved", told)[1])  # type: ignore[index]
+    assert f"yolofleet train --resume {run}" in told or f"--resume {run.relative_to(here)}" in told
+    assert_nothing_half_written(run)
+    said = cli("train", "--resume", run, "--epochs", str(step + 1), "--device", "cpu", code=0).out
+    assert f"resumed after step {step} " in said
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("device", "number"),
+    [
+        ("cpu", signal.SIGINT),
+        ("cpu:2", signal.SIGINT),
+        pytest.param("cpu", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("cpu:2", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, device, number):
+    with training(here, "--device", device, "--workers", "1") as (process, run, processes):
+        assert len(processes) == (2 if device == "cpu" else 6)
+        process.send_signal(number)
+        outcome = end(process, code=75)
+        assert_told(outcome)
+        assert all_gone(processes, 5)
+    resumes(outcome.err, run, here, cli)
+
+
+def test_sigterm_in_this_process_saves_the_state(cli, here):
+    def stop() -> None:
+        wait_until(lambda: rows_of(here / "runs" / "train" / "exp") >= 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    told = cli(*train("set", "--epochs", "10000", "--val-period", "0"), code=75).err
+    stopping.join()
+    resumes(told, here / "runs" / "train" / "exp", here, cli)
+
+
+@needs_linux
+def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
+    with training(here, "--device", "cpu:2", "--workers", "1") as (process, run, processes):
+        assert len(processes) == 6  # launcher, agent, two ranks, a loader process each
+        process.kill()
+        process.wait()
+        assert all_gone(processes, 15)
+    assert_nothing_half_written(run)
+    assert (
+        "resumed after step" in cli("train", "--resume", run, "--epochs", "2", "--device", "cpu", code=0).out
+    )
+
+
+@pytest.mark.slow
+@needs_linux
+def test_a_rank_that_is_killed_is_named(here):
+    with training(here, "--device", "cpu:2") as (process, _, processes):
+        ranks = [
+            pid for pid in processes if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ]
+        os.kill(ranks[0], signal.SIGKILL)
+        outcome = end(process, code=4)
+        assert_told(outcome)
+        assert "rank 1 was killed (SIGKILL)" in outcome.err
+        assert all_gone(processes, 5)
+
+
+@pytest.mark.slow
+@needs_linux
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_stopped_before_it_trained_leaves_nothing(here, device):
+    process = start(here, *train("set", "--device", device))
+    wait_until(lambda: bool(runs_in(here)), process)
+    processes = family(process.pid)
+    process.send_signal(signal.SIGTERM)
+    outcome = end(process, code=75)
+    assert_told(outcome)
+    assert "same command" in outcome.err and not runs_in(here) and all_gone(processes, 5)
+
+
+# -- memory
+
+
+@pytest.mark.slow
+@needs_linux
+def test_too_little_memory_says_what_to_make_smaller(here):
+    import resource
+
+    limit = 4 << 30
+    argv = [*train("set"), "--img", "4096", "--micro-batch", "8", "--cache", "none", "--set", "mosaic=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "yolofleet", *map(str, argv)],
+        cwd=here,
+        env=environment(here),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert_told(Outcome(done.returncode, done.stdout, done.stderr))
+    assert done.returncode == 2 and "too little memory for --micro-batch 8, --img 4096" in done.stderr
+    assert "--micro-batch 4" in done.stderr
+
+
+# -- anything at all
+
+FUZZ_SEEDS = 15  # of each kind of file
+
+VALUES = ["nan", ".inf", "-.inf", "-1", "0", "1", "2", "1e999", "1e-999", "999999999999", "0x7f", "true", "null", "~", "''", '""', "[]", "{}", "[[]]", "[1,2]", "{a:", "b}", "--", ":", "-", "#", "&", "*", "*a", "&a", "!!python/object:os.system", "!!int", "é", "\t", "\x00", "😀", "..", "images/train", "data.yaml", "Conv", "C3", "Detect", "nc", "64", "-1", "100000"]  # fmt: skip
+
+
+def mutated(text: str, draw: random.Random, *, most: int) -> bytes:
+    """One to ``most`` changes of the kinds that typing, copying and broken disks make."""
+    content = text
+    for _ in range(draw.randint(1, most)):
+        lines = content.split("\n")
+        at = draw.randrange(len(lines))
+        words = re.split(r"(\s+|[:,\[\]])", lines[at])
+        change = draw.choice(
+            ["value", "value", "value", "drop", "twice", "swap", "indent", "cut", "letter", "byte"]
+        )
+        if change == "value":
+            words[draw.randrange(len(words))] = draw.choice(VALUES)
+            lines[at] = "".join(words)
+        elif change == "drop":
+            del lines[at]
+        elif change == "twice":
+            lines.insert(draw.randrange(len(lines) + 1), lines[at])
+        elif change == "swap":
+            other = draw.randrange(len(lines))
+            lines[at], lines[other] = lines[other], lines[at]
+        elif change == "indent":
+            lines[at] = " " * draw.randint(1, 4) + lines[at]
+        content = "\n".join(lines)
+        if change == "cut":
+            content = content[: draw.randrange(len(content) + 1)]
+        elif change in ("letter", "byte") and content:
+            place = draw.randrange(len(content))
+            letter = chr(draw.randrange(32, 127) if change == "letter" else draw.randrange(256))
+            content = content[:place] + letter + content[place + 1 :]
+        content = content or "\n"
+    return content.encode("latin-1" if draw.random() < 0.2 else "utf-8", "replace")
+
+
+RECIPE = yaml.safe_dump(
+    {"lr0": 0.01, "mosaic": 0.5, "degrees": 5.0, "fliplr": 0.5, "warmup_epochs": 1.0, "box": 0.05}
+)
+
+
+@pytest.mark.parametrize("kind", ["data", "recipe", "labels", "model"])
+def test_random_changes_of_good_files_end_in_success_or_one_message(capsys, here, kind):
+    """15 times each from fixed seeds."""
+    (here / "recipe.yaml").write_text(RECIPE)
+    good = {
+        "data": [here / "set" / "data.yaml"],
+        "recipe": [here / "recipe.yaml"],
+        "labels": [labels_of(here, number) for number in range(8)],
+        "model": [here / "tiny.yaml"],
+    }[kind]
+    texts = [file.read_text() for file in good]
+    codes = set()
+    for seed in range(FUZZ_SEEDS):
+        draw = random.Random(f"{kind} {seed}")
+        contents = [mutated(text, draw, most=12 if kind == "labels" else 4) for text in texts]
+        for file, content in zip(good, contents, strict=True):
+            file.write_bytes(content)
+        argv = train("set/data.yaml", "--recipe", "recipe.yaml", "--max-steps", "1")
+        code = main(list(map(str, argv)))
+        said = capsys.readouterr()
+        assert code in (0, 2, 3, 5), f"seed {seed}: {contents}\n{said.err}"
+        assert_told(Outcome(code, said.out, said.err))
+        assert bool(runs_in(here)) == (code in (0, 5)), f"seed {seed}: {contents}\n{said.err}"
+        assert_nothing_half_written(here / "runs")
+        shutil.rmtree(here / "runs", ignore_errors=True)
+        codes.add(code)
+    assert codes - {0}, "every change was harmless"
