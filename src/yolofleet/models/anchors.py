@@ -11,13 +11,15 @@ def anchor_fit(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: fl
     """(best possible recall, anchors above threshold per label).
 
     Args:
-        sizes_wh_px: [M, 2] label sizes at the training size; those under 2 px are not counted.
+        sizes_wh_px: [M, 2] label sizes at the training size, above 0.
         anchors_wh_px: [A, 2] of all levels.
         threshold: largest side ratio of a match (``anchor_t``).
+
+    Parity with YOLOv5: tests/parity/test_anchors_parity.py.
     """
-    sizes = sizes_wh_px[(sizes_wh_px >= 2.0).any(1)]
-    if not len(sizes):
+    if not len(sizes_wh_px):
         return 0.0, 0.0
-    ratio = sizes[:, None] / anchors_wh_px[None]  # [M, A, 2]
+    # in float32, as there: sides of whole pixels often stand exactly at the threshold
+    ratio = sizes_wh_px.astype(np.float32)[:, None] / anchors_wh_px.astype(np.float32)  # [M, A, 2]
     worst = np.minimum(ratio, 1 / ratio).min(2)  # [M, A] in 0..1
     return float((worst.max(1) > 1 / threshold).mean()), float((worst > 1 / threshold).sum(1).mean())
