@@ -14,9 +14,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-JOB = (
-    ["--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16", "--micro-batch", "4", "--no-plots"]
-)
+JOB = [
+    "--model",
+    "yolov5n",
+    "--recipe",
+    "demo",
+    "--img",
+    "160",
+    "--batch",
+    "16",
+    "--nominal-batch",
+    "16",
+    "--micro-batch",
+    "4",
+    "--no-plots",
+]
 FLEETS = {
     "2 processes": ["--device", "cpu:2"],
     "3 processes": ["--device", "cpu:3"],

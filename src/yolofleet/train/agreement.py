@@ -96,7 +96,7 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, al
     Raises:
         ClusterError: names the ranks whose state is another.
     """
-    tensors = state.average.source
+    tensors = {name: t.detach() for name, t in state.average.source.items()}
     norm = float(
         torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors.values()]))
     )
