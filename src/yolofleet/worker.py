@@ -281,6 +281,7 @@ def _train(
             workers=workers,
             cache=val_cache,
             loss=loss,
+            on_batch=console.validating,
         )
 
     training = TrainingRun(
@@ -339,7 +340,11 @@ def _train(
             **({"anchors": anchors} if config.autoanchor else {}),
         },
         settings=[
-            (name, str(getattr(config, name)), source)
+            (
+                name,
+                " ".join(value) if isinstance(value := getattr(config, name), tuple) else str(value),
+                source,
+            )
             for name, source in resolved.sources.items()
             if resolved.is_given(name)
         ],
@@ -416,6 +421,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         single_cls=config.single_cls,
         workers=loader_processes(config.workers, world),
         gather_detections=config.save_json or config.save_txt,
+        on_batch=console.validating,
     )
     show_evaluation(console, evaluation, per_class=config.verbose)
     if not world.is_main:

@@ -187,7 +187,7 @@ def test_a_cache_that_does_not_fit_covers_a_part(index, decodes, monkeypatch):
     assert len(decodes) == 6
     cache.close()
     assert ImageCache(index, 64, "auto").mode == "none"
-    assert "0.00 GiB can be spared" in ImageCache(index, 64, "auto").note
+    assert "MiB can be spared" in ImageCache(index, 64, "auto").note
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 9000)
     assert ImageCache(index, 64, "ram").mode == "none"
 

@@ -236,6 +236,18 @@ def test_a_bar_ends_with_the_epoch_and_keeps_brackets(monkeypatch):
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back
 
 
+def test_validation_moves_a_bar_that_ends_with_its_table(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    console = Console(stream=stream, bar=True)
+    console.validating(1, 7)
+    console.validating(2, 7)  # too soon to be drawn
+    console.table("validation", ["class"], [["all"]])
+    text = stream.getvalue()
+    assert "1/7" in text and "2/7" not in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
 def test_letters_that_the_stream_cannot_show_do_not_end_a_run(tmp_path):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="cp1252", newline="\n")

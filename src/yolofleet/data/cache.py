@@ -406,4 +406,4 @@ def _sweep(paths: Iterable[Path], older_s: float) -> None:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 or not size else f"{size / 2**20:.1f} MiB"

@@ -314,6 +314,7 @@ def _scan(group: _Files, start: int, stop: int, spec: DatasetSpec, single_cls: b
     own_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
     area = raw.area_px[keep]
     log.kept = [_relative(problem, str(spec.root)) for problem in log.kept]
+    log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
     return _Part(
         images_read=stop - start,
         paths=[group.images[start + at] for at in kept_images.tolist()],

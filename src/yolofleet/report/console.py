@@ -44,7 +44,7 @@ class StepView:
     def text(self) -> str:
         parts = [f"{name} {value:.4f}" for name, value in self.losses.items()]
         rate = self.times.rate_img_s
-        parts.append("warming up" if math.isnan(rate) else f"{rate:.4g} img/s")
+        parts.append("? img/s" if math.isnan(rate) else f"{rate:.4g} img/s")
         parts.append(shares_text(self.times))
         parts.append(f"lr {self.lr:.2g}")
         if self.memory_gib:
@@ -136,6 +136,9 @@ class NullConsole:
         the device, which waits for the step.
         """
 
+    def validating(self, done: int, batches: int) -> None:
+        """``done`` of this rank's validation batches are evaluated."""
+
     def end_epoch(self, view: StepView) -> None:
         """The epoch's steps are done: one line with its means."""
         self._write(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
@@ -221,6 +224,7 @@ class Console(NullConsole):
         self._rich: RichConsole | None = None
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._validated_at_s = 0.0
         utf8 = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
         if bar if bar is not None else (self._stream.isatty() and utf8):
             rich = RichConsole(file=self._stream, highlight=False, force_terminal=bar)
@@ -254,9 +258,12 @@ class Console(NullConsole):
         grid = Table.grid(padding=(0, 2))
         for label, text in facts.items():
             grid.add_row(Text(label, style="cyan"), Text(text))
-        for i, (name, value, source) in enumerate(settings):
-            setting = Text.assemble(f"{name} = ", (value, "bold"), (f"   {source}", "dim"))
-            grid.add_row(Text("settings" if i == 0 else "", style="cyan"), setting)
+        for i, source in enumerate(dict.fromkeys(source for _, _, source in settings)):
+            line = Text()
+            for name, value, _ in (entry for entry in settings if entry[2] == source):
+                line.append(f"{name} ").append(value, "bold").append(", ")
+            line.append(f"from {source}", "dim")
+            grid.add_row(Text("settings" if i == 0 else "", style="cyan"), line)
         self._rich.print(
             Panel(
                 grid,
@@ -285,6 +292,9 @@ class Console(NullConsole):
         self._epoch = _Epoch(self._epoch_label, images)
         if self._rich is None:
             return
+        self._start_bar(self._epoch_label, images)
+
+    def _start_bar(self, label: str, total: int) -> None:
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=16),
@@ -301,7 +311,7 @@ class Console(NullConsole):
             expand=True,
         )
         self._bar.start()
-        self._task = self._bar.add_task(self._epoch_label, total=images, figures="", left="")
+        self._task = self._bar.add_task(label, total=total, figures="", left="")
 
     def step(self, images: int, view: Callable[[], StepView]) -> None:
         epoch = self._epoch
@@ -320,6 +330,25 @@ class Console(NullConsole):
                 self._task, completed=done, figures=view().text(), left=f"{left} left", refresh=True
             )
 
+    def validating(self, done: int, batches: int) -> None:
+        """On a terminal only; the bar ends with the table, or with the epoch."""
+        now = time.monotonic()
+        if self._rich is None or now - self._validated_at_s < 0.25:
+            return
+        self._validated_at_s = now
+        if self._bar is None:
+            self._start_bar("validation", batches)
+        assert self._bar is not None
+        self._bar.update(
+            self._task,
+            description="validation",
+            completed=done,
+            total=batches,
+            figures="batches",
+            left="",
+            refresh=True,
+        )
+
     def end_epoch(self, view: StepView) -> None:
         self._stop_bar()
         super().end_epoch(view)
@@ -328,6 +357,7 @@ class Console(NullConsole):
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         super().table(title, columns, rows)
+        self._stop_bar()
         lines = aligned(columns, rows)
         if self._rich is None:
             self._print(title, *(f"  {line}" for line in lines))

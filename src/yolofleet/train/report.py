@@ -226,9 +226,15 @@ class TrainReport:
                 "seconds": times.seconds,
             },
         )
+        accuracy = {}
+        if self.last_evaluation is not None:
+            metrics = self.last_evaluation.metrics
+            accuracy["accuracy"] = f"mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f} at the end"
+        epochs = state.progress.epochs_done
         self.console.summary(
-            f"trained {state.progress.epochs_done} epochs in {duration(times.elapsed_s)}",
+            f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}",
             {
+                **accuracy,
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256 of last": sha256,
