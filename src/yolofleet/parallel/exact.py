@@ -35,35 +35,35 @@ class IntegerWire:
 
     def __init__(self, flat: Tensor, sizes: list[int], fixed_bits: int | None = None) -> None:
         self.flat = flat
-        self.sizes = torch.tensor(sizes, device=flat.device)
-        self.views = flat.split(sizes)
+        self.sizes = sizes
         self.fixed_bits = fixed_bits
         # scale of each parameter, a power of two; 0 = not known yet
         self.scales = torch.zeros(len(sizes), dtype=torch.float32, device=flat.device)
         self.is_wide = True
-        self._scale: Tensor | float = 0.0
+        self._scale = torch.zeros(0)  # of each element
         self._total = torch.zeros(0)
         self._bound = 0.0
 
     def begin(self, micro_batches: int) -> None:
         self.flat.zero_()
         spare = math.ceil(math.log2(max(micro_batches, 1)))
+        self._bound = 2.0 ** ((62 if self.is_wide else 30) - spare)
+        dtype = torch.int64 if self.is_wide else torch.int32
+        if self._total.dtype != dtype:
+            # the last element counts micro-batches whose values are not finite: integers cannot say so
+            self._total = torch.empty(len(self.flat) + 1, dtype=dtype, device=self.flat.device)
+            self._scale = torch.empty_like(self.flat)
+        self._total.zero_()
         if self.is_wide:
-            self._scale = 2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits)
-            self._bound = 2.0 ** (62 - spare)
+            self._scale.fill_(2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits))
         else:
-            self._scale = self.scales.repeat_interleave(self.sizes, output_size=len(self.flat))
-            self._bound = 2.0 ** (30 - spare)
-        # the last element counts micro-batches whose values are not finite: integers cannot say so
-        self._total = torch.zeros(
-            len(self.flat) + 1, dtype=torch.int64 if self.is_wide else torch.int32, device=self.flat.device
-        )
+            torch._foreach_copy_(self._scale.split(self.sizes), self.scales.unbind())
 
     def absorb(self) -> None:
         finite = torch.isfinite(self.flat.sum())
-        grid = (self.flat.double() if self.is_wide else self.flat) * self._scale
-        grid = grid.round_().clamp_(-self._bound, self._bound)
-        self._total[:-1] += torch.where(finite, grid, 0.0).to(self._total.dtype)
+        grid = self.flat.double() if self.is_wide else self.flat
+        grid.mul_(self._scale).round_().clamp_(-self._bound, self._bound)
+        self._total[:-1] += grid.to(self._total.dtype)  # of a NaN: anything, the count below outdoes it
         self._total[-1] += (~finite).to(self._total.dtype)
         self.flat.zero_()
 
@@ -71,9 +71,8 @@ class IntegerWire:
         return self._total
 
     def settle(self) -> None:
-        value = self._total[:-1].double() if self.is_wide else self._total[:-1].float()
-        self.flat.copy_(value / self._scale)
-        self.flat.masked_fill_(self._total[-1] > 0, float("nan"))
+        poison = torch.where(self._total[-1] > 0, math.nan, 0.0)
+        self.flat.copy_(self._total[:-1]).div_(self._scale).add_(poison)
         if self.fixed_bits is None:
             self._choose_scales()
 
@@ -82,7 +81,8 @@ class IntegerWire:
 
     def _choose_scales(self) -> None:
         """The grid of the next step, from a sum that is equal on every rank."""
-        largest = torch.stack(torch._foreach_norm(self.views, math.inf))  # [P]
+        # ten times the speed of _foreach_norm(inf) on CPUs
+        largest = torch.stack(torch._foreach_max(self.flat.abs().split(self.sizes)))  # [P]
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)
