@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import Any
 
 import cv2
 import numpy as np
@@ -39,7 +40,8 @@ def set_kernels(config: TrainConfig) -> None:
     deterministic = config.deterministic or config.reduce == "exact"
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # 1 to 5 % of a step on CPUs
+        kernels: Any = torch.utils.deterministic  # its stub is empty
+        kernels.fill_uninitialized_memory = False  # 1 to 5 % of a step on CPUs
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
         config.cudnn_benchmark == "auto" and not deterministic and not config.multi_scale
