@@ -6,6 +6,7 @@ PY     := $(BIN)/python
 DEMO   ?= runs/demo
 EPOCHS ?= 24
 IMAGES ?= 640
+VAL_IMAGES ?= 128
 
 .PHONY: env demo test test-slow contract lint bench clean
 
@@ -18,7 +19,8 @@ $(VENV)/.made: pyproject.toml constraints.txt
 
 # data set, two-process training, validation, annotated pictures
 demo: env
-	test -f $(DEMO)/shapes/data.yaml || $(BIN)/yolofleet data make shapes --out $(DEMO)/shapes --images $(IMAGES)
+	test -f $(DEMO)/shapes/data.yaml || \
+	  $(BIN)/yolofleet data make shapes --out $(DEMO)/shapes --images $(IMAGES) --val-images $(VAL_IMAGES)
 	$(BIN)/yolofleet train --data $(DEMO)/shapes/data.yaml --model yolov5n --recipe demo --img 160 --batch 16 \
 	  --nominal-batch 16 --micro-batch 8 --epochs $(EPOCHS) --device cpu:2 --project $(DEMO) --name train --exist-ok
 	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data $(DEMO)/shapes/data.yaml --img 160 \

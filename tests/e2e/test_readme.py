@@ -1,0 +1,299 @@
+"""README and docs say what is so: commands run or are understood, tables and names agree with the code.
+
+A fenced block after ``<!-- test -->`` is run, in the order of its page, in a folder of its own; where a command
+would take long, ``smaller`` adds settings. All other commands are parsed, so no flag can go stale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+import yolofleet
+import yolofleet.launch
+import yolofleet.predict.run
+from yolofleet import errors
+from yolofleet.cli.app import APP, run
+from yolofleet.cli.commands import SchemaCommand, Verbs
+from yolofleet.config.aliases import SPELLINGS
+from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, group_of
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]  # fmt: skip
+DEADLINE_S = 240
+
+SMALL_DATA = "--images 16 --val-images 4 --img 64"
+SMALL_TRAINING = (
+    "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 4 --threads 1 --no-plots --device cpu"
+)
+SMALL_TRAINER = {"img": 64, "epochs": 1, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "threads": 1, "plots": False}  # fmt: skip
+FLAGS_OF_OTHERS = {
+    *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),  # torchrun
+    *("--ipc", "--shm-size", "--pid"),  # docker, py-spy
+    *("--hosts", "--invalid"),  # not there yet, said so
+}
+
+
+# -- pages -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    is_marked: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    def commands(self) -> list[list[str]]:
+        """Words of each command; environment settings in front and comments are left out."""
+        found = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if words:
+                found.append(words)
+        return found
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start, language = 0, None
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("```"):
+            continue
+        if language is None:
+            start, language = number, line[3:].strip()
+        else:
+            is_marked = start > 1 and lines[start - 2].strip() == "<!-- test -->"
+            found.append(Block(page, start, language, is_marked, "\n".join(lines[start : number - 1])))
+            language = None
+    assert language is None, f"{page.name}: a block is not closed"
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
+MARKED = [block for block in BLOCKS if block.is_marked]
+
+
+def test_the_pages_have_blocks_to_test() -> None:
+    assert len([block for block in MARKED if block.page == README]) >= 6
+    assert {block.language for block in MARKED} == {"sh", "python"}
+
+
+# -- blocks that run ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """A folder for each page, as its reader would have it: a checkout, less the sources."""
+    made = {}
+    for page in {block.page for block in MARKED}:
+        folder = tmp_path_factory.mktemp(f"as {page.stem} says")
+        for file in ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "constraints.txt"):
+            (folder / file).symlink_to(ROOT / file)
+        made[page.name] = folder
+    yield made
+
+
+def smaller(words: list[str]) -> str:
+    """The same command with settings that take seconds on one core."""
+    line = shlex.join(words)
+    if words[:2] == ["make", "demo"]:  # with this Python's environment, which is not to be built again
+        return f"make -o {sys.prefix}/.made demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
+    processes = "--device cpu:2" if re.search(r"--device (0,1|cpu:2)", line) else ""
+    if re.match(r"yolofleet data make|yolofleet val|python val.py", line):
+        return f"{line} {SMALL_DATA if 'make' in words else processes}"
+    is_new_run = re.match(r"yolofleet train|python .*train\.py", line) and "--resume" not in words
+    return f"{line} {SMALL_TRAINING} {processes}" if is_new_run else line
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the pages speak sh")
+@pytest.mark.parametrize("block", MARKED, ids=str)
+def test_marked_blocks_run(block: Block, places: dict[str, Path]) -> None:
+    folder = places[block.page.name]
+    if block.language == "python":
+        changed = f"import yolofleet\nreal = yolofleet.Trainer\nyolofleet.Trainer = lambda **given: real(**given | {SMALL_TRAINER!r})\n"
+        command = [sys.executable, "-c", changed + block.text]
+    else:
+        command = ["sh", "-eux", "-c", "\n".join(smaller(words) for words in block.commands())]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder) | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+
+
+# -- commands that are only understood ---------------------------------------------------------------------------
+
+OUR_COMMANDS = [
+    pytest.param(words, id=f"{block}: {' '.join(words)[:60]}")
+    for block in SHELL
+    for words in block.commands()
+    if "yolofleet" in words or any(word in ("train.py", "val.py", "detect.py") for word in words)
+]
+
+
+@pytest.mark.parametrize("words", OUR_COMMANDS)
+def test_every_command_is_understood(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {"train.py": "train", "val.py": "val", "detect.py": "predict"}
+    at = next(i for i, word in enumerate(words) if word in ("yolofleet", *scripts))
+    argv = [scripts[words[at]]] if words[at] in scripts else []
+    argv += words[at + 1 :]
+    if "--resume" in argv:  # wants a run
+        argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
+    started = []
+    monkeypatch.setattr(yolofleet.launch, "start", lambda *_: started.append("train") or 0)
+    monkeypatch.setattr(yolofleet.launch, "start_val", lambda *_: started.append("val") or 0)
+    monkeypatch.setattr(yolofleet.predict.run, "predict_command", lambda *_: started.append("predict") or 0)
+    if argv[0] in ("train", "val", "predict"):
+        assert run(argv) == 0, capsys.readouterr().err
+        assert started or "--dry-run" in argv or "--help" in argv
+        return
+    command, rest = APP, argv
+    while isinstance(command, Verbs):
+        name, inner, rest = command.resolve_command(command.make_context("yolofleet", []), rest)
+        assert inner is not None and name
+        command = inner
+    command.make_context(argv[0], list(rest))  # raises for what it does not know
+
+
+def known_flags() -> set[str]:
+    found = {"--version", "--help", *(flag for table in SPELLINGS.values() for flag in table)}
+    waiting = [APP]
+    while waiting:
+        command = waiting.pop()
+        if isinstance(command, Verbs):
+            waiting += [command.get_command(None, name) for name in command.members]  # type: ignore[misc, arg-type]
+        else:
+            found |= {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    return found
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    known = known_flags()
+    for page in PAGES:
+        if page.parent.name == "benchmarks":  # flags of the benchmarks' own
+            continue
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for flag in re.findall(r"`[^`\n]*`", text):
+            for spelled in re.findall(r"(?<![\w-])--[a-z][\w-]*", flag):
+                if spelled not in FLAGS_OF_OTHERS:
+                    assert spelled.replace("_", "-") in known, f"{page.name}: {spelled}"
+
+
+# -- what is said agrees with the code -----------------------------------------------------------------------------
+
+
+def section(page: Path, heading: str) -> str:
+    text = page.read_text(encoding="utf-8")
+    assert f"\n{heading}\n" in text, f"{page.name} has no {heading}"
+    level = heading.split()[0]
+    return re.split(rf"\n#{{1,{len(level)}}} ", text.split(f"\n{heading}\n")[1])[0]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Cells of a table without its head."""
+    rows = [line.strip().strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+@pytest.mark.parametrize(
+    ("script", "verb", "model"),
+    [("train.py", "train", TrainConfig), ("val.py", "val", ValConfig), ("detect.py", "predict", PredictConfig)],
+)  # fmt: skip
+def test_the_table_of_yolov5s_flags_is_that_of_the_code(script: str, verb: str, model: type) -> None:
+    options = [p for p in SchemaCommand(verb, model, lambda **_: 0).params]
+    ours = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
+    spellings, said = SPELLINGS[verb], set()
+    for first, here, remark in rows_of(section(ROOT / "docs" / "coming-from-yolov5.md", f"### {script}")):
+        for flag in (spelled.replace("_", "-") for spelled in re.findall(r"--[a-z][\w-]*", first)):
+            said.add(flag)
+            spelling = spellings.get(flag)
+            if here == "refused":
+                assert spelling and spelling.refusal and remark.startswith(spelling.refusal), flag
+                continue
+            assert not (spelling and spelling.refusal), f"{flag} is refused"
+            values = {"none": [], "maybe": [], "one": ["1"], "some": ["1"]}
+            becomes = {word.split("=")[0] for word in spelling.to(values[spelling.values])} if spelling else {flag}  # fmt: skip
+            if here == "no effect":
+                assert spelling and not becomes, flag
+            else:
+                wanted = {flag} if here == "kept" else set(re.findall(r"--[a-z][\w-]*", here))
+                assert becomes == wanted and wanted <= ours, f"{flag}: {becomes}, said {wanted}"
+    assert not set(spellings) - said - ours, "flags that the table leaves out"
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    said = {int(row[0]) for row in rows_of(section(README, "## Exit codes"))}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert said == {0, *(kind.exit_code for kind in kinds)}  # type: ignore[attr-defined]
+
+
+def test_groups_of_settings_are_those_of_the_schema() -> None:
+    table = {row[0].lower(): row[1] for row in rows_of(section(README, "## Settings"))}
+    groups: dict[str, set[str]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        groups.setdefault(group_of(field), set()).add("--" + name.replace("_", "-"))
+    assert set(table) == set(groups)
+    for group, flags in table.items():
+        assert set(re.findall(r"--[\w-]+", flags)) <= groups[group], group
+
+
+def test_verbs_are_named_and_what_is_not_there_yet_is_not_there() -> None:
+    text = README.read_text(encoding="utf-8")
+    not_yet = set(re.findall(r"`yolofleet (\w+)`", text.split("\nNot yet:")[1].split("\n## ")[0]))
+    assert not_yet and not not_yet & set(APP.members), "it is there now"
+    assert not [verb for verb in APP.members if f"yolofleet {verb}" not in text and verb != "weights"]
+
+
+def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
+    tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```")[1]
+    folder, named = Path(yolofleet.__file__).parent, set()
+    parent = folder
+    for line in tree.strip().splitlines()[1:]:
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        path = (folder if indent == 2 else parent) / name
+        assert path.exists(), f"{path.relative_to(folder)} is gone"
+        named.add(path.relative_to(folder).parts[0])
+        if path.is_dir():
+            parent = path
+    own = {p.name for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert not own - named - {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:tests|benchmarks|src|docs)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(
+        r"`(?:train|data|parallel|evaluate|report|launch|checkpoint|losses)/\w+\.py`", text
+    ):
+        assert (ROOT / "src" / "yolofleet" / name.strip("`")).exists(), name
