@@ -13,24 +13,24 @@ class YolofleetError(Exception):
     Args:
         what: one sentence with the values that are wrong.
         source: where the value came from (file:line, command line, environment).
-        hint: what to do about it.
+        hint: what to do about it; None = the kind's usual remedy.
     """
 
     exit_code = 1
+    usual_hint = "run it again with YOLOFLEET_TRACEBACK=1 to see where it comes from"
 
     def __init__(self, what: str, *, source: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.source = source
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
     def render(self) -> str:
-        """The message as a person sees it: one line, then optional ``from`` and ``try`` lines."""
+        """The message as a person sees it: one line, then an optional ``from`` and a ``try`` line."""
         lines = [f"{type(self).__name__}: {self.what}"]
         if self.source:
             lines.append(f"  from : {self.source}")
-        if self.hint:
-            lines.append(f"  try  : {self.hint}")
+        lines.append(f"  try  : {self.hint}")
         return "\n".join(lines)
 
     __str__ = render
@@ -40,39 +40,46 @@ class ConfigError(YolofleetError):
     """A setting, flag, recipe key or combination of them cannot be used."""
 
     exit_code = 2
+    usual_hint = "yolofleet VERB --help shows what is allowed"
 
 
 class DataError(YolofleetError):
     """A data set, label or image is missing or broken."""
 
     exit_code = 3
+    usual_hint = "yolofleet data check DATA shows everything that is wrong with a data set"
 
 
 class CheckpointError(YolofleetError):
     """A weights or checkpoint file is missing, broken, unsafe or does not fit."""
 
     exit_code = 3
+    usual_hint = "use another copy of the file, or other weights"
 
 
 class StorageError(YolofleetError):
     """The disk refused: full, read-only or failing."""
 
     exit_code = 3
+    usual_hint = "check the disk, or choose another folder"
 
 
 class ClusterError(YolofleetError):
     """Processes or machines could not start, meet or talk."""
 
     exit_code = 4
+    usual_hint = "the logs of the run tell more: logs/rank-*.log and logs/agent.log in its folder"
 
 
 class NumericsError(YolofleetError):
     """Training produced NaN or infinity."""
 
     exit_code = 5
+    usual_hint = "a lower learning rate (--set lr0=...), or --precision fp32"
 
 
 class Stopped(YolofleetError):
     """The run was asked to stop; its state is saved and ``--resume`` continues it."""
 
     exit_code = 75
+    usual_hint = "give the same command again"

@@ -78,7 +78,11 @@ def check(data: str, split: str, limit: int) -> int:
         click.echo(note)
     _print(table)
     if is_bad:
-        print(f"DataError: {data} loses images or labels, as said above", file=sys.stderr)
+        lost = DataError(
+            f"{data} loses images or labels, as said above",
+            hint="correct these files; a training that is started all the same leaves out what is dropped",
+        )
+        print(lost.render(), file=sys.stderr)
     return DataError.exit_code if is_bad else 0
 
 

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 MODELS: dict[str, type[Where]] = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig}
+SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file that are not settings
 HEADER = (
     f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
@@ -169,7 +170,9 @@ def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe
     """The ``config.yaml`` of a training run, as :func:`load_job`."""
     job = load_job(path)
     if job.verb != "train" or job.recipe is None:
-        raise ConfigError(f"{path} is not the configuration of a training run")
+        raise ConfigError(
+            f"{path} is not the configuration of a training run", hint="name the folder of a training run"
+        )
     return job.config, job.recipe
 
 
@@ -201,7 +204,8 @@ def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, Layer
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
             if stored is not None:
-                said = str(stored[name].value) if name in stored else DEFAULT
+                default = DEFAULT if name in SETTINGS else source  # an unknown name was put in by hand
+                said = str(stored[name].value) if name in stored else default
                 source = said if verbatim or said == DEFAULT else source
             result[name] = Sourced(value, source)
         return result

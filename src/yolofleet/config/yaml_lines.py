@@ -110,9 +110,15 @@ def _compose(text: str, source: str) -> Any:
             hint="a text with : # or brackets in it needs quotes; lines of one level start in one column",
         ) from None
     except (yaml.YAMLError, ValueError) as problem:
-        raise ConfigError(f"not YAML: {' '.join(str(problem).split())[:200]}", source=source) from None
+        raise ConfigError(
+            f"not YAML: {' '.join(str(problem).split())[:200]}",
+            source=source,
+            hint="a text file in UTF-8 without control characters is needed",
+        ) from None
     except RecursionError:
-        raise ConfigError("not a settings file: nested too deeply", source=source) from None
+        raise ConfigError(
+            "not a settings file: nested too deeply", source=source, hint="is it the right file?"
+        ) from None
 
 
 def _mapping(node: yaml.MappingNode, source: str) -> dict[str, Located]:
@@ -120,7 +126,9 @@ def _mapping(node: yaml.MappingNode, source: str) -> dict[str, Located]:
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError("a key must be a plain word", source=f"{source}:{line}")
+            raise ConfigError(
+                "a key must be a plain word", source=f"{source}:{line}", hint="a line is key: value"
+            )
         key = str(key_node.value)
         if key in found:
             raise ConfigError(
@@ -150,4 +158,5 @@ def _value(node: Any, source: str) -> Any:
     raise ConfigError(
         f"{shown(text)} with tag {shown(node.tag)} cannot be read",
         source=f"{source}:{node.start_mark.line + 1}",
+        hint="write a plain number, text, true, false or a list",
     )

@@ -227,12 +227,18 @@ def pyramid(channels: Sequence[int], depths: Sequence[int]) -> tuple[tuple[Row, 
 def _read_yaml(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_YAML_BYTES} bytes: not a model description")
+            raise ConfigError(
+                f"{path} is larger than {MAX_YAML_BYTES} bytes: not a model description",
+                hint="is it the right file?",
+            )
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"cannot read {path}: {problem}") from None
+        raise ConfigError(f"cannot read {path}: {problem}", hint="a text file in UTF-8 is needed") from None
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(problem).split())[:200]}") from None
+        raise ConfigError(
+            f"{path} is not YAML: {' '.join(str(problem).split())[:200]}",
+            hint="a text with : # or brackets in it needs quotes; lines of one level start in one column",
+        ) from None
 
 
 def from_yolov5_mapping(values: Any, *, name: str, source: str) -> ModelDescription:
