@@ -735,6 +735,7 @@ def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, devic
         process.send_signal(number)
         outcome = end(process, code=75)
         assert_told(outcome)
+        assert "stopping after this step, then saving" in outcome.err
         assert all_gone(processes, 5)
     resumes(outcome.err, run, here, cli)
 

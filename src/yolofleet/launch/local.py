@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -77,6 +77,8 @@ def run_agent(job: JobSpec) -> int:
         if agent is None:
             _stop(number, frame)
         elif agent.poll() is None:
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step, then saving\n")
             agent.terminate()
 
     previous = {}

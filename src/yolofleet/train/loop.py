@@ -7,10 +7,12 @@ on: it rides on the step's reduction of loss counts, or follows from figures tha
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import FrameType
@@ -148,6 +150,9 @@ class StopRequest:
         if self.signal and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if not self.signal:  # at once: a step can take long, and who sees nothing presses again
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step, then saving; Ctrl-C again ends at once\n")
         self.signal = self.signal or signal.Signals(number).name
 
 
