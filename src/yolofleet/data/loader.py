@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -238,7 +239,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             return
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _signals_held():  # held in the new processes until they ignore them
             # More processes than cores: as asked.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._items = iter(
@@ -353,14 +354,33 @@ def _pinned(made: Any) -> Any:
     return made.pin_memory()
 
 
+def _group_signals() -> list[int]:
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals to the group wait until the end; processes forked meanwhile inherit that."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _group_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_worker: int) -> None:
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # A signal to the whole group (Ctrl-C, scancel) is the parent's to answer: it may want another step and a
     # checkpoint, for which it needs its loader.
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _group_signals():
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _group_signals())
     parent = multiprocessing.parent_process()
     if parent is not None and sys.platform != "win32":  # there, DataLoader's own check (every 5 s) does
         threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
