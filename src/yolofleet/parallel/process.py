@@ -98,10 +98,10 @@ def versions() -> dict[str, str]:
 
 
 def place_text(world: World) -> str:
-    """``2 processes on cpu, 1 thread each``."""
+    """``2 processes (torchrun) on cpu, 1 thread each``."""
     kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     threads = torch.get_num_threads()
-    return (
-        f"{world.size} process{'es' if world.size > 1 else ''} ({world.source}) on {kind}, "
-        f"{threads} thread{'s' if threads > 1 else ''} each"
+    processes = "1 process" if world.size == 1 else f"{world.size} processes ({world.source})"
+    return f"{processes} on {kind}, {threads} thread{'s' if threads > 1 else ''}" + (
+        " each" if world.size > 1 else ""
     )
