@@ -519,7 +519,7 @@ def test_predict_passes_over_an_image_that_cannot_be_read(cli, here, world):
         "predict", "--weights", weights, "--device", "cpu", "--img", "64", "--source", "some", code=0
     ).out
     assert "skipped: image some/x.jpg" in said and "4 images, ms an image" in said
-    assert len(list((here / "runs" / "detect" / "exp").iterdir())) == 4
+    assert len(list((here / "runs" / "predict" / "exp").iterdir())) == 4
 
 
 # -- resume

@@ -38,7 +38,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     micro_batch, step_images = micro_batch_of(c), c.batch * max(1, round(c.nominal_batch / c.batch))
     lines += [
         "would run",
-        f"  {_processes(c.device)}",
+        f"  {_processes(c)}",
         f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
     ]
     return "\n".join(lines)
@@ -55,14 +55,16 @@ def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
     return rows
 
 
-def _processes(device: str) -> str:
+def _processes(config: TrainConfig) -> str:
     if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:
         return f"{os.environ['WORLD_SIZE']} processes, started by torchrun"
-    if device == "auto":
-        return "a process for each CUDA device that torch sees, else one on the CPU"
+    if config.device == "auto":
+        return "one process, on the first CUDA device or else on the CPU"
     from yolofleet.config.device import processes_of
 
-    count = processes_of(device)
+    count = processes_of(config.device)
+    if config.parallel == "dp":
+        return f"one process with {count} device{'s' if count > 1 else ''}"
     return "one process" if count == 1 else f"{count} processes"
 
 

@@ -50,7 +50,7 @@ def predict_command(config: PredictConfig) -> int:
         precision=config.precision,
         batch=config.batch,
     )
-    folder = RunFolder.create("detect", project=config.project, name=config.name, exist_ok=config.exist_ok)
+    folder = RunFolder.create("predict", project=config.project, name=config.name, exist_ok=config.exist_ok)
     try:
         _predict(config, source, predictor, folder)
     except YolofleetError:
