@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 import yaml
@@ -54,21 +55,7 @@ backbone:
 head:
   - [[4, 6], 1, Detect, [nc, anchors]]
 """
-SMALL = [
-    "--img",
-    "64",
-    "--batch",
-    "8",
-    "--nominal-batch",
-    "8",
-    "--micro-batch",
-    "2",
-    "--no-plots",
-    "--threads",
-    "1",
-    "--epochs",
-    "1",
-]
+SMALL = [*commands.SMALL[2:], "--threads", "1", "--epochs", "1"]  # without --model: TINY is smaller still
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="watches processes in /proc")
 
 
