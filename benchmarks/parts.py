@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.families import build_model
 from yolofleet.geometry.nms import nms
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
-from yolofleet.models.detection import build_model
 
 
 def cpu_ms(work: Callable[[], object], times: int) -> float:

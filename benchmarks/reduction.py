@@ -42,10 +42,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.loader import MicroBatch
-from yolofleet.families import family_of
+from yolofleet.families import build_model, family_of
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
-from yolofleet.models.detection import DetectionModel, build_model
+from yolofleet.models.detector import Detector
 from yolofleet.parallel.buckets import BUCKET_BYTES, GradientBuckets, grouped
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.lanes import Lanes
@@ -72,7 +72,7 @@ QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERRO
 class OursStep:
     """``train_step`` as the trainer calls it."""
 
-    def __init__(self, model: DetectionModel, world: World, recipe: Recipe, *, exact: bool) -> None:
+    def __init__(self, model: Detector, world: World, recipe: Recipe, *, exact: bool) -> None:
         self.world, self.recipe, self.clock, self.exact = world, recipe, Clock(), exact
         lanes = Lanes.build(model, [world.device], world, exact=exact, synced=False)
         self.state = TrainState.build(
@@ -108,7 +108,7 @@ class OursStep:
 class DdpStep:
     """The usual loop around DistributedDataParallel; losses are normalised by each micro-batch's counts."""
 
-    def __init__(self, model: DetectionModel, world: World, recipe: Recipe) -> None:
+    def __init__(self, model: Detector, world: World, recipe: Recipe) -> None:
         self.world, self.recipe = world, recipe
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.optimizer = build_optimizer(model, "SGD", recipe, recipe.weight_decay)
@@ -147,9 +147,9 @@ def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[s
     total, first = sum(shares), sum(shares[: world.rank])
     recipe = Recipe()
 
-    def network() -> DetectionModel:
+    def network() -> Detector:
         model = build_model(describe(job["model"]), 3, seed=0).train()
-        return cast(DetectionModel, cast(Any, model).to(memory_format=torch.channels_last))
+        return cast(Detector, cast(Any, model).to(memory_format=torch.channels_last))
 
     model = network()
     loss = family_of(model.description).loss(model, recipe, img)

@@ -29,8 +29,8 @@ from yolofleet.data.index import build_index
 from yolofleet.data.loader import MicroBatch, train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.data.sources import load_dataset
+from yolofleet.families import build_model
 from yolofleet.models.description import describe
-from yolofleet.models.detection import build_model
 from yolofleet.report.folder import RunFolder
 
 WARM_UP = 3  # steps: allocation, kernel choice

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
+from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import (
     ClusterError,

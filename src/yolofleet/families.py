@@ -1,40 +1,65 @@
-"""The table of model families: how to build a network, its loss, and the recipe it was made for."""
+"""The table of model families: the network of a description, its loss, and the recipe it was made for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import ModelDescription
-from yolofleet.models.detection import DetectionModel, build_model
+from yolofleet.models.detector import Detector
+from yolofleet.models.row_network import RowNetwork
+
+MAX_PARAMETERS = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Family:
-    name: str
-    build: Callable[..., DetectionModel]  # (description, nc, *, seed)
-    loss: Callable[[DetectionModel, Recipe, int], Yolov5Loss]  # (model, recipe, training size px)
+    network: Callable[..., Detector]  # (description, nc)
+    loss: Callable[..., DetectionLoss]  # (model, recipe, training size px)
     recipe_name: str  # default recipe
 
 
-def _yolov5_loss(model: DetectionModel, recipe: Recipe, img: int) -> Yolov5Loss:
+def anchor_loss(model: RowNetwork, recipe: Recipe, img: int) -> DetectionLoss:
+    """The loss of networks with anchors."""
     return Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=model.nc, recipe=recipe, img=img)
 
 
-FAMILIES = {"yolov5": Family("yolov5", build_model, _yolov5_loss, "scratch-low")}
+FAMILIES = {"yolov5": Family(RowNetwork, anchor_loss, "scratch-low")}
 
 
 def family_of(description: ModelDescription) -> Family:
-    """The family that ``description`` names.
+    """The family that ``description`` names."""
+    return FAMILIES[description.family]
+
+
+def outline(description: ModelDescription, nc: int) -> Detector:
+    """A network on the meta device: names and shapes, neither memory nor random numbers.
 
     Raises:
-        ConfigError: no such family.
+        ConfigError: the description's parts do not fit together, or a number is out of range.
     """
-    if description.family not in FAMILIES:
+    with torch.device("meta"):
+        model = family_of(description).network(description, nc)
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"unknown model family {description.family!r}", hint=f"known: {', '.join(FAMILIES)}"
+            f"model {description.name} has {parameters:,} parameters", hint="use smaller multiples"
         )
-    return FAMILIES[description.family]
+    return model
+
+
+def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> Detector:
+    """A network with starting weights that depend on nothing but the arguments.
+
+    Raises:
+        ConfigError: see :func:`outline`.
+    """
+    model = outline(description, nc).to_empty(device="cpu")
+    model.initialise(torch.Generator().manual_seed(seed))
+    return model

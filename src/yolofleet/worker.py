@@ -21,8 +21,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from yolofleet.checkpoint.reader import read_weights, resolve_weights
 from yolofleet.checkpoint.store import CheckpointStore
-from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights, read_weights, resolve_weights
+from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights
 from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import Resolved, dump_config, load_job
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
@@ -42,11 +43,11 @@ from yolofleet.errors import (
 )
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
-from yolofleet.families import family_of
+from yolofleet.families import build_model, family_of
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
-from yolofleet.models.description import ModelDescription
-from yolofleet.models.detection import DetectionModel, build_model
+from yolofleet.models.description import description_from_dict
+from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -207,7 +208,7 @@ def _train(
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
-    resumed = ModelDescription.from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
+    resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
     model = build_network(config, index.names, console, resumed)
     family = family_of(model.description)
     stride = max(model.strides)
@@ -337,7 +338,7 @@ def _train(
             "image": f"{img} px"
             + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
             "loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}",
-            **({"anchors": anchors} if config.autoanchor else {}),
+            **({"anchors": anchors} if anchors and config.autoanchor else {}),
         },
         settings=[
             (
@@ -360,13 +361,15 @@ def _train(
         val_cache.close()
 
 
-def anchor_text(index: DataIndex, model: DetectionModel, recipe: Recipe, img: int) -> tuple[str, str]:
-    """How the anchors fit the labels at the training size, and what to do about it ('' = nothing); they are
-    not changed."""
+def anchor_text(index: DataIndex, model: Detector, recipe: Recipe, img: int) -> tuple[str, str]:
+    """How the anchors fit the labels at the training size, and what to do about it; '' = nothing to say."""
+    anchors_px = model.anchors_px
+    if anchors_px is None:
+        return "", ""
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)
     sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]
-    recall, per_label = anchor_fit(sizes_px, model.anchors_px.reshape(-1, 2).cpu().numpy(), recipe.anchor_t)
+    recall, per_label = anchor_fit(sizes_px, anchors_px.reshape(-1, 2).cpu().numpy(), recipe.anchor_t)
     text = f"{recall:.1%} of the labels can be matched, by {per_label:.1f} anchors each"
     if recall >= GOOD_ENOUGH:
         return text, ""

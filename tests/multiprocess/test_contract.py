@@ -15,9 +15,9 @@ from fleet import on_fleet
 from yolofleet.config.schema import Recipe
 from yolofleet.data.loader import MicroBatch
 from yolofleet.data.shapes import make_shapes
+from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
-from yolofleet.models.detection import build_model
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World

@@ -6,7 +6,8 @@ import torch
 from detection_sets import DetectionSet, pycocotools_figures
 from reference import reference
 
-from yolofleet.checkpoint.weights import model_from_weights, read_weights
+from yolofleet.checkpoint.reader import read_weights
+from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.data.index import build_index
 from yolofleet.data.sources import load_dataset
 from yolofleet.evaluate.coco import FIGURES

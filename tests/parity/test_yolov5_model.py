@@ -8,13 +8,15 @@ import pytest
 import torch
 from reference import parity, reference
 
-from yolofleet.checkpoint.weights import model_from_weights, read_weights
+from yolofleet.checkpoint.reader import read_weights
+from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import Recipe
+from yolofleet.families import build_model, outline
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
-from yolofleet.models.description import describe, preset_names, rounded_width
-from yolofleet.models.detection import build_model, outline
+from yolofleet.models.description import describe
 from yolofleet.models.fuse import fuse
+from yolofleet.models.rows import preset_names, rounded_width
 from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())

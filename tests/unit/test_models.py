@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from yolofleet.errors import ConfigError
+from yolofleet.families import build_model, outline
 from yolofleet.models.blocks import Focus, Upsample
-from yolofleet.models.description import (
-    ModelDescription,
-    describe,
-    layers,
-    preset,
-    preset_names,
-    rounded_depth,
-)
-from yolofleet.models.detection import build_model, outline
+from yolofleet.models.description import describe, description_from_dict
+from yolofleet.models.rows import layers, preset, preset_names, rounded_depth
 
 TINY = textwrap.dedent("""
     nc: 80  # the data set decides
@@ -63,7 +57,7 @@ def test_a_users_yaml_becomes_a_network(tiny_yaml):
 @pytest.mark.parametrize("name", preset_names())
 def test_descriptions_survive_json(name):
     description = describe(name)
-    again = ModelDescription.from_dict(json.loads(json.dumps(description.to_dict())))
+    again = description_from_dict(json.loads(json.dumps(description.to_dict())))
     assert again == description
     assert layers(again) == layers(description)
 
@@ -133,11 +127,11 @@ def test_absurd_class_counts_are_refused(nc):
 def test_absurd_networks_are_refused_before_memory_is_taken():
     values = preset("yolov5x").to_dict()
     with pytest.raises(ConfigError, match="parameters"):
-        build_model(ModelDescription.from_dict({**values, "width_multiple": 9.9, "depth_multiple": 3.0}), 80)
+        build_model(description_from_dict({**values, "width_multiple": 9.9, "depth_multiple": 3.0}), 80)
     many = copy.deepcopy(values)
     many["backbone"] = many["backbone"][:2] + [[-1, 100, "C3", [8]]] * 250 + many["backbone"][2:]
     with pytest.raises(ConfigError, match="too large"):
-        ModelDescription.from_dict(many)
+        description_from_dict(many)
 
 
 def test_depth_rounds_halves_to_even_and_keeps_single_blocks():

@@ -11,27 +11,24 @@ import torch
 
 from yolofleet.checkpoint import format as file_format
 from yolofleet.checkpoint.format import write_tensors
+from yolofleet.checkpoint.reader import read_weights, resolve_weights
 from yolofleet.checkpoint.weights import (
     Weights,
     WeightsHeader,
     model_from_weights,
-    read_weights,
-    resolve_weights,
     transfer,
     write_weights,
 )
 from yolofleet.errors import CheckpointError, StorageError
-from yolofleet.models.description import ModelDescription, preset
-from yolofleet.models.detection import build_model
+from yolofleet.families import build_model
+from yolofleet.models.description import description_from_dict, preset
 
 NAMES = ("ape", "bird ü", "cat's")
 
 
 def small_description():
     """YOLOv5n's rows at a quarter of its width: 24 channels at most where it has 256."""
-    return ModelDescription.from_dict(
-        {**preset("yolov5n").to_dict(), "name": "small", "width_multiple": 0.02}
-    )
+    return description_from_dict({**preset("yolov5n").to_dict(), "name": "small", "width_multiple": 0.02})
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +146,7 @@ def header_with(model, **changes):
         ({"strides": 7}, "wrong header"),
         ({"img": -1}, "number"),
         ({"extra": [1]}, "extra"),
-        ({"description": {}}, "missing"),
+        ({"description": {}}, "family None"),
         ({"description": [[]]}, "mapping"),
     ],
 )
@@ -246,7 +243,7 @@ def foreign(monkeypatch):
             "anchors": anchors,
             **{k: values[k] for k in values if k not in ("family", "name")},
         }
-        root = stranger("models.yolo.DetectionModel")()
+        root = stranger("models.yolo.Detector")()
         root.model = torch.nn.Sequential()
         tensors = {n.removeprefix("model."): t for n, t in model.state_dict().items()}
         for name, t in tensors.items():

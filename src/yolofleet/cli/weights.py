@@ -15,7 +15,7 @@ from yolofleet.errors import StorageError
 
 def inspect(file: str, json_out: str) -> int:
     """Header, and number and size of the tensors; ``--json`` has every tensor's shape."""
-    from yolofleet.checkpoint.weights import read_weights, resolve_weights
+    from yolofleet.checkpoint.reader import read_weights, resolve_weights
 
     path = resolve_weights(file)
     weights = read_weights(path)

@@ -26,8 +26,8 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.data.shapes import NAMES, make_shapes
 from yolofleet.errors import NumericsError
+from yolofleet.families import build_model
 from yolofleet.models.description import describe
-from yolofleet.models.detection import build_model
 from yolofleet.parallel.world import device_of
 from yolofleet.report.clock import TRAINING
 from yolofleet.report.folder import RunFolder

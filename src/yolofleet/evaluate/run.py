@@ -41,7 +41,8 @@ from yolofleet.evaluate.matching import (
 )
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
-from yolofleet.models.detection import DetectionModel
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.detector import Detector
 from yolofleet.models.precision import autocast
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
@@ -58,17 +59,6 @@ class Ranks(Protocol):
     size: int
 
     def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
-
-
-class Loss(Protocol):
-    """What evaluation needs of a loss: sums and counts of its terms (``losses.yolov5.Yolov5Loss``)."""
-
-    terms: tuple[str, ...]  # "box/0", "box/1", ...
-    gains: Tensor
-
-    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int], /) -> Any: ...
-
-    def sums(self, raws: list[Tensor], targets: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: DetectionModel,
+    model: Detector,
     index: DataIndex,
     *,
     world: Ranks,
@@ -114,7 +104,7 @@ def evaluate(
     single_cls: bool = False,
     workers: int = 0,
     cache: ImageCache | None = None,
-    loss: Loss | None = None,
+    loss: DetectionLoss | None = None,
     gather_detections: bool = False,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -243,7 +233,7 @@ class _Detected:
     candidates_cut: int
     ordinal: int
     loss_sums: NDArray[np.float64] | None  # [T]
-    loss_counts: NDArray[np.int64] | None
+    loss_divisors: NDArray[np.float64] | None  # [T]
     forward_s: float
     nms_s: float
 
@@ -252,7 +242,7 @@ class _Detected:
 class _Detect:
     """A batch with its images -> detections in native pixels; may be called from several threads."""
 
-    model: DetectionModel
+    model: Detector
     index: DataIndex
     device: torch.device
     precision: str
@@ -260,7 +250,7 @@ class _Detect:
     iou: float
     max_det: int
     single_cls: bool
-    loss: Loss | None
+    loss: DetectionLoss | None
 
     @torch.inference_mode()
     def __call__(self, loaded: tuple[ValBatch, Tensor, list[Letterbox]]) -> _Detected:
@@ -269,12 +259,14 @@ class _Detect:
         images = images_u8.to(self.device, non_blocking=True).float().div_(255)
         with autocast(self.precision, self.device):
             raws = self.model(images)
-        sums = counts = None
+        sums = divisors = None
         if self.loss is not None:
             labels = _letterboxed_labels(self.index, batch, letterboxes)
             targets = self.loss.match(labels, len(images), batch.size_hw)
             sums = self.loss.sums(raws, targets).double().cpu().numpy()
-            counts = np.asarray(targets.counts, np.int64)
+            divisors = targets.counts.astype(np.float64)
+            if self.loss.late_divisor:
+                sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
         decoded = self.model.decode(raws)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # NMS waits for it anyway
@@ -289,7 +281,7 @@ class _Detect:
         )
         found = _native_detections(batch, per_image, letterboxes, self.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
-        return _Detected(found, cut, batch.ordinal, sums, counts, forward_s, nms_s)
+        return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
 
 
 class _Threads:
@@ -368,15 +360,15 @@ class _Shard:
         self.candidates_cut = 0
         self._ordinals: list[int] = []
         self._sums: list[NDArray[np.float64]] = []
-        self._counts: list[NDArray[np.int64]] = []
+        self._divisors: list[NDArray[np.float64]] = []
 
     def add(self, detected: _Detected) -> None:
         self.found.append(detected.found)
         self.candidates_cut += detected.candidates_cut
-        if detected.loss_sums is not None and detected.loss_counts is not None:
+        if detected.loss_sums is not None and detected.loss_divisors is not None:
             self._ordinals.append(detected.ordinal)
             self._sums.append(detected.loss_sums)
-            self._counts.append(detected.loss_counts)
+            self._divisors.append(detected.loss_divisors)
 
     def detections(self) -> ScoredBoxes:
         """By image position; the order within an image stays."""
@@ -399,7 +391,7 @@ class _Shard:
         if self._ordinals:
             arrays["loss_ordinals"] = np.array(self._ordinals, np.int64)
             arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
-            arrays["loss_counts"] = np.stack(self._counts)
+            arrays["loss_divisors"] = np.stack(self._divisors)
         if with_detections:
             found = self.detections()
             arrays |= {name: getattr(found, name) for name in _DETECTION_FIELDS}
@@ -407,7 +399,7 @@ class _Shard:
 
 
 def _merged(
-    payloads: Sequence[bytes], index: DataIndex, loss: Loss | None, own: ScoredBoxes | None
+    payloads: Sequence[bytes], index: DataIndex, loss: DetectionLoss | None, own: ScoredBoxes | None
 ) -> Evaluation:
     """Every rank's bytes -> the evaluation; ``own`` detections, or those in the bytes."""
     shards = [load_arrays(payload) for payload in payloads]
@@ -430,16 +422,15 @@ def _merged(
     )
 
 
-def _mean_losses(loss: Loss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:
-    """Sums and counts of all batches, added in the order of the batches, then divided once."""
+def _mean_losses(loss: DetectionLoss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:
+    """Sums and divisors of all batches, added in the order of the batches, then divided once."""
     busy = [shard for shard in shards if "loss_ordinals" in shard]
     order = np.argsort(np.concatenate([shard["loss_ordinals"] for shard in busy]))
-    sums = np.concatenate([shard["loss_sums"] for shard in busy])[order]  # [all batches, T]
-    counts = np.concatenate([shard["loss_counts"] for shard in busy]).sum(axis=0)
-    total = np.zeros(len(loss.terms))
-    for row in sums:
-        total += row
-    means = loss.gains.double().cpu().numpy() * total / np.maximum(counts, 1)
+    sums, divisors = (
+        np.cumsum(np.concatenate([shard[name] for shard in busy])[order], axis=0)[-1]  # one after the other
+        for name in ("loss_sums", "loss_divisors")
+    )
+    means = loss.gains.double().cpu().numpy() * sums / np.maximum(divisors, 1)
     by_kind: dict[str, float] = {}
     for term, mean in zip(loss.terms, means.tolist(), strict=True):
         kind = term.split("/")[0]

@@ -75,6 +75,7 @@ class Yolov5Loss:
         anchors = anchors_px.detach().cpu().numpy().astype(np.float32)
         self.anchors_wh = anchors / np.array(self.strides, np.float32)[:, None, None]  # [L, A, 2] grid units
         self.nc, self.recipe = nc, recipe
+        self.times_images, self.late_divisor = True, False
         self.terms = tuple(f"{term}/{level}" for term in ("box", "obj", "cls") for level in range(levels))
         balance = BALANCE_3_LEVELS if levels == 3 else BALANCE_DEEPER
         box = recipe.box * 3 / levels
@@ -83,6 +84,10 @@ class Yolov5Loss:
         self.gains = torch.tensor(
             [box] * levels + [obj * weight for weight in balance[:levels]] + [cls] * levels
         )
+
+    def at(self, progress: float) -> Yolov5Loss:
+        """The same all the time."""
+        return self
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
         """Assign labels to cells: every anchor within ``anchor_t`` of the label's shape, in up to three cells.

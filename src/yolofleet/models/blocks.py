@@ -13,6 +13,18 @@ BN_EPS = 1e-3
 BN_MOMENTUM = 0.03
 
 
+def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution (without bias) that equals ``bn(conv(x))`` in evaluation mode.
+
+    With scale g = weight / sqrt(var + eps): W' = g W and b' = bias - g mean, worked out in float64.
+    """
+    assert bn.running_mean is not None and bn.running_var is not None and conv.bias is None
+    scale = bn.weight.double() / (bn.running_var.double() + bn.eps).sqrt()
+    weight = conv.weight.double() * scale.view(-1, 1, 1, 1)
+    bias = bn.bias.double() - scale * bn.running_mean.double()
+    return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
+
+
 class Conv(nn.Module):
     """Convolution, batch normalisation, SiLU."""
 
@@ -33,6 +45,14 @@ class Conv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # in place only without gradients: autograd would keep a copy of what is overwritten
         return F.silu(self.bn(self.conv(x)), inplace=not torch.is_grad_enabled())
+
+    def fold(self) -> None:
+        """Put the normalisation into the convolution."""
+        if isinstance(self.bn, nn.BatchNorm2d):
+            weight, bias = folded(self.conv, self.bn)
+            self.conv.weight.copy_(weight)
+            self.conv.bias = nn.Parameter(bias)
+            self.bn = nn.Identity()
 
 
 class Focus(nn.Module):

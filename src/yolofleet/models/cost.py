@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.models.blocks import Upsample
-from yolofleet.models.detection import DetectionModel
+from yolofleet.models.detector import Detector
 
 
-def gflops(model: DetectionModel, img: int = 640) -> float:
+def gflops(model: Detector, img: int = 640) -> float:
     """10^9 floating-point operations for one image of ``img`` x ``img`` pixels.
 
     Counted as published YOLOv5 figures are: a multiply-add is 2; convolutions without bias; 4 multiply-adds per

@@ -20,7 +20,7 @@ from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
-from yolofleet.models.detection import DetectionModel
+from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import device_of
@@ -157,7 +157,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: DetectionModel,
+        model: Detector,
         names: Sequence[str] | None = None,
         *,
         device: str | torch.device = "auto",

@@ -12,7 +12,8 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.weights import model_from_weights, read_weights, resolve_weights
+from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.predict.predictor import Prediction, Predictor

@@ -27,7 +27,7 @@ from yolofleet.data.keyed import generator
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import Stopped
 from yolofleet.evaluate.run import Evaluation
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -165,7 +165,7 @@ class TrainingRun:
     schedule: Schedule
     splitter: StepSplitter
     loader: Callable[[Iterable[MicroBatchKey]], Any]  # keys -> closable iterator of micro-batches
-    loss: Yolov5Loss
+    loss: DetectionLoss
     clip_norm: float
     precision: str
     world: World

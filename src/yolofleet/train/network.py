@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from yolofleet.checkpoint.weights import read_weights, resolve_weights, transfer
+from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.weights import transfer
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
+from yolofleet.families import build_model
 from yolofleet.models.description import ModelDescription, describe
-from yolofleet.models.detection import DetectionModel, build_model
+from yolofleet.models.detector import Detector
 from yolofleet.report.console import NullConsole
 
 
 def build_network(
     config: TrainConfig, names: tuple[str, ...], console: NullConsole, resumed: ModelDescription | None
-) -> DetectionModel:
+) -> Detector:
     """The network with its starting weights, equal on every rank.
 
     Args:
@@ -39,7 +41,7 @@ def build_network(
     return model
 
 
-def freeze(model: DetectionModel, spec: str) -> list[str]:
+def freeze(model: Detector, spec: str) -> list[str]:
     """Switch gradients off for the layers that ``--freeze`` names; returns the frozen parameters' names.
 
     A number is the first N layers, a list those layers, ``backbone`` the description's backbone, else prefixes
@@ -50,26 +52,23 @@ def freeze(model: DetectionModel, spec: str) -> list[str]:
     """
     if not spec or spec == "0":
         return []
+    groups = model.freeze_groups()
+    known = f"layers are 0 ({groups[0][:-1]}) to {len(groups) - 1} ({groups[-1][:-1]}); or --freeze backbone"
     parts = [part.strip() for part in spec.split(",") if part.strip()]
     if parts == ["backbone"]:
-        prefixes = [f"model.{i}." for i in range(len(model.description.backbone))]
+        prefixes = groups[: model.backbone_groups]
     elif all(part.isdigit() for part in parts):
-        layers = range(int(parts[0])) if len(parts) == 1 else [int(part) for part in parts]
-        prefixes = [f"model.{i}." for i in layers]
+        layers = list(range(int(parts[0]))) if len(parts) == 1 else [int(part) for part in parts]
+        if max(layers, default=0) >= len(groups):
+            raise ConfigError(f"--freeze {spec}: the model has {len(groups)} layers", hint=known)
+        prefixes = [groups[i] for i in layers]
     else:
         prefixes = parts
     frozen = [name for name, _ in model.named_parameters() if any(name.startswith(p) for p in prefixes)]
     unknown = [p for p in prefixes if not any(name.startswith(p) for name in model.state_dict())]
-    unknown = [
-        p
-        for p in unknown
-        if not (p.startswith("model.") and p[6:-1].isdigit() and int(p[6:-1]) < len(model.model))
-    ]
+    unknown = [prefix for prefix in unknown if prefix not in groups]  # a layer without tensors
     if not frozen or unknown:
-        raise ConfigError(
-            f"--freeze {spec}: no layer {unknown[0] if unknown else spec}",
-            hint=f"layers are model.0 to model.{len(model.model) - 1}; or --freeze backbone",
-        )
+        raise ConfigError(f"--freeze {spec}: no layer {unknown[0] if unknown else spec}", hint=known)
     for name, parameter in model.named_parameters():
         if name in set(frozen):
             parameter.requires_grad_(False)

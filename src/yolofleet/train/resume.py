@@ -16,7 +16,7 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.suggest import shown
 from yolofleet.data.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, DataError, YolofleetError
-from yolofleet.models.detection import DetectionModel
+from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.train.agreement import kernels
@@ -41,7 +41,7 @@ BIT_SETTINGS = ("channels_last", "precision", "reduce")
 
 
 def fingerprint(
-    config: TrainConfig, recipe: Recipe, index: DataIndex, model: DetectionModel, world: World
+    config: TrainConfig, recipe: Recipe, index: DataIndex, model: Detector, world: World
 ) -> dict[str, Any]:
     """What the run's result is a function of; a checkpoint continues only where this is equal.
 

@@ -1,21 +1,22 @@
 """The training step: one optimizer update from a list of micro-batches. Read this first.
 
 Everything that could depend on the fleet is decided outside (which rank computes which micro-batch) or summed
-here over all ranks: loss counts before the forward pass, gradients and batch-norm statistics after the last
-backward pass. Shapes: m images of a micro-batch, T loss terms.
+here over all ranks: loss counts before the forward pass; gradients, batch-norm statistics and divisors that
+depend on predictions after the last backward pass. Shapes: m images of a micro-batch, T loss terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from yolofleet.data.loader import MicroBatch
 from yolofleet.errors import NumericsError
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import autocast
 from yolofleet.parallel.lanes import Lane
 from yolofleet.parallel.world import World
@@ -24,6 +25,7 @@ from yolofleet.train.optimiser import set_rates
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
+LATE_UNIT = 2.0**-20  # of divisors that depend on predictions: whole numbers add up to the same in any order
 FP16_PATIENCE = 100  # skipped fp16 steps in a row; a good scale is found within about 20
 
 
@@ -45,7 +47,7 @@ def train_step(
     state: TrainState,
     plan: StepPlan,
     shares: Sequence[Sequence[MicroBatch]],
-    loss: Yolov5Loss,
+    loss: DetectionLoss,
     world: World,
     clock: Clock,
     *,
@@ -61,7 +63,8 @@ def train_step(
         total_micro_batches: of all ranks: V of the batch-norm average.
         requests: small numbers of this rank (stop? save?) that ride on the reduction of the counts.
 
-    Collective: every rank, once per step: one sum of T + len(requests) integers, one sum per gradient bucket.
+    Collective: every rank, once per step: one sum of T + len(requests) integers, one sum per gradient bucket;
+    with a divisor that depends on predictions, one integer more.
 
     Raises:
         NumericsError: the gradient is not finite.
@@ -75,16 +78,17 @@ def train_step(
         world.all_reduce_(shared)
     counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
 
-    # a step's gradient is its mean loss x its images: YOLOv5's mean x batch, summed over accumulated batches
+    # YOLOv5's step is its mean loss x its images: mean x batch, summed over accumulated batches
+    scale = plan.images if loss.times_images else 1
     weights = loss.gains / counts.clamp(min=1)  # [T]
 
-    def passes(lane: Lane, number: int) -> Tensor:
+    def passes(lane: Lane, number: int) -> Passed:
         return pass_micro_batches(
             lane,
             shares[number],
             loss,
             weights.to(lane.device),
-            images_of_step=plan.images,
+            scale=scale,
             total_micro_batches=total_micro_batches,
             precision=precision,
             scaler=state.scaler,
@@ -92,14 +96,20 @@ def train_step(
         )
 
     state.lanes.begin(total_micro_batches)
-    terms = sum(
-        (part.to(device) for part in state.lanes.each(passes)), torch.zeros(len(loss.terms), device=device)
-    )
+    passed = state.lanes.each(passes)
+    terms = sum((part.terms.to(device) for part in passed), torch.zeros(len(loss.terms), device=device))
     with clock("comm"):
         state.lanes.finish()
 
     set_rates(state.optimizer, plan)
     state.scaler.unscale_(state.optimizer)
+    if loss.late_divisor:  # so far all was divided by the number of labels
+        divisor = sum((part.divisor.to(device) for part in passed), torch.zeros_like(passed[0].divisor))
+        with clock("comm"):
+            world.all_reduce_(divisor)
+        correction = counts[0].clamp(min=1).float().to(device) / (divisor * LATE_UNIT).clamp(min=1)
+        terms *= correction
+        state.buckets.scale_(correction)
     norm = state.buckets.norm()
     watch_numerics(state, norm, precision)
     if clip_norm:
@@ -114,41 +124,56 @@ def train_step(
     return StepReport(terms, tuple(requests))
 
 
+class Passed(NamedTuple):
+    """What the passes of one device add to the step.
+
+    Attributes:
+        terms: [T] part of the loss terms, as divided before the pass.
+        divisor: int64 part of the divisor that depends on predictions, in ``LATE_UNIT``; else 0.
+    """
+
+    terms: Tensor
+    divisor: Tensor
+
+
 def pass_micro_batches(
     lane: Lane,
     micro_batches: Sequence[MicroBatch],
-    loss: Yolov5Loss,
+    loss: DetectionLoss,
     weights: Tensor,
     *,
-    images_of_step: int,
+    scale: int,
     total_micro_batches: int,
     precision: str,
     scaler: torch.amp.GradScaler,
     is_alone: bool,
-) -> Tensor:
+) -> Passed:
     """Forward and backward of one device's micro-batches, into its buckets; runs in the device's own thread.
 
     Args:
         weights: [T] gain / count of the whole step.
+        scale: of the whole gradient.
         is_alone: no other device of this process: the last backward pass sends buckets as they fill.
-    Returns:
-        [T] these micro-batches' part of the loss terms.
     """
     terms = torch.zeros_like(weights)
+    divisor = torch.zeros((), dtype=torch.int64, device=lane.device)
     for mb in micro_batches:
         images = mb.images.to(lane.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
         with autocast(precision, lane.device):
             raws = lane.model(images)
-        sums = loss.sums(raws, mb.targets)  # [T]
+        sums = loss.sums(raws, mb.targets)  # [T], and perhaps a divisor
+        if loss.late_divisor:
+            divisor += (sums[-1].detach() / LATE_UNIT).round().long()
+            sums = sums[:-1]
         lane.statistics.collect(lane.buckets.statistics, mb.ordinal, total_micro_batches)
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
             lane.buckets.arm()
-        scaler.scale((sums * weights).sum() * images_of_step).backward()
+        scaler.scale((sums * weights).sum() * scale).backward()
         if not (is_last and is_alone):
             lane.buckets.absorb()
         terms += sums.detach() * weights
-    return terms
+    return Passed(terms, divisor)
 
 
 def watch_numerics(state: TrainState, norm: Tensor, precision: str) -> None:

@@ -1,4 +1,4 @@
-"""From a description to a network: images in, raw predictions per level out; decoding to boxes.
+"""Networks of YOLOv5's form: from rows to modules; raw predictions per level; decoding to boxes.
 
 N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
 Checked against the original's outputs, parameter counts and names in tests/parity/test_yolov5_model.py.
@@ -12,30 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from yolofleet.errors import ConfigError
 from yolofleet.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, Focus, Upsample
-from yolofleet.models.description import MAX_CLASSES, Layer, ModelDescription, layers
+from yolofleet.models.detector import Detector
+from yolofleet.models.rows import Layer, RowDescription, layers
 
-MAX_PARAMETERS = 2_000_000_000
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
 
 
-class DetectionModel(nn.Module):
-    """A YOLOv5 network with anchors.
+class RowNetwork(Detector):
+    """Blocks in the order of the rows, the last of them Detect."""
 
-    Attributes:
-        strides: of each level, pixels per cell.
-        names: class names, [C]; numbers until somebody knows better.
-    """
+    description: RowDescription
 
-    def __init__(self, description: ModelDescription, nc: int) -> None:
-        super().__init__()
-        if not 1 <= nc <= MAX_CLASSES:
-            raise ConfigError(f"{nc} classes; a detector has 1..{MAX_CLASSES}")
+    def __init__(self, description: RowDescription, nc: int) -> None:
+        super().__init__(description, nc)
         plan = layers(description)
-        self.description = description
-        self.nc = nc
-        self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
         self.strides = tuple(int(plan[i].stride) for i in plan[-1].inputs)
         self._inputs = tuple(layer.inputs for layer in plan)
         self._kept = {j for i, layer in enumerate(plan) for j in layer.inputs if j != i - 1}
@@ -44,6 +35,7 @@ class DetectionModel(nn.Module):
             [(w / s, h / s) for w, h in level]
             for level, s in zip(description.anchors_px, self.strides, strict=True)
         ]
+        self.backbone_groups = len(description.backbone)
         self.model = nn.ModuleList([*blocks, Detect(plan[-1].in_channels, nc, anchors_grid)])
 
     @staticmethod
@@ -112,53 +104,21 @@ class DetectionModel(nn.Module):
             decoded.append(boxes.reshape(n, a * h * w, values))
         return torch.cat(decoded, 1)
 
+    def freeze_groups(self) -> list[str]:
+        return [f"model.{i}." for i in range(len(self.model))]
 
-def outline(description: ModelDescription, nc: int) -> DetectionModel:
-    """A network on the meta device: names and shapes, neither memory nor random numbers.
-
-    Raises:
-        ConfigError: the description's rows do not fit together, or a number is out of range.
-    """
-    with torch.device("meta"):
-        model = DetectionModel(description, nc)
-    parameters = sum(p.numel() for p in model.parameters())
-    if parameters > MAX_PARAMETERS:
-        raise ConfigError(
-            f"model {description.name} has {parameters:,} parameters", hint="use smaller multiples"
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """torch's own starting values, and YOLOv5's priors for Detect: about 8 objects in an image of 640 pixels,
+        and classes equally likely (arXiv:1708.02002, section 3.3).
+        """
+        self.draw_weights(generator)
+        detect = self.detect
+        detect.anchors.copy_(
+            torch.tensor(self.description.anchors_px) / torch.tensor(self.strides).view(-1, 1, 1)
         )
-    return model
-
-
-def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> DetectionModel:
-    """A network with starting weights that depend on nothing but the arguments.
-
-    Raises:
-        ConfigError: see :func:`outline`.
-    """
-    model = outline(description, nc).to_empty(device="cpu")
-    initialise(model, torch.Generator().manual_seed(seed))
-    return model
-
-
-@torch.no_grad()
-def initialise(model: DetectionModel, generator: torch.Generator) -> None:
-    """torch's own starting values, drawn from ``generator`` in module order, and YOLOv5's priors for Detect:
-    about 8 objects in an image of 640 pixels, and classes equally likely (arXiv:1708.02002, section 3.3).
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
-            module.weight.uniform_(-bound, bound, generator=generator)
-            if module.bias is not None:
-                module.bias.uniform_(-bound, bound, generator=generator)
-        elif isinstance(module, nn.BatchNorm2d):
-            module.reset_parameters()
-    detect = model.detect
-    detect.anchors.copy_(
-        torch.tensor(model.description.anchors_px) / torch.tensor(model.strides).view(-1, 1, 1)
-    )
-    for conv, stride in zip(detect.m, model.strides, strict=True):
-        assert isinstance(conv, nn.Conv2d) and conv.bias is not None
-        bias = conv.bias.view(detect.anchors_per_cell, detect.values_per_anchor)
-        bias[:, 4] += math.log(8 / (640 / stride) ** 2)
-        bias[:, 5:] += math.log(0.6 / (model.nc - 0.99999))
+        for conv, stride in zip(detect.m, self.strides, strict=True):
+            assert isinstance(conv, nn.Conv2d) and conv.bias is not None
+            bias = conv.bias.view(detect.anchors_per_cell, detect.values_per_anchor)
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))

@@ -1,0 +1,184 @@
+"""YOLOv5's files read as data: checkpoints (``.pt`` of v5.0 ... v7.0, official or a user's best.pt and last.pt), and
+state dicts, whose description is then found by their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolofleet.checkpoint.pickles import PickledObject, StoredTensor, TorchFile
+from yolofleet.checkpoint.weights import (
+    Weights,
+    WeightsHeader,
+    as_fp32,
+    check_fit,
+    class_names,
+    misfits,
+)
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families import outline
+from yolofleet.models.description import ModelDescription
+from yolofleet.models.detector import MAX_CLASSES
+from yolofleet.models.rows import from_yolov5_mapping, preset, preset_names
+
+MAX_MODULES = 100_000
+DEFAULT_IMG = 640
+UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
+
+
+def read(path: Path, description: ModelDescription | None = None) -> Weights:
+    """The moving average if there is one, else the model; as a module object or as a state dict.
+
+    Args:
+        description: for a plain state dict of a model that is not built in.
+
+    Raises:
+        CheckpointError: damaged, unsafe, of another family, not finite.
+    """
+    with TorchFile(path) as file:
+        return _from_torch_file(file, description)
+
+
+def _from_torch_file(file: TorchFile, description: ModelDescription | None) -> Weights:
+    root, source = file.root, str(file.path)
+    candidates = [root]
+    if isinstance(root, dict):
+        candidates = [root[key] for key in ("ema", "model", "state_dict") if root.get(key) is not None] or [
+            root
+        ]
+    found = candidates[0]
+    if isinstance(found, PickledObject):
+        tensors, values = _module_tensors(found, source)
+        mapping = values.get("yaml")
+        if isinstance(mapping, dict):
+            origin = values.get("yaml_file")
+            name = Path(origin).stem[:100] if isinstance(origin, str) else "model"
+            try:
+                description = from_yolov5_mapping(mapping, name=name, source=source)
+            except ConfigError as problem:
+                raise CheckpointError(
+                    f"{source}: its model cannot be built: {problem.what}", hint=problem.hint
+                ) from None
+    elif isinstance(found, dict) and any(isinstance(v, StoredTensor) for v in found.values()):
+        tensors = {str(name): t for name, t in found.items() if isinstance(t, StoredTensor)}
+        values = {}
+    else:
+        keys = (
+            ", ".join(str(key)[:30] for key in list(root)[:8])
+            if isinstance(root, dict)
+            else type(root).__name__
+        )
+        raise CheckpointError(
+            f"{source} holds no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
+        )
+    options = root.get("opt") if isinstance(root, dict) else None
+    if isinstance(options, PickledObject):  # argparse's Namespace
+        options = options.state
+    img = options.get("imgsz", options.get("img_size")) if isinstance(options, dict) else None
+    values = {**values, "img": img}
+    return from_state_dict(tensors, values, description, source, file)
+
+
+def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Parameters and buffers of a pickled module tree by dotted name, and the root's attributes."""
+    tensors: dict[str, StoredTensor] = {}
+    waiting: list[tuple[str, PickledObject]] = [("", root)]
+    visited = 0
+    while waiting:
+        prefix, module = waiting.pop()
+        visited += 1
+        state = module.state
+        if visited > MAX_MODULES or prefix.count(".") > 32 or not isinstance(state, dict):
+            raise CheckpointError(f"{source} holds no network: its modules have no state or no end")
+        kind = module.class_path.rsplit(".", 1)[-1]
+        if prefix.endswith("act.") and kind != "SiLU":
+            raise CheckpointError(
+                f"{source} uses the activation {kind}; YOLOv5 from v5.0 on uses SiLU",
+                hint="weights of older releases cannot be used",
+            )
+        passing = state.get("_non_persistent_buffers_set")
+        for group in ("_parameters", "_buffers"):
+            for name, value in named(state.get(group)):
+                if isinstance(value, StoredTensor) and not (isinstance(passing, set) and name in passing):
+                    tensors[prefix + name] = value
+        children = [
+            (f"{prefix}{n}.", m) for n, m in named(state.get("_modules")) if isinstance(m, PickledObject)
+        ]
+        waiting += children[::-1]
+    return tensors, root.state
+
+
+def named(group: Any) -> Iterator[tuple[str, Any]]:
+    """Items of a pickled dict under names short enough to be some."""
+    if isinstance(group, dict):
+        yield from (
+            (name, value) for name, value in group.items() if isinstance(name, str) and len(name) < 100
+        )
+
+
+def from_state_dict(
+    given: Mapping[str, Tensor | StoredTensor],
+    values: Mapping[str, Any],
+    description: ModelDescription | None,
+    source: str,
+    file: TorchFile | None = None,
+) -> Weights:
+    """Weights from official names; ``values``: names and img if known."""
+    if given and all(name.startswith("module.") for name in given):  # saved through DataParallel
+        given = {name.removeprefix("module."): t for name, t in given.items()}
+    given = {name: t for name, t in given.items() if name.rsplit(".", 1)[-1] not in UNUSED}
+    if description is None:
+        description = _description_by_shapes(given, source)
+    nc = _classes_by_shapes(given, description)
+    if nc is None:
+        raise CheckpointError(f"{source}: its detection layer does not fit the model {description.name}")
+    check_fit(given, description, nc, source)
+    tensors = {}
+    for name, t in given.items():
+        if isinstance(t, StoredTensor):
+            assert file is not None
+            t = file.tensor(t)
+        tensors[name] = as_fp32(t)
+        if not torch.isfinite(tensors[name]).all():
+            raise CheckpointError(
+                f"{source}: {name} is not finite", hint="the training diverged; use other weights"
+            )
+    model = outline(description, nc)
+    last = len(description.rows) - 1
+    grid = tensors[f"model.{last}.anchors"]
+    anchors = grid * torch.tensor(model.strides, dtype=grid.dtype).view(-1, 1, 1)
+    try:
+        description = description.with_anchors(anchors.tolist())
+    except ConfigError as problem:
+        raise CheckpointError(f"{source}: {problem.what}") from None
+    img = values.get("img")
+    img = img if type(img) is int and 32 <= img <= 100_000 else DEFAULT_IMG
+    header = WeightsHeader(description, nc, class_names(values.get("names"), nc), model.strides, img)
+    return Weights(tensors, header)
+
+
+def _classes_by_shapes(
+    given: Mapping[str, Tensor | StoredTensor], description: ModelDescription
+) -> int | None:
+    bias = given.get(f"model.{len(description.rows) - 1}.m.0.bias")
+    if bias is None or len(bias.shape) != 1:
+        return None
+    values, remainder = divmod(int(bias.shape[0]), len(description.anchors_px[0]))
+    return values - 5 if remainder == 0 and 5 < values <= MAX_CLASSES else None
+
+
+def _description_by_shapes(given: Mapping[str, Tensor | StoredTensor], source: str) -> ModelDescription:
+    for name in preset_names():
+        description = preset(name)
+        nc = _classes_by_shapes(given, description)
+        if nc is not None and not misfits(given, description, nc):
+            return description
+    raise CheckpointError(
+        f"{source} holds tensors without a description, and they are of no built-in model",
+        hint="describe the model with --cfg FILE",
+    )

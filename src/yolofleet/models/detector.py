@@ -1,0 +1,83 @@
+"""What a network of every family gives: images in, raw predictions out, and their decoding.
+
+N images, C classes, K predictions of an image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.errors import ConfigError
+from yolofleet.models.description import ModelDescription
+
+MAX_CLASSES = 100_000
+
+
+class Detector(nn.Module):
+    """A network with its description.
+
+    Subclasses can be built on the meta device: everything with a value is set by :meth:`initialise`, too.
+
+    Attributes:
+        names: class names, [C]; numbers until somebody knows better.
+        strides: of each level of the raw predictions, pixels per cell.
+        backbone_groups: how many of ``freeze_groups`` are the backbone.
+    """
+
+    strides: tuple[int, ...]
+    backbone_groups: int
+
+    def __init__(self, description: ModelDescription, nc: int) -> None:
+        super().__init__()
+        if not 1 <= nc <= MAX_CLASSES:
+            raise ConfigError(f"{nc} classes; a detector has 1..{MAX_CLASSES}")
+        self.description = description
+        self.nc = nc
+        self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
+
+    @property
+    def anchors_px(self) -> Tensor | None:
+        """[L, A, 2] width, height, pixels, float32; None where the family has none."""
+        return None
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Raw predictions, whose form is the family's: only its decoding and its loss look inside.
+
+        Args:
+            images: [N, 3, H, W] RGB in 0..1, H and W multiples of the largest stride.
+        Returns:
+            Tensors whose first dimension is N.
+        """
+        raise NotImplementedError
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness (1 where a family has none), class
+            probabilities.
+        """
+        raise NotImplementedError
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Set every parameter and buffer to its starting value, from nothing but ``generator``."""
+        raise NotImplementedError
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """torch's own starting values for convolutions and normalisations, drawn in module order."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
+                module.weight.uniform_(-bound, bound, generator=generator)
+                if module.bias is not None:
+                    module.bias.uniform_(-bound, bound, generator=generator)
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+
+    def freeze_groups(self) -> list[str]:
+        """Prefixes of parameter names, such as ``model.0.``, in the order in which ``--freeze N`` counts."""
+        raise NotImplementedError

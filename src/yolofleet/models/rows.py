@@ -1,0 +1,462 @@
+"""YOLOv5's description of a network: rows of (inputs, repeats, module, arguments), two multiples, anchors.
+
+They come from the built-in table, from a user's YOLOv5-style YAML and from the headers of weight
+files; all are untrusted, none is evaluated, and every size is bounded before anything is allocated.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from yolofleet.errors import ConfigError
+from yolofleet.models.checked import nearest, short
+
+MAX_ROWS = 300
+MAX_REPEATS = 100
+MAX_BLOCKS = 1000  # after the depth multiple, in all rows together; yolov5x6 has 51
+MAX_CHANNELS = 16384
+MAX_KERNEL = 31
+MAX_LEVELS = 8
+MAX_ANCHORS = 32
+MAX_CLASSES = 100_000
+MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
+
+Anchors = tuple[tuple[tuple[float, float], ...], ...]  # [L][A] (width, height), pixels
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a description.
+
+    Attributes:
+        inputs: row numbers; negative ones count back from this row.
+        repeats: before the depth multiple.
+        module: a key of ``MODULES``.
+        args: before the width multiple.
+    """
+
+    inputs: tuple[int, ...]
+    repeats: int
+    module: str
+    args: tuple[Any, ...]
+
+    def to_list(self) -> list[Any]:
+        inputs = self.inputs[0] if len(self.inputs) == 1 else list(self.inputs)
+        args = [list(a) if isinstance(a, tuple) else a for a in self.args]
+        return [inputs, self.repeats, self.module, args]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A row with everything worked out: absolute input numbers (-1 is the image), channels, stride."""
+
+    inputs: tuple[int, ...]
+    repeats: int
+    module: str
+    args: tuple[Any, ...]
+    in_channels: tuple[int, ...]
+    out_channels: int
+    stride: Fraction
+
+
+@dataclass(frozen=True)
+class RowDescription:
+    """A network without its number of classes.
+
+    Attributes:
+        family: a key of ``families.FAMILIES``.
+        backbone, head: rows, numbered through; the last is ``Detect``.
+        anchors_px: [L][A] (width, height) pixels, in the order of Detect's inputs.
+    """
+
+    family: str
+    name: str
+    depth_multiple: float
+    width_multiple: float
+    backbone: tuple[Row, ...]
+    head: tuple[Row, ...]
+    anchors_px: Anchors
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.backbone + self.head
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; :meth:`from_dict` reads it back."""
+        return {
+            "family": self.family,
+            "name": self.name,
+            "depth_multiple": self.depth_multiple,
+            "width_multiple": self.width_multiple,
+            "backbone": [row.to_list() for row in self.backbone],
+            "head": [row.to_list() for row in self.head],
+            "anchors_px": [[list(a) for a in level] for level in self.anchors_px],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any, *, source: str = "model description") -> RowDescription:
+        """Check everything and build.
+
+        Raises:
+            ConfigError: names the key or row that is wrong and ``source``.
+        """
+        check = _Checker(source)
+        keys = ("family", "name", "depth_multiple", "width_multiple", "backbone", "head", "anchors_px")
+        check.keys(values, keys)
+        family, name = values["family"], values["name"]
+        if family != "yolov5":
+            raise check.error(f"unknown model family {short(family)}", "this version knows yolov5")
+        if not isinstance(name, str) or len(name) > 200:
+            raise check.error(f"name must be a short text, not {short(name)}")
+        backbone = check.rows("backbone", values["backbone"], first=0)
+        description = cls(
+            family=family,
+            name=name,
+            depth_multiple=check.number("depth_multiple", values["depth_multiple"], 0.01, 10.0),
+            width_multiple=check.number("width_multiple", values["width_multiple"], 0.01, 10.0),
+            backbone=backbone,
+            head=check.rows("head", values["head"], first=len(backbone)),
+            anchors_px=check.anchors(values["anchors_px"]),
+        )
+        layers(description, source=source)
+        return description
+
+    def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> RowDescription:
+        """The same network with other anchors [L][A][2], pixels."""
+        return replace(self, anchors_px=_Checker(self.name).anchors(anchors_px))
+
+
+# -- built-in: one rule for all sizes -------------------------------------------------------------------
+
+SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
+
+P5_ANCHORS: Anchors = (
+    ((10, 13), (16, 30), (33, 23)),
+    ((30, 61), (62, 45), (59, 119)),
+    ((116, 90), (156, 198), (373, 326)),
+)
+P6_ANCHORS: Anchors = (
+    ((19, 27), (44, 40), (38, 94)),
+    ((96, 68), (86, 152), (180, 137)),
+    ((140, 301), (303, 264), (238, 542)),
+    ((436, 615), (739, 380), (925, 792)),
+)
+
+
+def preset_names() -> list[str]:
+    return [f"yolov5{size}{p6}" for p6 in ("", "6") for size in SIZES]
+
+
+def preset(name: str) -> RowDescription:
+    """A built-in description by name.
+
+    Raises:
+        ConfigError: unknown name, with the nearest known one.
+    """
+    if name not in preset_names():
+        raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+    p6 = name.endswith("6")
+    size = name.removeprefix("yolov5").removesuffix("6")
+    depth, width = SIZES[size]
+    stage_channels = (128, 256, 512, 768, 1024) if p6 else (128, 256, 512, 1024)
+    stage_depths = (3, 6, 9, 3, 3) if p6 else (3, 6, 9, 3)
+    backbone, head = pyramid(stage_channels, stage_depths)
+    return RowDescription("yolov5", name, depth, width, backbone, head, P6_ANCHORS if p6 else P5_ANCHORS)
+
+
+def pyramid(channels: Sequence[int], depths: Sequence[int]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Backbone and head of a CSP network with a path-aggregation neck (arXiv:1911.11929, arXiv:1803.01534).
+
+    Args:
+        channels, depths: of the stages from stride 4 on; stages from stride 8 on are predicted from.
+    """
+    rows = [Row((-1,), 1, "Conv", (64, 6, 2, 2))]
+    stage_rows = []
+    for c, n in zip(channels, depths, strict=True):
+        rows.append(Row((-1,), 1, "Conv", (c, 3, 2)))
+        rows.append(Row((-1,), n, "C3", (c,)))
+        stage_rows.append(len(rows) - 1)
+    rows.append(Row((-1,), 1, "SPPF", (channels[-1], 5)))
+    backbone = tuple(rows)
+
+    laterals = []  # top-down: coarse to fine
+    for c, stage in zip(channels[-2:0:-1], stage_rows[-2:0:-1], strict=True):
+        rows.append(Row((-1,), 1, "Conv", (c, 1, 1)))
+        laterals.append(len(rows) - 1)
+        rows.append(Row((-1,), 1, "nn.Upsample", (None, 2, "nearest")))
+        rows.append(Row((-1, stage), 1, "Concat", (1,)))
+        rows.append(Row((-1,), 3, "C3", (c, False)))
+    outputs = [len(rows) - 1]
+    for c, wider, lateral in zip(channels[1:-1], channels[2:], reversed(laterals), strict=True):  # bottom-up
+        rows.append(Row((-1,), 1, "Conv", (c, 3, 2)))
+        rows.append(Row((-1, lateral), 1, "Concat", (1,)))
+        rows.append(Row((-1,), 3, "C3", (wider, False)))
+        outputs.append(len(rows) - 1)
+    rows.append(Row(tuple(outputs), 1, "Detect", ("nc", "anchors")))
+    return backbone, tuple(rows[len(backbone) :])
+
+
+# -- a user's YAML, or the `yaml` mapping inside a YOLOv5 checkpoint -------------------------------------
+
+
+def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescription:
+    """YOLOv5's layout: nc, depth_multiple, width_multiple, anchors, backbone, head. ``nc`` is read from the
+    data set instead, as there.
+
+    Raises:
+        ConfigError: names the key or row that is wrong and ``source``.
+    """
+    check = _Checker(source)
+    check.keys(
+        values, ("depth_multiple", "width_multiple", "anchors", "backbone", "head"), ("nc", "ch", "yaml_file")
+    )
+    if values.get("ch", 3) != 3:
+        raise check.error(f"ch is {short(values['ch'])}", "images have 3 channels here")
+    anchors = values["anchors"]
+    if isinstance(anchors, int):
+        raise check.error(
+            f"anchors is the number {anchors}", "write out width,height pairs in pixels, one list a level"
+        )
+    if isinstance(anchors, list) and all(
+        isinstance(level, list) and len(level) % 2 == 0 for level in anchors
+    ):
+        anchors = [list(zip(level[::2], level[1::2], strict=True)) for level in anchors]
+    return RowDescription.from_dict(
+        {
+            "family": "yolov5",
+            "name": name,
+            "depth_multiple": values["depth_multiple"],
+            "width_multiple": values["width_multiple"],
+            "backbone": values["backbone"],
+            "head": values["head"],
+            "anchors_px": anchors,
+        },
+        source=source,
+    )
+
+
+# -- checking -------------------------------------------------------------------------------------------
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One positional argument of a module: a whole number in [low, high], or a value of ``words``."""
+
+    name: str
+    default: Any = REQUIRED
+    low: int = 0
+    high: int = 0
+    words: tuple[Any, ...] = ()
+    many: bool = False  # a list of such numbers
+
+    def read(self, value: Any) -> Any:
+        if self.many and isinstance(value, (list, tuple)) and 1 <= len(value) <= 16:
+            return tuple(self._one(v) for v in value)
+        return self._one(value)
+
+    def _one(self, value: Any) -> Any:
+        value = (
+            {"None": None, "True": True, "False": False}.get(value, value)
+            if isinstance(value, str)
+            else value
+        )
+        for word in self.words:
+            if type(value) is type(word) and value == word:
+                return value
+        if self.high and type(value) is int and self.low <= value <= self.high:
+            return value
+        expected = [f"a whole number {self.low}..{self.high}"] if self.high else []
+        expected += [str(w) for w in self.words]
+        raise ValueError(f"{self.name} is {short(value)}, expected {' or '.join(expected)}")
+
+
+OUT = Argument("output channels", low=1, high=MAX_CHANNELS)
+KERNEL = Argument("kernel", 1, 1, MAX_KERNEL)
+STRIDE = Argument("stride", 1, 1, 8)
+PADDING = Argument("padding", None, 0, MAX_KERNEL, words=(None,))
+SHORTCUT = Argument("shortcut", True, words=(True, False))
+
+MODULES: dict[str, tuple[Argument, ...]] = {
+    "Conv": (OUT, KERNEL, STRIDE, PADDING, Argument("groups", 1, 1, MAX_CHANNELS)),
+    "Focus": (OUT, KERNEL, STRIDE, PADDING),
+    "Bottleneck": (OUT, SHORTCUT),
+    "C3": (OUT, SHORTCUT),
+    "SPP": (OUT, Argument("kernels", (5, 9, 13), 1, MAX_KERNEL, many=True)),
+    "SPPF": (OUT, Argument("kernel", 5, 1, MAX_KERNEL)),
+    "Concat": (Argument("dimension", 1, 1, 1),),
+    "nn.Upsample": (
+        Argument("size", words=(None,)),
+        Argument("scale", 2, 2, 2),
+        Argument("mode", "nearest", words=("nearest",)),
+    ),
+    "Detect": (Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))),
+}
+SINGLE = ("Concat", "nn.Upsample", "Detect")  # cannot be repeated
+
+
+@dataclass(frozen=True)
+class _Checker:
+    source: str
+
+    def error(self, what: str, hint: str | None = None) -> ConfigError:
+        return ConfigError(what, source=self.source, hint=hint)
+
+    def keys(self, values: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+        if not isinstance(values, Mapping):
+            raise self.error(f"a model description is a mapping, not {type(values).__name__}")
+        known = [*required, *optional]
+        for key in values:
+            if key not in known:
+                raise self.error(f"unknown key {short(key)}", nearest(key, known))
+        for key in required:
+            if key not in values:
+                raise self.error(f"key {key} is missing")
+
+    def number(self, name: str, value: Any, low: float, high: float) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.error(f"{name} is {short(value)}, expected a number in {low:g}..{high:g}")
+        return float(value)
+
+    def anchors(self, value: Any) -> Anchors:
+        """[L][A][2] positive pixels, as many on each level."""
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_LEVELS:
+            raise self.error(f"anchors must be a list with one list per level, at most {MAX_LEVELS}")
+        found: list[tuple[tuple[float, float], ...]] = []
+        for i, level in enumerate(value):
+            if not isinstance(level, (list, tuple)) or not 1 <= len(level) <= MAX_ANCHORS:
+                raise self.error(f"anchors of level {i}: expected 1..{MAX_ANCHORS} pairs of width, height")
+            for pair in level:
+                good = isinstance(pair, (list, tuple)) and len(pair) == 2
+                if not good or not all(type(v) in (int, float) and 0 < v <= 100_000 for v in pair):
+                    raise self.error(
+                        f"anchors of level {i}: {short(pair)} is not a width, height pair in pixels"
+                    )
+            found.append(tuple((float(w), float(h)) for w, h in level))
+        if len({len(level) for level in found}) != 1:
+            raise self.error("every level needs the same number of anchors")
+        return tuple(found)
+
+    def rows(self, part: str, value: Any, *, first: int) -> tuple[Row, ...]:
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_ROWS:
+            raise self.error(f"{part} must be a list of 1..{MAX_ROWS} rows")
+        return tuple(self.row(f"{part} row {first + i}", row) for i, row in enumerate(value))
+
+    def row(self, where: str, value: Any) -> Row:
+        if not isinstance(value, (list, tuple)) or len(value) != 4:
+            raise self.error(f"{where}: expected [from, number, module, args], found {short(value)}")
+        inputs, repeats, module, args = value
+        inputs = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+        if not 1 <= len(inputs) <= 32 or not all(type(i) is int and abs(i) <= 2 * MAX_ROWS for i in inputs):
+            raise self.error(f"{where}: 'from' must be a row number or a list of them, not {short(value[0])}")
+        if type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS:
+            raise self.error(f"{where}: number is {short(repeats)}, expected 1..{MAX_REPEATS}")
+        if not isinstance(module, str) or module not in MODULES:
+            raise self.error(f"{where}: unknown module {short(module)}", nearest(module, list(MODULES)))
+        if module in SINGLE and repeats != 1:
+            raise self.error(f"{where}: {module} cannot be repeated")
+        return Row(tuple(inputs), repeats, module, self.args(where, module, args))
+
+    def args(self, where: str, module: str, value: Any) -> tuple[Any, ...]:
+        declared = MODULES[module]
+        if not isinstance(value, (list, tuple)) or len(value) > len(declared):
+            raise self.error(
+                f"{where}: {module} takes a list of at most {len(declared)} arguments "
+                f"({', '.join(a.name for a in declared)}), found {short(value)}"
+            )
+        missing = [a.name for a in declared[len(value) :] if a.default is REQUIRED]
+        if missing:
+            raise self.error(f"{where}: {module} needs {missing[0]}")
+        try:
+            return tuple(argument.read(v) for argument, v in zip(declared, value))  # noqa: B905 defaults may be left out
+        except ValueError as problem:
+            raise self.error(f"{where}: {module}: {problem}") from None
+
+
+# -- working out channels and strides -------------------------------------------------------------------
+
+
+def rounded_width(channels: float) -> int:
+    """Up to a multiple of 8."""
+    return math.ceil(channels / 8) * 8
+
+
+def rounded_depth(repeats: int, multiple: float) -> int:
+    """Rounded to the nearest whole number (halves to even), at least 1; a single block stays single."""
+    return max(round(repeats * multiple), 1) if repeats > 1 else repeats
+
+
+def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
+    """Channels, strides and repeats of every row.
+
+    Raises:
+        ConfigError: rows that do not fit together; names the row.
+    """
+    check = _Checker(source or description.name)
+    found: list[Layer] = []
+    blocks = 0
+    for i, row in enumerate(description.rows):
+        where = f"row {i} ({row.module})"
+        inputs = tuple(i + j if j < 0 else j for j in row.inputs)
+        if any(not (-1 if i == 0 else 0) <= j < i for j in inputs):
+            raise check.error(f"{where}: 'from' {list(row.inputs)} does not point at an earlier row")
+        if row.module not in ("Concat", "Detect") and len(inputs) != 1:
+            raise check.error(f"{where} takes one input, not {len(inputs)}")
+        if (row.module == "Detect") != (i == len(description.rows) - 1):
+            raise check.error(f"{where}: the last row, and only that, must be Detect")
+        in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
+        strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
+        defaults = tuple(a.default for a in MODULES[row.module][len(row.args) :])
+        args = row.args + defaults
+        out, stride, repeats = (
+            sum(in_channels),
+            strides[0],
+            rounded_depth(row.repeats, description.depth_multiple),
+        )
+        if row.module == "Concat" and len(set(strides)) != 1:
+            raise check.error(f"{where} joins maps of strides {', '.join(str(s) for s in strides)}")
+        if row.module == "nn.Upsample":
+            stride /= 2
+        elif row.module == "Detect":
+            out = 0  # no map
+            if len(inputs) != len(description.anchors_px):
+                raise check.error(
+                    f"{where} has {len(inputs)} inputs, but anchors are for {len(description.anchors_px)} levels"
+                )
+            if any(s.denominator != 1 for s in strides):
+                raise check.error(f"{where}: its inputs must not be larger than the image")
+        elif row.module != "Concat":
+            out = rounded_width(args[0] * description.width_multiple)
+            args = (out, *args[1:])
+            if row.module in ("Conv", "Focus"):
+                stride *= _checked_stride(check, where, row.module, args, in_channels[0], repeats)
+        blocks += repeats
+        if blocks > MAX_BLOCKS or out > MAX_CHANNELS or not MIN_STRIDE <= stride <= MAX_STRIDE:
+            raise check.error(
+                f"{where}: the network is too large ({blocks} blocks, {out} channels, stride {stride})"
+            )
+        found.append(Layer(inputs, repeats, row.module, args, in_channels, out, stride))
+    return found
+
+
+def _checked_stride(
+    check: _Checker, where: str, module: str, args: tuple[Any, ...], in_channels: int, repeats: int
+) -> int:
+    out, kernel, stride = args[:3]
+    padding = kernel // 2 if args[3] is None else args[3]
+    groups = args[4] if module == "Conv" else 1
+    if not kernel - stride <= 2 * padding < kernel:
+        raise check.error(
+            f"{where}: kernel {kernel}, stride {stride}, padding {padding} do not divide the map's size by the stride"
+        )
+    if in_channels % groups or out % groups:
+        raise check.error(f"{where}: {groups} groups do not divide {in_channels} and {out} channels")
+    if repeats > 1 and (stride > 1 or module == "Focus"):
+        raise check.error(f"{where}: a block that shrinks the map cannot be repeated")
+    return int(stride) * (2 if module == "Focus" else 1)
