@@ -1,0 +1,214 @@
+"""PP-YOLOE networks (arXiv:2203.16250): CSPRepResNet, CSP-PAN neck, ET-head with distributions over distances.
+
+N images, C classes, R = 17 bins of a distance, levels of stride s = 32, 16, 8 (coarse first, as in the
+original's files), K = sum over levels of (H/s) (W/s) places.
+Checked against the original's outputs, parameter counts and names in tests/parity/test_ppyoloe_model.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.models.blocks import Upsample
+from yolofleet.models.detector import Detector
+from yolofleet.models.ppyoloe_blocks import BackboneStage, ConvNorm, GatedConv, NeckStage
+from yolofleet.models.ppyoloe_config import PpyoloeDescription
+
+REG_BINS = 17  # a distance is 0..16 cells (arXiv:2006.04388)
+STRIDES = (32, 16, 8)
+BACKBONE_CHANNELS, BACKBONE_REPEATS = (64, 128, 256, 512, 1024), (3, 6, 6, 3)  # of the l model; stem first
+NECK_CHANNELS, NECK_REPEATS = (768, 384, 192), 3
+CLASS_PRIOR = 0.01  # probability that a fresh network gives every class everywhere (arXiv:1708.02002)
+
+
+class PpyoloeNetwork(Detector):
+    """Raw predictions are six maps, two for each level 32, 16, 8:
+
+        [N, H/s, W/s, C]  class logits
+        [N, H/s, W/s, 4 R]  logits of the distances to the left, top, right and bottom, R bins each
+
+    Both are permuted views of a convolution's output: in channels-last memory ``flatten(1, 2)`` copies nothing. Places
+    in a level count along x first; their centres are ``cell + 0.5``, see :func:`centres_cells`.
+    """
+
+    description: PpyoloeDescription
+
+    def __init__(self, description: PpyoloeDescription, nc: int) -> None:
+        super().__init__(description, nc)
+        self.strides = STRIDES
+        self.backbone = Backbone(description)
+        self.neck = Neck(self.backbone.out_channels, description)
+        self.yolo_head = Head(self.neck.out_channels, nc)
+        self.backbone_groups = 1 + len(self.backbone.stages)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """See the class.
+
+        Args:
+            images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
+        """
+        normalise = self.description.normalise
+        if normalise is not None:
+            # made on the device: a copy from the host would wait for it
+            mean, std = (
+                torch.stack([images.new_full((1, 1), v) for v in values])
+                for values in (normalise.mean, normalise.std)
+            )
+            images = (images - mean) / std
+        return self.yolo_head(self.neck(self.backbone(images)))
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities; rows by level, y, x. A
+            distance is the mean of its distribution, in cells.
+        """
+        decoded = []
+        for logits, bins, stride in zip(raws[::2], raws[1::2], self.strides, strict=True):
+            n, h, w, nc = logits.shape
+            left_top, right_bottom = distances_cells(bins.reshape(n, h * w, -1)).split(2, 2)  # [N, HW, 2]
+            centres = (centres_cells(h, w, bins.device) + (right_bottom - left_top) / 2) * stride
+            sizes = (left_top + right_bottom) * stride
+            scores = logits.reshape(n, h * w, nc).float().sigmoid()
+            decoded.append(torch.cat([centres, sizes, torch.ones_like(scores[..., :1]), scores], 2))
+        return torch.cat(decoded, 1)
+
+    def freeze_groups(self) -> list[str]:
+        stages = [f"backbone.stages.{i}." for i in range(len(self.backbone.stages))]
+        return ["backbone.stem.", *stages, "neck.", "yolo_head."]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Convolutions: normal with variance 2 / fan-in (arXiv:1502.01852), biases 0; gates of the head nearly
+        0.5; predictions that do not depend on the image: every class with probability 0.01, every distance
+        the middle of its range.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.normal_(0, math.sqrt(2 / module.weight[0].numel()), generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+        for name, parameter in self.named_parameters():
+            if name.endswith(".alpha"):
+                parameter.fill_(1)
+        self.yolo_head.initialise(generator)
+
+
+def distances_cells(bins: Tensor) -> Tensor:
+    """Means of the distributions, float32.
+
+    Args:
+        bins: [..., 4 R] logits: left, top, right, bottom.
+    Returns:
+        [..., 4] in 0..16.
+    """
+    probabilities = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
+    # not a matrix product, which autocast would do in 16 bits
+    return (probabilities * torch.arange(REG_BINS, device=bins.device)).sum(-1)
+
+
+def centres_cells(height: int, width: int, device: torch.device | None = None) -> Tensor:
+    """[H W, 2] x, y of the middle of each cell of a level, in cells, float32; along x first."""
+    xs = torch.arange(width, device=device, dtype=torch.float32) + 0.5
+    ys = torch.arange(height, device=device, dtype=torch.float32) + 0.5
+    return torch.stack([xs.repeat(height), ys.repeat_interleave(width)], 1)
+
+
+class Backbone(nn.Module):
+    """CSPRepResNet: a stem of three convolutions and four stages; maps of strides 8, 16, 32."""
+
+    def __init__(self, description: PpyoloeDescription) -> None:
+        super().__init__()
+        first, *rest = (max(round(c * description.width_multiple), 1) for c in BACKBONE_CHANNELS)
+        repeats = [max(round(n * description.depth_multiple), 1) for n in BACKBONE_REPEATS]
+        self.stem = nn.Sequential()
+        self.stem.add_module("conv1", ConvNorm(3, first // 2, 3, 2))
+        self.stem.add_module("conv2", ConvNorm(first // 2, first // 2, 3))
+        self.stem.add_module("conv3", ConvNorm(first // 2, first, 3))
+        self.stages = nn.ModuleList(
+            BackboneStage(before, out, n, plus=description.plus)
+            for before, out, n in zip([first, *rest], rest, repeats, strict=False)
+        )
+        self.out_channels = rest[1:]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        maps = []
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        return maps[1:]
+
+
+class Neck(nn.Module):
+    """Coarse to fine and back (CSP-PAN); maps of strides 32, 16, 8.
+
+    Args:
+        in_channels: of the strides 8, 16, 32.
+    """
+
+    def __init__(self, in_channels: Sequence[int], description: PpyoloeDescription) -> None:
+        super().__init__()
+        out = [max(round(c * description.width_multiple), 1) for c in NECK_CHANNELS]
+        repeats = max(round(NECK_REPEATS * description.depth_multiple), 1)
+        coarse, middle, fine = out
+        inputs = [in_channels[2], in_channels[1] + coarse // 2, in_channels[0] + middle // 2]
+        # a stage is a list of one block in the names of published files
+        self.fpn_stages = nn.ModuleList(
+            nn.Sequential(NeckStage(before, after, repeats, spp=i == 0))
+            for i, (before, after) in enumerate(zip(inputs, out, strict=True))
+        )
+        self.fpn_routes = nn.ModuleList(ConvNorm(c, c // 2, 1) for c in (coarse, middle))
+        self.pan_stages = nn.ModuleList(
+            nn.Sequential(NeckStage(after + finer, after, repeats))
+            for after, finer in ((coarse, middle), (middle, fine))
+        )
+        self.pan_routes = nn.ModuleList(ConvNorm(c, c, 3, 2) for c in (middle, fine))
+        self.upsample = Upsample()
+        self.out_channels = out
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        down = [self.fpn_stages[0](maps[2])]
+        for route, stage, x in zip(self.fpn_routes, self.fpn_stages[1:], (maps[1], maps[0]), strict=True):
+            down.append(stage(torch.cat([self.upsample(route(down[-1])), x], 1)))
+        coarse, middle, fine = down
+        middle = self.pan_stages[1](torch.cat([self.pan_routes[1](fine), middle], 1))
+        coarse = self.pan_stages[0](torch.cat([self.pan_routes[0](middle), coarse], 1))
+        return [coarse, middle, fine]
+
+
+class Head(nn.Module):
+    """Efficient task-aligned head: for each level attention and a 3x3 convolution, for classes and for distances."""
+
+    def __init__(self, in_channels: Sequence[int], nc: int) -> None:
+        super().__init__()
+        self.stem_cls = nn.ModuleList(GatedConv(c) for c in in_channels)
+        self.stem_reg = nn.ModuleList(GatedConv(c) for c in in_channels)
+        self.pred_cls = nn.ModuleList(nn.Conv2d(c, nc, 3, padding=1) for c in in_channels)
+        self.pred_reg = nn.ModuleList(nn.Conv2d(c, 4 * REG_BINS, 3, padding=1) for c in in_channels)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Class logits and distance logits of each level, channels last."""
+        raws = []
+        for i, x in enumerate(maps):
+            means = x.mean((2, 3), keepdim=True)
+            raws.append(self.pred_cls[i](self.stem_cls[i](x, means) + x).permute(0, 2, 3, 1))
+            raws.append(self.pred_reg[i](self.stem_reg[i](x, means)).permute(0, 2, 3, 1))
+        return raws
+
+    def initialise(self, generator: torch.Generator) -> None:
+        for gate in (*self.stem_cls, *self.stem_reg):
+            assert isinstance(gate, GatedConv)
+            gate.fc.weight.normal_(0, 0.001, generator=generator)
+        for convs, bias in ((self.pred_cls, math.log(CLASS_PRIOR / (1 - CLASS_PRIOR))), (self.pred_reg, 1.0)):
+            for conv in convs:
+                assert isinstance(conv, nn.Conv2d) and conv.bias is not None
+                conv.weight.zero_()
+                conv.bias.fill_(bias)

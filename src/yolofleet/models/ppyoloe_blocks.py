@@ -1,0 +1,162 @@
+"""Building blocks of PP-YOLOE networks (arXiv:2203.16250). N images, C channels, H x W map.
+
+Attribute names are those of published checkpoints (``conv2.conv1.bn.weight``): they are the file format.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yolofleet.models import blocks
+
+BN_EPS = 1e-5
+BN_MOMENTUM = 0.1  # share of the new value; Paddle's 0.9 is the share of the old one
+
+
+class ConvNorm(blocks.Conv):
+    """Convolution, batch normalisation; SiLU unless ``activate`` is False."""
+
+    def __init__(
+        self, in_channels: int, out: int, kernel: int = 1, stride: int = 1, *, activate: bool = True
+    ) -> None:
+        super().__init__(in_channels, out, kernel, stride)
+        self.bn = nn.BatchNorm2d(out, eps=BN_EPS, momentum=BN_MOMENTUM)
+        self.activate = activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.activate else self.bn(self.conv(x))
+
+
+class RepVgg(nn.Module):
+    """3x3 and 1x1 convolutions side by side, added, SiLU (arXiv:2101.03697); for inference one 3x3.
+
+    Args:
+        plus: the 1x1 branch has a learned factor ``alpha``, 1 at the start.
+    """
+
+    def __init__(self, channels: int, *, plus: bool) -> None:
+        super().__init__()
+        self.conv1 = ConvNorm(channels, channels, 3, activate=False)
+        self.conv2 = ConvNorm(channels, channels, 1, activate=False)
+        self.alpha: nn.Parameter | None = nn.Parameter(torch.ones(1)) if plus else None
+        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is not None:
+            return F.silu(self.conv(x), inplace=not torch.is_grad_enabled())
+        narrow = self.conv2(x)
+        y = self.conv1(x) + (narrow if self.alpha is None else self.alpha * narrow)
+        return F.silu(y, inplace=not torch.is_grad_enabled())
+
+    def fold(self) -> None:
+        """Both branches and their normalisations into one 3x3 convolution: a 1x1 kernel is a 3x3 one with zeros
+        around it."""
+        if self.conv is not None:
+            return
+        assert isinstance(self.conv1.bn, nn.BatchNorm2d) and isinstance(self.conv2.bn, nn.BatchNorm2d)
+        weight, bias = blocks.folded(self.conv1.conv, self.conv1.bn)
+        narrow_weight, narrow_bias = blocks.folded(self.conv2.conv, self.conv2.bn)
+        factor = 1.0 if self.alpha is None else self.alpha
+        weight += factor * F.pad(narrow_weight, (1, 1, 1, 1))
+        bias += factor * narrow_bias
+        wide = self.conv1.conv
+        wide.weight.copy_(weight)
+        wide.bias = nn.Parameter(bias)
+        self.conv = wide
+        del self.conv1, self.conv2
+        self.alpha = None
+
+
+class Residual(nn.Module):
+    """3x3 convolution and RepVgg, added to the input if ``shortcut``."""
+
+    def __init__(self, channels: int, *, shortcut: bool, plus: bool) -> None:
+        super().__init__()
+        self.conv1 = ConvNorm(channels, channels, 3)
+        self.conv2 = RepVgg(channels, plus=plus)
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.conv1(x))
+        return x + y if self.shortcut else y
+
+
+class EffectiveSE(nn.Module):
+    """Channels weighted by what their means say, through one layer (arXiv:1911.06667)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.hardsigmoid(self.fc(x.mean((2, 3), keepdim=True)))
+
+
+class BackboneStage(nn.Module):
+    """Stride 2, then a cross-stage partial block with attention (CSPRepResStage)."""
+
+    def __init__(self, in_channels: int, out: int, repeats: int, *, plus: bool) -> None:
+        super().__init__()
+        middle = (in_channels + out) // 2
+        half = middle // 2
+        self.conv_down = ConvNorm(in_channels, middle, 3, 2)
+        self.conv1 = ConvNorm(middle, half, 1)
+        self.conv2 = ConvNorm(middle, half, 1)
+        self.blocks = nn.Sequential(*(Residual(half, shortcut=True, plus=plus) for _ in range(repeats)))
+        self.attn = EffectiveSE(2 * half)
+        self.conv3 = ConvNorm(2 * half, out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_down(x)
+        return self.conv3(self.attn(torch.cat([self.conv1(x), self.blocks(self.conv2(x))], 1)))
+
+
+class SPP(nn.Module):
+    """Max pools of 5, 9 and 13 pixels beside the input; a chain of 5-pools gives the same values."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = ConvNorm(4 * channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = [x]
+        for _ in range(3):
+            pooled.append(F.max_pool2d(pooled[-1], 5, 1, 2))
+        return self.conv(torch.cat(pooled, 1))
+
+
+class NeckStage(nn.Module):
+    """Cross-stage partial block without shortcuts; ``spp`` puts pooling after its middle block."""
+
+    def __init__(self, in_channels: int, out: int, repeats: int, *, spp: bool = False) -> None:
+        super().__init__()
+        half = out // 2
+        self.conv1 = ConvNorm(in_channels, half, 1)
+        self.conv2 = ConvNorm(in_channels, half, 1)
+        chain: OrderedDict[str, nn.Module] = OrderedDict()
+        for i in range(repeats):
+            chain[str(i)] = Residual(half, shortcut=False, plus=False)
+            if spp and i == (repeats - 1) // 2:
+                chain["spp"] = SPP(half)
+        self.convs = nn.Sequential(chain)
+        self.conv3 = ConvNorm(2 * half, out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(torch.cat([self.conv1(x), self.convs(self.conv2(x))], 1))
+
+
+class GatedConv(nn.Module):
+    """The head's attention: channels weighted by the map's means, then a 1x1 convolution (ESE of the ET-head)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(channels, channels, 1)
+        self.conv = ConvNorm(channels, channels, 1)
+
+    def forward(self, x: Tensor, means: Tensor) -> Tensor:
+        """``means``: [N, C, 1, 1] of ``x``."""
+        return self.conv(x * self.fc(means).sigmoid())
