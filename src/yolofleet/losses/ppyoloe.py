@@ -1,0 +1,246 @@
+"""PP-YOLOE's loss (arXiv:2203.16250) as sums: class (varifocal), box (GIoU) and distances (distribution focal).
+
+N images, G labels of the image that has most, T = N G labels, L levels, R cells of all levels, M matched cells,
+C classes, B bins of a distance. Cells and labels are numbered as in ``assign``.
+
+The sums are to be divided by the scores of all matches of a step, which depend on predictions: their sum is
+returned last. Parity (value and gradient): tests/parity/test_ppyoloe_loss.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from yolofleet.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.losses.assign import (
+    Grid,
+    Matches,
+    Pairs,
+    atss,
+    iou_pairs,
+    overlap_pairs,
+    pairs_inside,
+    pick,
+    task_aligned,
+)
+
+NEGATIVE_WEIGHT = 0.75  # alpha of the varifocal loss; its gamma is 2
+FARTHEST_GAP = 0.01  # a distance to learn stays this far below the last bin, so that it lies between two
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the labels of one micro-batch ask for, before any prediction is known."""
+
+    grid: Grid
+    boxes_xyxy_px: np.ndarray  # float32 [N, G, 4]; zeros where an image has fewer labels
+    classes: np.ndarray  # int64 [T]
+    atss_cells: np.ndarray  # int64 [M], in order
+    atss_labels: np.ndarray  # int64 [M]
+    pairs: Pairs
+    counts: np.ndarray  # int64 [3]: labels, for each term
+
+
+class PpyoloeLoss:
+    """``sum_t(gains[t] * sums[t]) / max(divisor, 1)`` is the loss of a step.
+
+    Args:
+        strides: px per cell of each level, in the order of the head (coarsest first).
+        cls_gain, iou_gain, dfl_gain: weights of the terms.
+        assigner_switch: fraction of the run after which cells are assigned by task alignment instead of ATSS.
+    """
+
+    terms = ("cls", "iou", "dfl")
+    times_images = False
+    late_divisor = True
+
+    def __init__(
+        self,
+        *,
+        strides: Sequence[int],
+        cls_gain: float = 1.0,
+        iou_gain: float = 2.5,
+        dfl_gain: float = 0.5,
+        assigner_switch: float = 1 / 3,
+    ) -> None:
+        self.strides = tuple(int(stride) for stride in strides)
+        self.gains = torch.tensor([cls_gain, iou_gain, dfl_gain])
+        self.assigner_switch = assigner_switch
+        self.is_aligned = assigner_switch <= 0
+
+    def at(self, progress: float) -> PpyoloeLoss:
+        """The loss at this fraction of the run (epoch / epochs)."""
+        loss = copy.copy(self)
+        loss.is_aligned = progress >= self.assigner_switch
+        return loss
+
+    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
+        """All of the assignment that does not depend on predictions; good for both assigners.
+
+        Args:
+            labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
+            images: N of the micro-batch.
+            size_hw: px, a multiple of every stride.
+        """
+        grid = Grid(images, size_hw, self.strides)
+        labels = labels[np.argsort(labels[:, 0], kind="stable")]
+        image = labels[:, 0].astype(np.int64)
+        of_image = np.bincount(image, minlength=images)  # [N]
+        place = image, np.arange(len(labels)) - (np.cumsum(of_image) - of_image)[image]
+        most = max(1, of_image.max(initial=0))
+        boxes = np.zeros((images, most, 4), np.float32)
+        height, width = size_hw
+        boxes[place] = xyxy_from_cxcywh(labels[:, 2:6] * np.array([width, height] * 2, np.float32))
+        classes = np.zeros((images, most), np.int64)
+        classes[place] = labels[:, 1]
+        cells, owners = atss(boxes, grid)
+        return Targets(
+            grid=grid,
+            boxes_xyxy_px=boxes,
+            classes=classes.reshape(-1),
+            atss_cells=cells,
+            atss_labels=owners,
+            pairs=pairs_inside(boxes, grid),
+            counts=np.full(3, len(labels), np.int64),
+        )
+
+    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+        """[4] float32: the terms, differentiable, and the scores of all matches (the divisor's part, >= 0).
+
+        Args:
+            raws: for each level class logits [N, H, W, C] and distance logits [N, H, W, 4 B] (left, top, right,
+                bottom, in strides).
+        """
+        logits = [level.flatten(0, -2) for level in raws[0::2]]  # [R of the level, C]
+        distances = [level.flatten(0, -2) for level in raws[1::2]]  # [R of the level, 4 B]
+        grid = targets.grid
+        assert [len(level) for level in logits] == grid.sizes, "targets were made for another size"
+        device = raws[0].device
+        boxes, classes = (
+            torch.from_numpy(array).to(device, non_blocking=True)
+            for array in (targets.boxes_xyxy_px, targets.classes)
+        )
+        centres, strides = grid.centres_px(device)  # [R, 2], [R, 1]
+        points = centres / strides  # [R, 2] in strides
+
+        with torch.no_grad():
+            if self.is_aligned:
+                reach = torch.cat([_expected(level) for level in distances])  # [R, 4]
+                predicted = _around(points, reach) * strides
+                matches = task_aligned(targets.pairs, boxes, classes, predicted, logits, grid)
+            else:
+                cells, owners = (
+                    torch.from_numpy(array).to(device, non_blocking=True)
+                    for array in (targets.atss_cells, targets.atss_labels)
+                )
+                sizes = tuple(np.diff(np.searchsorted(targets.atss_cells, grid.borders)).tolist())
+                predicted = _around(points[cells], _expected(pick(distances, cells, sizes))) * strides[cells]
+                matches = Matches(cells, owners, sizes, iou_pairs(boxes.view(-1, 4)[owners], predicted))
+
+        # no cell is picked twice, so the backward pass adds nothing up, in whatever order
+        picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
+        point = points[matches.cells]
+        wanted = boxes.view(-1, 4)[matches.labels] / strides[matches.cells]  # [M, 4] in strides
+        iou = (1 - _giou_pairs(_around(point, _expected(picked)), wanted)) * matches.scores
+        dfl = _distribution_focal(picked, point, wanted) * matches.scores
+
+        by_level = (
+            part.split(matches.sizes) for part in (matches.cells, classes[matches.labels], matches.scores)
+        )
+        cls = [
+            _Varifocal.apply(level, cells - border, names, scores)
+            for level, border, cells, names, scores in zip(logits, grid.borders[:-1], *by_level, strict=True)
+        ]
+        return torch.stack((torch.stack(cls).sum(), iou.sum(), dfl.sum(), matches.scores.sum()))
+
+
+class _Varifocal(torch.autograd.Function):
+    """(logits [R, C], matched rows [m], their classes [m], their scores [m]) -> the level's sum.
+
+    Varifocal loss (arXiv:2008.13367) with p the probability: alpha p^2 times cross entropy with 0 everywhere,
+    but score times cross entropy with the score at matched classes; gradients flow through p^2, as in PP-YOLOE.
+    A function of its own because the gradient costs little beside the value, and autograd's seven arrays of this
+    size much: 4 x the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, classes: Tensor, scores: Tensor) -> Tensor:
+        x = logits.float().contiguous()
+        slopes = torch.empty_like(x)
+        # on a CPU in parts that stay in its cache
+        part = max(1, len(x) if x.is_cuda else 2**18 // x.shape[1])
+        sums = []
+        for values, out in zip(x.split(part), slopes.split(part), strict=True):
+            losses, slope = _negatives(values)
+            out.copy_(slope)
+            sums.append(losses.sum())
+        at = rows * x.shape[1] + classes
+        matched = x.view(-1)[at]
+        positives = scores * (F.softplus(matched) - scores * matched)
+        slopes.view(-1)[at] = scores * (matched.sigmoid() - scores)
+        ctx.save_for_backward(slopes)
+        ctx.dtype = logits.dtype
+        return torch.stack(sums).sum() + (positives - _negatives(matched)[0]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad).to(ctx.dtype), None, None, None
+
+
+def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, its slope) of each logit whose class is not there."""
+    probability = logits.sigmoid()
+    entropy = F.softplus(logits)  # -log(1 - p)
+    weight = probability.square().mul_(NEGATIVE_WEIGHT)
+    slope = torch.addcmul(probability, 1 - probability, entropy, value=2).mul_(weight)
+    return entropy.mul_(weight), slope
+
+
+def _expected(distances: Tensor) -> Tensor:
+    """[m, 4] float32 mean distance, in strides, of distributions [m, 4 B]."""
+    bins = distances.shape[1] // 4
+    probabilities = distances.float().unflatten(1, (4, bins)).softmax(-1)
+    return (probabilities * torch.arange(float(bins), device=distances.device)).sum(-1)
+
+
+def _around(points: Tensor, distances_ltrb: Tensor) -> Tensor:
+    """[m, 4] corners of boxes that reach so far around points [m, 2]."""
+    return torch.cat((points - distances_ltrb[:, :2], points + distances_ltrb[:, 2:]), 1)
+
+
+def _giou_pairs(pred_xyxy: Tensor, true_xyxy: Tensor, eps: float = 1e-10) -> Tensor:
+    """Generalised IoU (arXiv:1902.09630) of matched boxes [m, 4] in the same units: [m] in (-1, 1]."""
+    intersection, union = overlap_pairs(pred_xyxy, true_xyxy)
+    hull = torch.maximum(pred_xyxy[:, 2:], true_xyxy[:, 2:]) - torch.minimum(
+        pred_xyxy[:, :2], true_xyxy[:, :2]
+    )
+    hull_area = hull[:, 0] * hull[:, 1] + eps
+    union = union + eps
+    return intersection / union - (hull_area - union) / hull_area
+
+
+def _distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> Tensor:
+    """Distribution focal loss (arXiv:2006.04388), mean of the four sides: [m].
+
+    Args:
+        distances: [m, 4 B] logits; gradients flow.
+        points: [m, 2] cell centres, in strides.
+        true_xyxy: [m, 4] in strides.
+    """
+    bins = distances.shape[1] // 4
+    wanted = torch.cat((points - true_xyxy[:, :2], true_xyxy[:, 2:] - points), 1)
+    wanted = wanted.clamp(0, bins - 1 - FARTHEST_GAP)[..., None]  # [m, 4, 1]
+    # the two bins beside the distance share the weight, each more the nearer it is
+    weights = (1 - (torch.arange(float(bins), device=distances.device) - wanted).abs()).clamp(min=0)
+    return -(weights * distances.unflatten(1, (4, bins)).log_softmax(-1)).sum(-1).mean(-1)
