@@ -404,7 +404,7 @@ def test_voc_files_that_cannot_be_used_take_their_image_along(tmp_path):
     text = index.problems_text()
     assert "a.xml: has a document type (DOCTYPE), which is refused -> image left out" in text
     assert "b.xml: is not XML" in text
-    assert "d.xml: object 2 (dog) has no complete bndbox -> dropped" in text
+    assert "d.xml:1: object 2 (dog) has no complete bndbox -> dropped" in text
 
 
 def test_a_voc_class_that_names_does_not_have_is_an_error(tmp_path):
@@ -456,7 +456,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "random":
         data = bytearray(np.random.default_rng(0).bytes(len(data)))
     else:
-        data = data.replace(b'"format": "1"', b'"format": "0"')
+        data = data.replace(b'"format": "2"', b'"format": "0"')
     assert bytes(data) != index.file.read_bytes()
     index.file.unlink()  # the mapped file stays readable
     index.file.write_bytes(bytes(data))

@@ -1,7 +1,10 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH118
 """COCO's instances JSON -> flat arrays, parsed once per machine and kept under the cache folder.
 
-Parsing train2017 (450 MB) takes seconds and gigabytes, so what is needed of it is stored as arrays; the key is
-the file's path, size and modification time. Format: cocodataset.org/#format-data.
+Parsing takes 10 s for a million boxes, so what is needed is stored as arrays; the key is the file's path, size and
+modification time. The file is read entry by entry (``bigjson``): 200 bytes of memory a box at most, where the file
+itself has some hundred to thousands. Format: cocodataset.org/#format-data.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import hashlib
 import json
 import math
 import os
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +23,13 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
+from yolofleet.data.bigjson import JsonFault, read_lists
 from yolofleet.data.labels import Problem, ProblemLog, RawLabels
 from yolofleet.data.yolotxt import ABSENT, Stamp, stamp
 from yolofleet.errors import DataError
 
 _FORMAT = 1
+_NO_CATEGORY = -(1 << 63)
 _HINT = "is it an instances_*.json, with images, annotations and categories?"
 
 
@@ -66,25 +73,20 @@ class CocoFiles:
         image_ids: int64 [N].
     """
 
-    def __init__(self, path: Path, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
+    def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
         """
         Args:
-            roots: folders that may hold the images; the first that holds one of the first ten is used.
+            roots: folders that may hold the images; see ``_found``.
             category_ids: the category of each class number.
         """
-        self.table = load_table(path)
-        self.table_stamp = stamp(str(path))
-        names = self.table.file_names
-        self.root = next(
-            (root for root in roots if any(stamp(str(root / name)) != ABSENT for name in names[:10])),
-            roots[0],
-        )
-        self.images = [os.path.join(str(self.root), name) for name in names]  # noqa: PTH118
+        self.table = table
+        self.table_stamp = stamp(table.path)
+        self.images = _found(table.file_names, roots)
         self.stamps: list[Stamp] = [stamp(image) for image in self.images]
         self.image_ids = self.table.image_ids
         known = {category: number for number, category in enumerate(category_ids)}
-        self._classes = np.array([known.get(i, -1) for i in self.table.category_ids.tolist()], np.float64)
-        self._sizes_px = np.maximum(self.table.sizes_wh, 1).astype(np.float64)
+        categories, which = np.unique(self.table.category_ids, return_inverse=True)
+        self._classes = np.array([known.get(i, -1) for i in categories.tolist()], np.float64)[which]
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Labels of images start:stop.
@@ -98,7 +100,7 @@ class CocoFiles:
         for at in np.flatnonzero(differs).tolist():
             (width, height), (said_width, said_height) = sizes_wh[at], said[at]
             what = f"is {width} x {height} pixels; the annotations say {said_width} x {said_height}"
-            log.add(Problem(self.images[start + at], None, what, "boxes scaled"))
+            log.add(Problem(self.images[start + at], None, what, "size-differs"))
         sizes = np.where((said > 0).all(1, keepdims=True), said, np.maximum(sizes_wh, 1)).astype(np.float64)
 
         first, last = int(table.offsets[start]), int(table.offsets[stop])
@@ -123,24 +125,49 @@ class CocoFiles:
         return self.table.path, None, f"annotation {mark} of {self.table.file_names[at]}: "
 
 
+def _found(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
+    """Paths of images: the first folder is used that holds one of ten names, as they are or without their first
+    folders (Objects365 says ``images/v1/patch8/x.jpg`` of what lies in ``train/patch8/x.jpg``)."""
+    some = (
+        [file_names[at] for at in np.linspace(0, len(file_names) - 1, 10).astype(int)] if file_names else []
+    )
+    for parts in (0, 2, 1):
+        for root in map(str, roots):
+            if any(stamp(os.path.join(root, _last_parts(name, parts))) != ABSENT for name in some):
+                return [os.path.join(root, _last_parts(name, parts)) for name in file_names]
+    return [os.path.join(str(roots[0]), name) for name in file_names]
+
+
+def _last_parts(name: str, parts: int) -> str:
+    """The last ``parts`` of a path; all of it for 0."""
+    return "/".join(name.split("/")[-parts:]) if parts else name
+
+
 def load_table(path: Path) -> CocoTable:
     """From the cache folder where possible. Raises DataError for a file that is missing or not COCO's form."""
+    return cached_table(path, None)
+
+
+def cached_table(path: Path, parse: Callable[[str], CocoTable] | None) -> CocoTable:
+    """``parse`` of a file, from the cache folder where possible; None: of a COCO json."""
     try:
         about = path.stat()
     except (OSError, ValueError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}") from None
-    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns)
+    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns, parse)
 
 
 @lru_cache(maxsize=4)
-def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
+def _load_table(
+    path: str, size: int, modified_ns: int, parse: Callable[[str], CocoTable] | None
+) -> CocoTable:
     text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
     key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     stored = cache_root() / "coco" / f"{key}.arrays"
     read = read_arrays(stored)
     if read is not None:
         return _unpack(path, *read)
-    table = _parse(path)
+    table = (parse or _parse)(path)
     try:
         write_arrays(stored, *_pack(table))
     except OSError:
@@ -177,83 +204,142 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
     )
 
 
-def _without_outline(entry: dict[str, Any]) -> dict[str, Any]:
-    entry.pop("segmentation", None)  # most of the file's bulk; dropped while parsing
-    return entry
-
-
 def _parse(path: str) -> CocoTable:
-    try:
-        content = json.loads(Path(path).read_bytes(), object_hook=_without_outline)
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"annotations {path} cannot be read: {error}", hint=_HINT) from None
-    if not isinstance(content, dict) or not isinstance(content.get("images"), list):
-        raise DataError(f"annotations {path} have no list of images", hint=_HINT)
-
+    builder = TableBuilder()
     categories: dict[int, str] = {}
-    for entry in _entries(content, "categories", path):
-        number = _whole(entry, "id", f"{path}: a category")
-        if not isinstance(entry.get("name"), str) or not entry["name"]:
-            raise DataError(f"{path}: category {number} has no name", hint=_HINT)
-        categories[number] = entry["name"]
-    images: dict[int, tuple[str, int, int]] = {}
-    for entry in _entries(content, "images", path):
-        number, name = _whole(entry, "id", f"{path}: an image"), entry.get("file_name")
-        if not isinstance(name, str) or not name:
-            raise DataError(f"{path}: image {number} has no file_name", hint=_HINT)
-        if number in images:
-            raise DataError(f"{path}: image id {number} is given twice ({images[number][0]}, {name})")
-        width, height = (_number(entry.get(side)) for side in ("width", "height"))
-        in_range = 0 < width < 1 << 31 and 0 < height < 1 << 31
-        images[number] = (name, int(width) if in_range else 0, int(height) if in_range else 0)
+    seen: set[str] = set()
+    try:
+        for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
+            if entry is None and key not in seen:  # the list begins
+                seen.add(key)
+            elif not isinstance(entry, dict):
+                raise DataError(f"annotations {path} have no usable list of {key}", hint=_HINT)
+            elif key == "annotations":
+                _add_annotation(builder, entry)
+            elif key == "images":
+                _add_image(builder, entry, path)
+            else:
+                number = _whole(entry, "id", f"{path}: a category")
+                if not isinstance(entry.get("name"), str) or not entry["name"]:
+                    raise DataError(f"{path}: category {number} has no name", hint=_HINT)
+                categories[number] = entry["name"]
+    except (OSError, JsonFault, MemoryError) as error:
+        raise DataError(f"annotations {path} cannot be read: {error}", hint=_HINT) from None
+    for key in ("images", "categories"):
+        if key not in seen:
+            raise DataError(f"annotations {path} have no list of {key}", hint=_HINT)
+    return builder.table(path, categories)
 
-    rows: list[tuple[int, int, int, float, float, float, float, bool, float]] = []
-    stray, unknown = 0, []
-    for entry in _entries(content, "annotations", path, needed=False):
-        box = entry.get("bbox")
-        numbers = [_number(value) for value in box] if isinstance(box, list) else []
-        image, number, category = entry.get("image_id"), entry.get("id", -1), entry.get("category_id")
-        if not isinstance(image, int) or image not in images or len(numbers) != 4:
-            stray += 1
-            continue
-        number = number if isinstance(number, int) and abs(number) < 1 << 63 else -1
-        if not isinstance(category, int) or category not in categories:
-            unknown.append(f"annotation {number}: category {category!r:.40}")
-            category = -1
-        area = _number(entry.get("area"))
-        rows.append((image, number, category, *numbers, bool(entry.get("iscrowd")), area))  # type: ignore[arg-type]
-    if unknown:
-        shown = "\n  ".join(unknown[:10])
-        raise DataError(
-            f"{path}: {len(unknown)} annotations are of categories that it does not list\n  {shown}",
-            hint=_HINT,
+
+class TableBuilder:
+    """Images and annotations in any order -> ``CocoTable``; about 65 bytes an annotation."""
+
+    def __init__(self) -> None:
+        self._image_ids, self._sizes_wh = array("q"), array("i")
+        self._file_names: list[str] = []
+        self._of_image, self._ids, self._categories = array("q"), array("q"), array("q")
+        self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
+        self._odd_categories: dict[int, str] = {}  # by row; the first ones that are no whole numbers
+        self.stray = 0
+
+    def add_image(self, number: int, name: str, width: int, height: int) -> None:
+        """Sizes in pixels, 0 where not known."""
+        self._image_ids.append(number)
+        self._file_names.append(name)
+        self._sizes_wh.extend((width, height))
+
+    def add_box(
+        self, image: int, number: int, category: Any, box: Iterable[float], crowd: bool, area: float
+    ) -> None:
+        """
+        Args:
+            category: an unusable one is reported by ``table``.
+            box: x, y, width, height, pixels.
+            area: pixels; NaN where not known.
+        """
+        if type(category) is not int or abs(category) >= 1 << 63:
+            if len(self._odd_categories) < 1000:
+                self._odd_categories[len(self._ids)] = f"{category!r:.40}"
+            category = _NO_CATEGORY
+        self._of_image.append(image)
+        self._ids.append(number)
+        self._categories.append(category)
+        self._boxes_xywh_px.extend(box)
+        self._crowd.append(crowd)
+        self._area_px.append(area)
+
+    def table(self, path: str, categories: Mapping[int, str]) -> CocoTable:
+        """Raises DataError: an image id twice, or annotations of unknown categories."""
+        image_ids = np.frombuffer(self._image_ids, np.int64)
+        by_id = np.argsort(image_ids, kind="stable")
+        image_ids = image_ids[by_id]
+        twice = np.flatnonzero(image_ids[1:] == image_ids[:-1])
+        if len(twice):
+            first, second = (self._file_names[by_id[at]] for at in (twice[0], twice[0] + 1))
+            raise DataError(f"{path}: image id {image_ids[twice[0]]} is given twice ({first}, {second})")
+        of_image = np.frombuffer(self._of_image, np.int64)
+        owner = np.searchsorted(image_ids, of_image)
+        if len(image_ids):
+            known = image_ids[np.minimum(owner, len(image_ids) - 1)] == of_image
+        else:
+            known = np.zeros(len(owner), bool)
+        category_ids = np.frombuffer(self._categories, np.int64)
+        self._check_categories(path, category_ids, known, categories)
+        rows = np.flatnonzero(known)
+        rows = rows[np.argsort(owner[rows], kind="stable")]
+        counts = np.bincount(owner[rows], minlength=len(image_ids))
+        return CocoTable(
+            path=path,
+            categories=tuple(sorted(categories.items())),
+            image_ids=image_ids,
+            sizes_wh=np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id],
+            file_names=tuple(self._file_names[at] for at in by_id.tolist()),
+            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            annotation_ids=np.frombuffer(self._ids, np.int64)[rows],
+            category_ids=category_ids[rows],
+            boxes_xywh_px=np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows],
+            crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
+            area_px=np.frombuffer(self._area_px, np.float64)[rows],
+            stray=self.stray + int(len(known) - len(rows)),
         )
 
-    ids = sorted(images)
-    position = {number: at for at, number in enumerate(ids)}
-    rows.sort(key=lambda row: position[row[0]])
-    counts = np.bincount(np.array([position[row[0]] for row in rows], np.int64), minlength=len(ids))
-    return CocoTable(
-        path=path,
-        categories=tuple(sorted(categories.items())),
-        image_ids=np.array(ids, np.int64),
-        sizes_wh=np.array([images[i][1:] for i in ids], np.int32).reshape(-1, 2),
-        file_names=tuple(images[i][0] for i in ids),
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        annotation_ids=np.array([row[1] for row in rows], np.int64),
-        category_ids=np.array([row[2] for row in rows], np.int64),
-        boxes_xywh_px=np.array([row[3:7] for row in rows], np.float64).reshape(-1, 4),
-        crowd=np.array([row[7] for row in rows], bool),
-        area_px=np.array([row[8] for row in rows], np.float64),
-        stray=stray,
+    def _check_categories(
+        self, path: str, category_ids: np.ndarray, known: np.ndarray, categories: Mapping[int, str]
+    ) -> None:
+        unknown = np.flatnonzero(known & ~np.isin(category_ids, np.array(list(categories), np.int64)))
+        if len(unknown):
+            shown = "\n  ".join(
+                f"annotation {self._ids[row]}: category {self._odd_categories.get(row, category_ids[row])}"
+                for row in unknown[:10].tolist()
+            )
+            what = f"{len(unknown)} annotations are of categories that it does not list\n  {shown}"
+            raise DataError(f"{path}: {what}", hint=_HINT)
+
+
+def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
+    number, name = _whole(entry, "id", f"{path}: an image"), entry.get("file_name")
+    if not isinstance(name, str) or not name:
+        raise DataError(f"{path}: image {number} has no file_name", hint=_HINT)
+    width, height = (number_of(entry.get(side)) for side in ("width", "height"))
+    in_range = 0 < width < 1 << 31 and 0 < height < 1 << 31
+    builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
+
+
+def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
+    box, image, number = entry.get("bbox"), entry.get("image_id"), entry.get("id", -1)
+    if type(image) is not int or abs(image) >= 1 << 63 or not isinstance(box, list) or len(box) != 4:
+        builder.stray += 1
+        return
+    if type(number) is not int or abs(number) >= 1 << 63:
+        number = -1
+    builder.add_box(
+        image,
+        number,
+        entry.get("category_id"),
+        map(number_of, box),
+        bool(entry.get("iscrowd")),
+        number_of(entry.get("area")),
     )
-
-
-def _entries(content: dict[str, Any], key: str, path: str, needed: bool = True) -> list[dict[str, Any]]:
-    entries = content.get(key, None if needed else [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DataError(f"annotations {path} have no usable list of {key}", hint=_HINT)
-    return entries
 
 
 def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
@@ -263,8 +349,10 @@ def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
     return value
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
     """NaN for anything that is no number."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

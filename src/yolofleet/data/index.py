@@ -17,17 +17,18 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
-from yolofleet.data.cocojson import CocoFiles
+from yolofleet.data.cocojson import CocoFiles, load_table
 from yolofleet.data.decode import read_image, unreadable
 from yolofleet.data.imageheader import read_header
-from yolofleet.data.labels import Problem, ProblemLog, clean
+from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
+from yolofleet.data.odgt import OdgtFiles
 from yolofleet.data.sources import DatasetSpec, SplitSource
 from yolofleet.data.vocxml import VocFiles
 from yolofleet.data.yolotxt import ABSENT, Stamp, YoloFiles
@@ -36,7 +37,7 @@ from yolofleet.errors import DataError
 __all__ = ["DataIndex", "Problem", "build_index", "cache_root"]
 
 _Files = YoloFiles | VocFiles | CocoFiles
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK = 512  # images that a thread takes at a time
 _THREADS = 8  # they wait for the disk or the network; the reading itself is 60 us an image
 _ARRAYS = (
@@ -70,6 +71,7 @@ class DataIndex:
         crowd: bool [M], COCO's iscrowd and VOC's difficult.
         area_px: float64 [M], COCO's, else width x height in the image's own pixels.
         problems: the first ones of ``problem_count``.
+        problem_kinds: how many labels or images each kind of problem concerns (``labels.KINDS``).
         unlabelled: images without a label file (COCO: without an annotation): background.
         file: where it is stored, None when that was not possible.
     """
@@ -89,6 +91,7 @@ class DataIndex:
     area_px: np.ndarray
     problems: tuple[Problem, ...] = ()
     problem_count: int = 0
+    problem_kinds: dict[str, int] = field(default_factory=dict)
     unlabelled: int = 0
     file: Path | None = field(default=None)
 
@@ -135,10 +138,11 @@ class DataIndex:
             "split": self.split,
             "names": json.dumps(self.names),
             "problem_count": str(self.problem_count),
+            "problem_kinds": json.dumps(self.problem_kinds),
             "unlabelled": str(self.unlabelled),
         }
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        rows = [[p.path, p.line, p.what, p.action, p.wrong_class] for p in self.problems]
+        rows = [[p.path, p.line, p.what, p.kind] for p in self.problems]
         arrays["problems"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
         write_arrays(file, arrays, meta)
 
@@ -156,6 +160,7 @@ class DataIndex:
             names=tuple(json.loads(meta["names"])),
             problems=tuple(Problem(*row) for row in json.loads(arrays["problems"].tobytes())),
             problem_count=int(meta["problem_count"]),
+            problem_kinds=json.loads(meta["problem_kinds"]),
             unlabelled=int(meta["unlabelled"]),
             file=file,
             **{name: arrays[name] for name in _ARRAYS},
@@ -181,6 +186,7 @@ def build_index(
     single_cls: bool = False,
     workers: int = 0,
     strict: bool = True,
+    problems_kept: int = MAX_PROBLEMS_KEPT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DataIndex:
     """The stored index of a split if its files are as they were, else a new one.
@@ -192,6 +198,7 @@ def build_index(
         single_cls: all classes become class 0.
         workers: threads; 0 chooses.
         strict: a label whose class the data set does not have is an error; otherwise such labels are dropped.
+        problems_kept: at least so many problems are kept in full; an index that was stored with fewer is built again.
         on_progress: called with (images read, all images), from this thread.
     Raises:
         DataError: no images; most images or most labels unusable; wrong classes (see ``strict``); a train split
@@ -200,7 +207,7 @@ def build_index(
     """
     sources = spec.sources(split)
     groups = [_open(source, spec) for source in sources]
-    log = ProblemLog()
+    log = ProblemLog(problems_kept)
     _drop_repeats(groups, log)
     total = sum(len(group.images) for group in groups)
     if not total:
@@ -211,7 +218,7 @@ def build_index(
     key = _key(spec, split, groups, single_cls=single_cls, strict=strict)
     file = cache_root() / "index" / f"{key}.arrays"
     stored = DataIndex.load(file)
-    if stored is not None:
+    if stored is not None and len(stored.problems) >= min(stored.problem_count, problems_kept):
         return stored
 
     jobs = [
@@ -222,17 +229,22 @@ def build_index(
     parts: list[_Part] = []
     done = 0
     with ThreadPoolExecutor(workers or _THREADS, thread_name_prefix="index") as pool:
-        for part in pool.map(lambda job: _scan(job[0], job[1], job[2], spec, single_cls), jobs):
+        for part in pool.map(
+            lambda job: _scan(
+                job[0], job[1], job[2], spec, single_cls=single_cls, problems_kept=problems_kept
+            ),
+            jobs,
+        ):
             parts.append(part)
             done += part.images_read
             if on_progress:
                 on_progress(done, total)
-    wrong_classes = log.wrong_classes + sum(part.log.wrong_classes for part in parts)
+    wrong_classes = sum(part.log.kinds["wrong-class"] for part in parts)
     if strict and wrong_classes:
         shown = ProblemLog()
         for part in parts:
             part.log.kept = [problem for problem in part.log.kept if problem.wrong_class]
-            part.log.count = part.log.wrong_classes
+            part.log.count = part.log.kinds["wrong-class"]
             shown.merge(part.log)
         many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"
         raise _unusable(spec, split, f"{many} a class that names does not have", shown)
@@ -248,7 +260,9 @@ def build_index(
 
 def _open(source: SplitSource, spec: DatasetSpec) -> _Files:
     if source.kind == "coco":
-        return CocoFiles(source.path, source.image_roots, spec.category_ids or ())
+        return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
+    if source.kind == "odgt":
+        return OdgtFiles(source.path, source.image_roots, spec.names)
     if source.kind == "voc":
         return VocFiles(source.path, spec.names)
     return YoloFiles(source.path)
@@ -287,23 +301,26 @@ class _Part:
     log: ProblemLog
 
 
-def _scan(group: _Files, start: int, stop: int, spec: DatasetSpec, single_cls: bool) -> _Part:
-    log = ProblemLog()
+def _scan(
+    group: _Files, start: int, stop: int, spec: DatasetSpec, *, single_cls: bool, problems_kept: int
+) -> _Part:
+    log = ProblemLog(problems_kept)
     sizes = np.zeros((stop - start, 2), np.int32)
     for at in range(start, stop):
         try:
             sizes[at - start] = _size_of(group.images[at], group.stamps[at])
         except DataError as error:
             what = error.what.removeprefix(f"image {group.images[at]} ")
-            log.add(Problem(group.images[at], None, what, "image left out"), image_left_out=True)
+            kind = "image-missing" if group.stamps[at] == ABSENT else "image-unreadable"
+            log.add(Problem(group.images[at], None, what, kind))
     raw = group.rows(start, stop, sizes, log)
     rows_read = len(raw.image) + log.rows_dropped
     if single_cls:
         raw.values[:, 0] = np.where(np.isfinite(raw.values[:, 0]), 0, np.nan)
     cleaned = clean(raw, 1 if single_cls else len(spec.names), drop_duplicates=isinstance(group, YoloFiles))
-    for row, what, action, wrong_class in cleaned.complaints:
+    for row, what, kind in cleaned.complaints:
         path, line, opening = group.place(start + int(raw.image[row]), int(raw.mark[row]))
-        log.add(Problem(path, line, opening + what, action, wrong_class), row_dropped=action == "dropped")
+        log.add(Problem(path, line, opening + what, kind))
 
     usable = np.asarray((sizes > 0).all(1))
     usable[list(raw.unusable)] = False
@@ -352,9 +369,7 @@ def _relative(problem: Problem, root: str) -> Problem:
     prefix = root.rstrip(os.sep) + os.sep
     if not problem.path.startswith(prefix):
         return problem
-    return Problem(
-        problem.path[len(prefix) :], problem.line, problem.what, problem.action, problem.wrong_class
-    )
+    return replace(problem, path=problem.path[len(prefix) :])
 
 
 def _join(
@@ -371,7 +386,8 @@ def _join(
     for group in groups:
         if isinstance(group, CocoFiles) and group.table.stray:
             what = f"{group.table.stray} annotations have no usable bbox or are of no listed image"
-            log.add(_relative(Problem(group.table.path, None, what, "dropped"), str(spec.root)))
+            problem = _relative(Problem(group.table.path, None, what, "label-stray"), str(spec.root))
+            log.add(problem, group.table.stray)
     paths = [path for part in parts for path in part.paths]
     rows_read = sum(part.rows_read for part in parts)
     if len(paths) * 2 < total:
@@ -399,6 +415,7 @@ def _join(
         "area_px": joined("area_px"),
         "problems": tuple(log.kept),
         "problem_count": log.count,
+        "problem_kinds": dict(log.kinds),
         "unlabelled": sum(part.unlabelled for part in parts),
     }
 
@@ -454,7 +471,7 @@ def _drop_repeats(groups: Sequence[_Files], log: ProblemLog) -> None:
         fresh = []
         for at, path in enumerate(group.images):
             if path in seen:
-                log.add(Problem(path, None, "is listed more than once", "counted once"))
+                log.add(Problem(path, None, "is listed more than once", "image-twice"))
             else:
                 seen.add(path)
                 fresh.append(at)

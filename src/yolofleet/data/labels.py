@@ -5,6 +5,7 @@ Legend: M label rows, C classes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,26 @@ EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unch
 MAX_FRACTION = 2.0  # beyond it a number is taken for pixels, not for a fraction of the image
 
 
+LEFT_OUT, DROPPED = "image left out", "dropped"
+LOSSES = (LEFT_OUT, DROPPED)  # what costs images or labels
+KINDS = {  # what was done about each kind of problem
+    "image-missing": LEFT_OUT,
+    "image-unreadable": LEFT_OUT,
+    "image-twice": "counted once",
+    "labels-unreadable": LEFT_OUT,  # without its labels an image would teach that nothing is there
+    "label-unreadable": DROPPED,
+    "label-stray": DROPPED,
+    "label-twice": "counted once",
+    "wrong-class": DROPPED,  # names and labels disagree; an error unless asked otherwise
+    "box-not-finite": DROPPED,
+    "box-in-pixels": DROPPED,
+    "box-empty": DROPPED,
+    "box-outside": DROPPED,
+    "box-sticks-out": "clipped",
+    "size-differs": "boxes scaled",
+}
+
+
 @dataclass(frozen=True)
 class Problem:
     """
@@ -21,15 +42,22 @@ class Problem:
         path: image or label file; relative to the data set where it lies inside.
         line: 1-based, of a text file.
         what: what is wrong, with the values.
-        action: what was done about it.
-        wrong_class: the data set's names and its labels disagree; an error unless asked otherwise.
+        kind: of ``KINDS``.
     """
 
     path: str
     line: int | None
     what: str
-    action: str
-    wrong_class: bool = False
+    kind: str
+
+    @property
+    def action(self) -> str:
+        """What was done about it."""
+        return KINDS[self.kind]
+
+    @property
+    def wrong_class(self) -> bool:
+        return self.kind == "wrong-class"
 
     def __str__(self) -> str:
         path = self.path.encode("utf-8", "backslashreplace").decode()  # names that are no text stay printable
@@ -39,28 +67,33 @@ class Problem:
 
 @dataclass
 class ProblemLog:
-    """The first problems and the number of all."""
+    """
+    Attributes:
+        kept: the first ``limit`` problems of ``count``.
+        kinds: how many labels or images each kind of problem concerns.
+    """
 
+    limit: int = MAX_PROBLEMS_KEPT
     kept: list[Problem] = field(default_factory=list)
     count: int = 0
-    wrong_classes: int = 0
-    rows_dropped: int = 0
-    images_left_out: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
 
-    def add(self, problem: Problem, *, row_dropped: bool = False, image_left_out: bool = False) -> None:
+    @property
+    def rows_dropped(self) -> int:
+        """Labels of images that are used, or would be if their label could be read; strays are of no image."""
+        return sum(self.kinds[kind] for kind in KINDS if KINDS[kind] == DROPPED and kind != "label-stray")
+
+    def add(self, problem: Problem, count: int = 1) -> None:
+        """``count``: labels or images that it speaks of."""
         self.count += 1
-        self.wrong_classes += problem.wrong_class
-        self.rows_dropped += row_dropped
-        self.images_left_out += image_left_out
-        if len(self.kept) < MAX_PROBLEMS_KEPT or (problem.wrong_class and self.wrong_classes <= 10):
+        self.kinds[problem.kind] += count
+        if len(self.kept) < self.limit or (problem.wrong_class and self.kinds["wrong-class"] <= 10):
             self.kept.append(problem)
 
     def merge(self, later: ProblemLog) -> None:
         self.count += later.count
-        self.wrong_classes += later.wrong_classes
-        self.rows_dropped += later.rows_dropped
-        self.images_left_out += later.images_left_out
-        self.kept += later.kept[: max(0, MAX_PROBLEMS_KEPT - len(self.kept))]
+        self.kinds.update(later.kinds)
+        self.kept += later.kept[: max(0, self.limit - len(self.kept))]
 
 
 @dataclass(frozen=True)
@@ -109,12 +142,12 @@ class CleanLabels:
     Attributes:
         keep: bool [M], rows that are usable.
         boxes_cxcywh_unit: float32 [M, 4], clipped where said; to be read where ``keep``.
-        complaints: (row, what, action, wrong_class), by row.
+        complaints: (row, what, kind of problem), by row.
     """
 
     keep: np.ndarray
     boxes_cxcywh_unit: np.ndarray
-    complaints: list[tuple[int, str, str, bool]]
+    complaints: list[tuple[int, str, str]]
 
 
 def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLabels:
@@ -146,32 +179,30 @@ def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLa
         low, high = low[sticks_out].clip(0, 1), high[sticks_out].clip(0, 1)
         boxes[sticks_out] = np.concatenate([(low + high) / 2, high - low], axis=1)
 
-    complaints: list[tuple[int, str, str, bool]] = []
+    complaints: list[tuple[int, str, str]] = []
     for row in np.flatnonzero(dropped | sticks_out).tolist():
         shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:])
         if wrong_class[row]:
             what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
-            complaints.append((row, what, "dropped", True))
-            continue
-        if sticks_out[row]:
-            complaints.append((row, f"box {shown} sticks out of the image", "clipped", False))
-            continue
-        if odd[row]:
-            what = f"box {shown} is not finite"
+            kind = "wrong-class"
+        elif sticks_out[row]:
+            what, kind = f"box {shown} sticks out of the image", "box-sticks-out"
+        elif odd[row]:
+            what, kind = f"box {shown} is not finite", "box-not-finite"
         elif pixels[row]:
-            what = f"box {shown} is not given as fractions of the image (pixels?)"
+            what, kind = f"box {shown} is not given as fractions of the image (pixels?)", "box-in-pixels"
         elif flat[row]:
-            what = f"box {shown} has no width or height"
+            what, kind = f"box {shown} has no width or height", "box-empty"
         else:
-            what = f"box {shown} lies outside the image"
-        complaints.append((row, what, "dropped", False))
+            what, kind = f"box {shown} lies outside the image", "box-outside"
+        complaints.append((row, what, kind))
 
     keep = ~dropped
     if drop_duplicates:
         rows = np.flatnonzero(keep)
         for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
             keep[row] = False
-            complaints.append((row, "the same class and box stand here before", "counted once", False))
+            complaints.append((row, "the same class and box stand here before", "label-twice"))
         complaints.sort()
     return CleanLabels(keep, boxes, complaints)
 

@@ -1,7 +1,7 @@
 """What a person calls a data set -> a checked ``DatasetSpec``. No image or label file is opened here.
 
-Tried in this order: ``shapes`` or ``shapes:N``; a YAML or COCO JSON file; a folder (a YAML in it, Pascal VOC,
-COCO); the name of a description that comes with yolofleet (``coco128``, ``coco``, ``voc``). Nothing is
+Tried in this order: ``shapes`` or ``shapes:N``; a YAML, COCO JSON or CrowdHuman .odgt file; a folder (a YAML in it,
+Pascal VOC, COCO, Objects365, CrowdHuman); the name of a description that comes with yolofleet (``coco128``, ``coco``, ``voc``). Nothing is
 downloaded, and nothing that a description says is executed.
 """
 
@@ -20,13 +20,14 @@ from typing import Any, Literal
 from yolofleet import __version__
 from yolofleet.config.suggest import nearest, shown
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.data import cocojson, vocxml
+from yolofleet.data import cocojson, odgt, vocxml
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 
 SPLITS = ("train", "val", "test")
 SHAPES_IMAGES = 256
 _BUILT_IN = Path(__file__).resolve().parent.parent / "config" / "datasets"
+_ANNOTATIONS: dict[str, Literal["coco", "odgt"]] = {".json": "coco", ".odgt": "odgt"}
 _KEYS = ("path", *SPLITS, "names", "nc", "download")
 
 
@@ -35,12 +36,13 @@ class SplitSource:
     """Where images and labels of a split, or of a part of it, come from.
 
     Attributes:
-        kind: yolo (a folder, or a .txt list of images), coco (a JSON file) or voc (an ImageSets/Main list).
+        kind: yolo (a folder, or a .txt list of images), coco (a JSON file), voc (an ImageSets/Main list) or odgt
+            (CrowdHuman's file).
         path: that folder or file.
-        image_roots: coco: folders that may hold the images, best first.
+        image_roots: coco, odgt: folders that may hold the images, best first.
     """
 
-    kind: Literal["yolo", "coco", "voc"]
+    kind: Literal["yolo", "coco", "voc", "odgt"]
     path: Path
     image_roots: tuple[Path, ...] = ()
 
@@ -103,10 +105,10 @@ def load_dataset(data: str) -> DatasetSpec:
         if path.is_file():
             if path.suffix.lower() in (".yaml", ".yml"):
                 return _from_yaml(path)
-            if path.suffix.lower() == ".json":
-                return _from_json(path)
+            if path.suffix.lower() in _ANNOTATIONS:
+                return _from_annotations(path)
             raise ConfigError(
-                f"data set {data} is a {path.suffix or 'nameless'} file", hint="a .yaml or .json file"
+                f"data set {data} is a {path.suffix or 'nameless'} file", hint="a .yaml, .json or .odgt file"
             )
     except (OSError, ValueError, RuntimeError) as error:  # NUL characters, unknown ~user, forbidden folders
         raise ConfigError(f"data set {data!r} cannot be opened: {error}") from None
@@ -130,7 +132,7 @@ def _neighbours(path: Path) -> list[str]:
     return [
         str(path.parent / file.name)
         for file in files
-        if file.is_dir() or file.suffix in (".yaml", ".yml", ".json")
+        if file.is_dir() or file.suffix in (".yaml", ".yml", *_ANNOTATIONS)
     ]
 
 
@@ -243,11 +245,11 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
     if path.is_dir():
         is_voc = (path / "Annotations").is_dir() and (path / "ImageSets" / "Main").is_dir()
         return SplitSource("voc", _voc_listing(path, split)) if is_voc else SplitSource("yolo", path)
-    if path.suffix.lower() == ".json":
-        return SplitSource("coco", path, _image_roots(path, bases[:1]))
+    if path.suffix.lower() in _ANNOTATIONS:
+        return SplitSource(_ANNOTATIONS[path.suffix.lower()], path, _image_roots(path, bases[:1]))
     if path.suffix.lower() == ".txt":
         return SplitSource("voc" if vocxml.is_voc_listing(path) else "yolo", path)
-    raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
+    raise DataError(f"{split} {path} is neither a folder nor a .txt, .json or .odgt file", source=place)
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -288,12 +290,12 @@ def _some(values: Iterable[Any]) -> str:
     return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")
 
 
-# COCO and VOC
+# COCO, Objects365, CrowdHuman and VOC
 
 
-def _from_json(path: Path) -> DatasetSpec:
+def _from_annotations(path: Path) -> DatasetSpec:
     def source(file: Path) -> tuple[SplitSource, ...]:
-        return (SplitSource("coco", file, _image_roots(file, ())),)
+        return (SplitSource(_ANNOTATIONS[file.suffix.lower()], file, _image_roots(file, ())),)
 
     other = path.with_name(path.name.replace("train", "val"))
     if other != path and other.is_file():
@@ -306,14 +308,15 @@ def _from_json(path: Path) -> DatasetSpec:
 
 
 def _image_roots(path: Path, bases: Sequence[Path]) -> tuple[Path, ...]:
-    part = re.sub(r"^(instances|image_info|person_keypoints)_", "", path.stem)  # e.g. train2017
-    parent = path.absolute().parent
-    roots = [
-        root / below
-        for root in (parent, parent.parent, *bases)
-        for below in (Path(), Path("images"), Path(part), Path("images") / part)
+    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2|annotation)_", "", path.stem)
+    parent = path.absolute().parent  # part: e.g. train2017
+    below = [
+        Path(),
+        *(Path(name) for name in ("images", "Images", part)),
+        Path("images") / part,
+        Path(part) / "images",
     ]
-    return tuple(dict.fromkeys(roots))
+    return tuple(dict.fromkeys(root / folder for root in (parent, parent.parent, *bases) for folder in below))
 
 
 def _from_folder(folder: Path) -> DatasetSpec:
@@ -340,21 +343,28 @@ def _from_folder(folder: Path) -> DatasetSpec:
         if not splits:
             raise missing["train"]
         return _named(DatasetSpec(name, (), splits, str(folder), root, missing=missing), None)
-    for split, pattern in (("train", "train"), ("val", "val"), ("test", "test")):
+    for split in SPLITS:
         files = [
-            *folder.glob(f"annotations/instances_{pattern}*.json"),
-            *folder.glob(f"{pattern}*/_annotations.coco.json"),
+            *folder.glob(f"annotations/instances_{split}*.json"),
+            *folder.glob(f"{split}*/_annotations.coco.json"),
+            *(
+                f
+                for f in (folder / b / f"zhiyuan_objv2_{split}.json" for b in ("", "annotations", split))
+                if f.is_file()
+            ),
+            *folder.glob(f"annotation_{split}.odgt"),
         ]
         if files:
             splits[split] = tuple(
-                SplitSource("coco", file.absolute(), _image_roots(file, [root])) for file in sorted(files)
+                SplitSource(_ANNOTATIONS[file.suffix], file.absolute(), _image_roots(file, [root]))
+                for file in sorted(files)
             )
     if splits:
         return _named(DatasetSpec(name, (), splits, str(folder), root), None)
     raise ConfigError(
         f"folder {folder} is no data set that I know",
         hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
-        "or COCO (annotations/instances_*.json)",
+        "COCO (annotations/instances_*.json) or CrowdHuman (annotation_train.odgt)",
     )
 
 
@@ -374,6 +384,11 @@ def _voc_listing(root: Path, split: str) -> Path:
 def _named(spec: DatasetSpec, file: _Description | None) -> DatasetSpec:
     """Class names from the description, else from the annotations; COCO's category of each."""
     sources = [source for group in spec.splits.values() for source in group]
+    if any(source.kind == "odgt" for source in sources):
+        if any(source.kind != "odgt" for source in sources):
+            raise ConfigError("CrowdHuman's files and others cannot be mixed", source=spec.origin)
+        place = file.at("names") if file else spec.origin
+        return replace(spec, names=odgt.chosen_names(spec.names, place))
     coco = [source for source in sources if source.kind == "coco"]
     voc = [source for source in sources if source.kind == "voc"]
     categories: dict[int, str] = {}

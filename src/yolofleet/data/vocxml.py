@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import xml.parsers.expat
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class VocError(ValueError):
 
 @dataclass
 class VocObject:
+    """``line``: where it begins in its file."""
+
+    line: int = 0
     name: str = ""
     difficult: bool = False
     corners: dict[str, float] = field(default_factory=dict)
@@ -57,7 +61,7 @@ class VocFiles:
             for name in files
             if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
         }
-        stems = [line.split()[0] for line in text.split("\n") if line.strip()]
+        stems = [_stem(line.strip(), by_stem) for line in text.split("\n") if line.strip()]
         self.images = [str(root / "JPEGImages" / by_stem.get(stem, f"{stem}.jpg")) for stem in stems]
         self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
         self.stamps: list[Stamp] = [stamp(image) for image in self.images]
@@ -81,7 +85,7 @@ class VocFiles:
             try:
                 objects = read_objects(self.labels[at])
             except VocError as error:
-                log.add(Problem(self.labels[at], None, str(error), "image left out"), image_left_out=True)
+                log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
                 unusable.append(at - start)
                 continue
             for number, found in enumerate(objects, 1):
@@ -89,11 +93,11 @@ class VocFiles:
                     what = f"object {number}: class {found.name!r:.60} is not one of the {len(self._names)} names"
                     near = nearest(found.name, self._names)
                     what += f" (nearest: {near})" if near else ""
-                    log.add(Problem(self.labels[at], None, what, "dropped", True), row_dropped=True)
+                    log.add(Problem(self.labels[at], found.line, what, "wrong-class"))
                     continue
                 if len(found.corners) < 4:
                     what = f"object {number} ({found.name}) has no complete bndbox"
-                    log.add(Problem(self.labels[at], None, what, "dropped"), row_dropped=True)
+                    log.add(Problem(self.labels[at], found.line, what, "label-unreadable"))
                 elif width and height:
                     image.append(at - start)
                     mark.append(number)
@@ -104,7 +108,12 @@ class VocFiles:
 
     def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
         """File, line and opening words for a message about a label."""
-        return self.labels[at], None, f"object {mark}: "
+        return self.labels[at], read_objects(self.labels[at])[mark - 1].line, f"object {mark}: "
+
+
+def _stem(line: str, by_stem: Mapping[str, str]) -> str:
+    """Lists of one class have ``stem 1`` and ``stem -1``; but a file name may have a space, too."""
+    return line if line in by_stem else line.split()[0]
 
 
 def voc_root(listing: Path) -> Path:
@@ -170,7 +179,7 @@ def read_objects(path: str) -> list[VocObject]:
         if len(where) > 64:
             raise VocError("is nested more than 64 deep")
         if where[1:] == ["object"]:
-            objects.append(VocObject())
+            objects.append(VocObject(parser.CurrentLineNumber))
 
     def leave(tag: str) -> None:
         inside, content = where[1:], "".join(text).strip()

@@ -170,7 +170,7 @@ def _read(path: str, size: int, log: ProblemLog) -> bytes | None:
                 return file.read()
         except OSError as error:
             what = f"cannot be read ({error.strerror})"
-    log.add(Problem(path, None, what, "image left out"), image_left_out=True)
+    log.add(Problem(path, None, what, "labels-unreadable"))
     return None
 
 
@@ -186,7 +186,7 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
             numbers = list(map(float, columns))
         except ValueError:
             what = f"{text[:60].decode('ascii', 'backslashreplace')!r} is not a row of numbers"
-            log.add(Problem(path, line, what, "dropped"), row_dropped=True)
+            log.add(Problem(path, line, what, "label-unreadable"))
             continue
         if len(numbers) == 5:
             yield line, numbers
@@ -194,7 +194,7 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
             yield line, [numbers[0], *_box_of_polygon(numbers[1::2], numbers[2::2])]
         else:
             what = f"{len(numbers)} columns; 5 are a box (class cx cy w h), 7, 9, ... a polygon"
-            log.add(Problem(path, line, what, "dropped"), row_dropped=True)
+            log.add(Problem(path, line, what, "label-unreadable"))
 
 
 def _box_of_polygon(x: list[float], y: list[float]) -> list[float]:
