@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.checkpoint.pickles import PickledObject, StoredTensor, TorchFile
+from yolofleet.checkpoint.pickle_machine import PickledObject
+from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.errors import CheckpointError
 
 PROTO = b"\x80\x02"

@@ -1,10 +1,8 @@
 """Reading strangers' PyTorch files (``.pt``) as data. Nothing in them is ever called or imported.
 
-A pickle is a program for a small stack machine. This module is such a machine without the dangerous half: a
-name in the file becomes a :class:`Global`, which cannot be called; "calling" one either fills a plain container
-or leaves an inert :class:`PickledObject`; tensors become :class:`StoredTensor`, a checked place in the file.
-A name that no detector checkpoint needs is an error that says it. Work and memory are bounded by the size of
-the file: no number in it is trusted before it is compared with the bytes that are there.
+Their pickles go through the machine of ``pickle_machine.py``; tensors become :class:`StoredTensor`, a checked
+place in the file. Work and memory are bounded by the size of the file: no number in it is trusted before it is
+compared with the bytes that are there.
 
 Formats: torch's zip archive (torch >= 1.6) and the older sequence of pickles.
 """
@@ -14,7 +12,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,12 +21,19 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from yolofleet.checkpoint import pickle_machine
+from yolofleet.checkpoint.pickle_machine import (
+    MAX_DIMENSIONS,
+    MAX_PICKLE_BYTES,
+    PLAIN,
+    Global,
+    Machine,
+    as_tuple,
+    first_line,
+)
 from yolofleet.errors import CheckpointError
 
-MAX_PICKLE_BYTES = 16 * 2**20  # tensors are beside it; a training checkpoint of yolov5n has 0.17 MB
 MAX_MEMBERS = 100_000
-MAX_DIMENSIONS = 16
-MAX_INTEGER_BYTES = 32
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -74,26 +79,6 @@ INERT_NAMES = {
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
     *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "WindowsPath")),
 }
-PYTHON2_BUILTINS = "__builtin__."  # what protocol 2 writes for `builtins`
-
-
-@dataclass(frozen=True)
-class Global:
-    """A name in the file; it stands for nothing."""
-
-    path: str
-
-
-@dataclass(eq=False)
-class PickledObject:
-    """What would have been an instance: class path, constructor arguments, state (usually its ``__dict__``)."""
-
-    class_path: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __repr__(self) -> str:
-        return f"<{self.class_path}>"
 
 
 @dataclass(frozen=True)
@@ -148,7 +133,7 @@ class TorchFile:
         except BaseException as problem:
             self.close()
             if isinstance(problem, DAMAGE):
-                raise self._error(f"is damaged ({_first_line(problem)})") from None
+                raise self._error(f"is damaged ({first_line(problem)})") from None
             raise
 
     def __enter__(self) -> TorchFile:
@@ -190,7 +175,7 @@ class TorchFile:
             flat = torch.frombuffer(bytearray(data), dtype=stored.dtype, count=storage.numel)
             return flat.as_strided(stored.shape, stored.stride, stored.offset).clone()
         except DAMAGE as problem:
-            raise self._error(f"is damaged ({_first_line(problem)})") from None
+            raise self._error(f"is damaged ({first_line(problem)})") from None
 
     # -- the two layouts ----------------------------------------------------------------------------
 
@@ -247,8 +232,8 @@ class TorchFile:
             self._file.seek(length, io.SEEK_CUR)
         return root
 
-    def _machine(self, stream: BinaryIO) -> _Machine:
-        return _Machine(stream, self._storage, self._error)
+    def _machine(self, stream: BinaryIO) -> _TorchMachine:
+        return _TorchMachine(stream, self._storage, self._error)
 
     def _storage(self, key: str, dtype: torch.dtype, numel: int) -> _Storage:
         storage = self._storages.setdefault(key, _Storage(key, dtype, numel))
@@ -272,54 +257,10 @@ class TorchFile:
         return CheckpointError(f"{self.path} {what}", hint=hint)
 
 
-# What damaged bytes make of Python's readers; all become one CheckpointError.
-DAMAGE = (
-    zipfile.BadZipFile,
-    OSError,
-    EOFError,
-    ValueError,
-    IndexError,
-    KeyError,
-    TypeError,
-    struct.error,
-    NotImplementedError,
-    OverflowError,
-    RuntimeError,
-)
+DAMAGE = (zipfile.BadZipFile, *pickle_machine.DAMAGE)
 
 
-def _first_line(problem: BaseException) -> str:
-    text = str(problem).strip() or type(problem).__name__
-    return text.splitlines()[0][:160]
-
-
-# -- names that do something: fill a plain container ------------------------------------------------------
-
-
-def _as_dict(*pairs: Any) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for pair in _sequence(pairs[0]) if pairs else ():
-        key, value = _sequence(pair)
-        found[_key(key)] = value
-    return found
-
-
-def _as_defaultdict(_factory: Any = None, *pairs: Any) -> dict[Any, Any]:
-    return _as_dict(*pairs)
-
-
-def _as_set(values: Iterable[Any] = ()) -> set[Any]:
-    return {_key(v) for v in _sequence(values)}
-
-
-def _as_tuple(values: Iterable[Any] = ()) -> tuple[Any, ...]:
-    return tuple(_sequence(values))
-
-
-def _as_bytes(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise ValueError(f"bytes in encoding {encoding!r:.20}")
-    return text.encode("latin1")
+# -- tensors ---------------------------------------------------------------------------------------------
 
 
 def _parameter(data: Any, _requires_grad: Any = None, _hooks: Any = None, _state: Any = None) -> Any:
@@ -344,12 +285,8 @@ def _stored_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_unused:
 
 
 REBUILD: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _as_dict,
-    "collections.defaultdict": _as_defaultdict,
-    "builtins.set": _as_set,
-    "builtins.frozenset": _as_set,
-    "torch.Size": _as_tuple,
-    "_codecs.encode": _as_bytes,
+    **PLAIN,
+    "torch.Size": as_tuple,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_tensor": _stored_tensor,
@@ -357,27 +294,8 @@ REBUILD: dict[str, Callable[..., Any]] = {
 }
 
 
-def _sequence(values: Any) -> Any:
-    if not isinstance(values, (list, tuple, set)):
-        raise ValueError(f"{type(values).__name__} where a sequence is expected")
-    return values
-
-
-def _key(value: Any) -> Any:
-    """Only flat keys: hashing a deeply nested tuple would overflow Python's own stack."""
-    flat = value if isinstance(value, tuple) else (value,)
-    if len(flat) > MAX_DIMENSIONS or not all(
-        isinstance(v, (str, int, float, bool, bytes, type(None))) for v in flat
-    ):
-        raise ValueError(f"a {type(value).__name__} as key")
-    return value
-
-
-# -- the machine ------------------------------------------------------------------------------------------
-
-
-class _Machine:
-    """Pickle opcodes of protocols 2 to 5 that build values, on a stack; see Python's ``pickletools``."""
+class _TorchMachine(Machine):
+    """Knows tensors, and storages beside the pickle."""
 
     def __init__(
         self,
@@ -385,120 +303,12 @@ class _Machine:
         storage: Callable[[str, torch.dtype, int], _Storage],
         error: Callable[..., CheckpointError],
     ) -> None:
-        self._stream = stream
+        super().__init__(stream, error, REBUILD, INERT_NAMES, INERT_PACKAGES)
         self._storage = storage
-        self._error = error
-        self._budget = MAX_PICKLE_BYTES
 
-    def run(self) -> Any:
-        """The value of the pickle at the stream's position."""
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        while True:
-            code = self.take(1)
-            if code == b".":
-                return self.stack.pop()
-            operation = OPERATIONS.get(code)
-            if operation is None:
-                raise self._error(f"uses pickle opcode 0x{code.hex()}, which no weights need")
-            operation(self)
-
-    # -- input ------------------------------------------------------------------------------------
-
-    def take(self, n: int) -> bytes:
-        """The next n bytes; a length that the file does not have costs nothing."""
-        self.spend(n)
-        data = self._stream.read(n)
-        if len(data) != n:
-            raise ValueError("it ends too early")
-        return data
-
-    def spend(self, n: int) -> None:
-        self._budget -= n
-        if self._budget < 0:
-            raise ValueError(f"its pickle needs more than {MAX_PICKLE_BYTES} bytes")
-
-    def number(self, form: str) -> int:
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
-
-    def line(self) -> str:
-        data = self._stream.readline(1000)
-        self.spend(len(data))
-        if not data.endswith(b"\n"):
-            raise ValueError("a name without end")
-        return data[:-1].decode("ascii")
-
-    # -- stack ------------------------------------------------------------------------------------
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        if self.marks and len(self.stack) <= self.marks[-1]:
-            raise ValueError("an empty stack")
-        return self.stack.pop()
-
-    def pop_many(self, n: int) -> tuple[Any, ...]:
-        return tuple(self.pop() for _ in range(n))[::-1]
-
-    def pop_to_mark(self) -> list[Any]:
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
-
-    def extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise ValueError(f"items for a {type(target).__name__}")
-        target.extend(items)
-
-    def update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not dict or len(items) % 2:
-            raise ValueError(f"pairs for a {type(target).__name__}")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[_key(key)] = value
-
-    def add(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not set:
-            raise ValueError(f"members for a {type(target).__name__}")
-        target.update(_key(v) for v in items)
-
-    # -- names and objects --------------------------------------------------------------------------
-
-    def named(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("a name that is no text")
-        path = f"{module}.{name}"
-        if path.startswith(PYTHON2_BUILTINS):
-            path = f"builtins.{path.removeprefix(PYTHON2_BUILTINS)}"
-        if path not in REBUILD and path not in INERT_NAMES and not path.startswith(INERT_PACKAGES):
-            raise self._error(
-                f"names {path[:100]}, which no weights need: it may be malicious",
-                "nothing of it was run; get the weights from a source you trust, as .safetensors if there are",
-            )
-        self.push(Global(path))
-
-    def call(self) -> None:
-        """REDUCE and NEWOBJ: the only calls are of our own functions in ``REBUILD``."""
-        function, args = self.pop_many(2)
-        if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise ValueError("a call of something that is no name")
-        # copies are paid for: a short loop over one long list must not fill the memory
-        self.spend(sum(len(a) for a in args if isinstance(a, (str, list, tuple, set, dict))))
-        rebuild = REBUILD.get(function.path)
-        self.push(rebuild(*args) if rebuild else PickledObject(function.path, args))
-
-    def build(self) -> None:
-        state = self.pop()
-        target = self.stack[-1]
-        if isinstance(target, PickledObject):
-            target.state = state
-        elif not isinstance(target, (dict, StoredTensor)):  # attributes of those carry no weights
-            raise ValueError(f"a state for a {type(target).__name__}")
+    def set_state(self, target: Any, state: Any) -> None:
+        if not isinstance(target, StoredTensor):  # whose attributes carry no weights
+            super().set_state(target, state)
 
     def persistent(self) -> None:
         """("storage", type, key, device, number of elements); old files add a view, which must be None, and
@@ -517,65 +327,3 @@ class _Machine:
         if name not in DTYPES:
             raise self._error(f"stores numbers as {path[:60]}, which is not supported")
         self.push(self._storage(key, DTYPES[name], numel))
-
-    def integer(self, length: int) -> None:
-        if not 0 <= length <= MAX_INTEGER_BYTES:
-            raise ValueError(f"a whole number of {length} bytes")
-        self.push(int.from_bytes(self.take(length), "little", signed=True))
-
-    def text(self, length: int) -> None:
-        self.push(self.take(length).decode("utf-8"))
-
-    def put(self, at: int) -> None:
-        self.memo[at] = self.stack[-1]
-
-
-OPERATIONS: dict[bytes, Callable[[_Machine], object]] = {
-    b"\x80": lambda m: m.take(1),  # protocol
-    b"\x95": lambda m: m.take(8),  # frame length
-    b"(": lambda m: m.marks.append(len(m.stack)),
-    b"0": lambda m: m.pop(),
-    b"1": lambda m: m.pop_to_mark(),
-    b"2": lambda m: m.push(m.stack[-1]),
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
-    b"J": lambda m: m.push(m.number("<i")),
-    b"K": lambda m: m.push(m.number("<B")),
-    b"M": lambda m: m.push(m.number("<H")),
-    b"\x8a": lambda m: m.integer(m.number("<B")),
-    b"\x8b": lambda m: m.integer(m.number("<i")),
-    b"G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    b"\x8c": lambda m: m.text(m.number("<B")),
-    b"X": lambda m: m.text(m.number("<I")),
-    b"\x8d": lambda m: m.text(m.number("<Q")),
-    b"C": lambda m: m.push(m.take(m.number("<B"))),
-    b"B": lambda m: m.push(m.take(m.number("<I"))),
-    b"\x8e": lambda m: m.push(m.take(m.number("<Q"))),
-    b"]": lambda m: m.push([]),
-    b"}": lambda m: m.push({}),
-    b")": lambda m: m.push(()),
-    b"\x8f": lambda m: m.push(set()),
-    b"l": lambda m: m.push(m.pop_to_mark()),
-    b"t": lambda m: m.push(tuple(m.pop_to_mark())),
-    b"\x85": lambda m: m.push(m.pop_many(1)),
-    b"\x86": lambda m: m.push(m.pop_many(2)),
-    b"\x87": lambda m: m.push(m.pop_many(3)),
-    b"\x91": lambda m: m.push(_as_set(m.pop_to_mark())),
-    b"a": lambda m: m.extend([m.pop()]),
-    b"e": lambda m: m.extend(m.pop_to_mark()),
-    b"s": lambda m: m.update(list(m.pop_many(2))),
-    b"u": lambda m: m.update(m.pop_to_mark()),
-    b"\x90": lambda m: m.add(m.pop_to_mark()),
-    b"c": lambda m: m.named(m.line(), m.line()),
-    b"\x93": lambda m: m.named(*m.pop_many(2)),
-    b"R": lambda m: m.call(),
-    b"\x81": lambda m: m.call(),
-    b"b": lambda m: m.build(),
-    b"Q": lambda m: m.persistent(),
-    b"q": lambda m: m.put(m.number("<B")),
-    b"r": lambda m: m.put(m.number("<I")),
-    b"\x94": lambda m: m.put(len(m.memo)),
-    b"h": lambda m: m.push(m.memo[m.number("<B")]),
-    b"j": lambda m: m.push(m.memo[m.number("<I")]),
-}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.pickles import PickledObject, StoredTensor, TorchFile
+from yolofleet.checkpoint.pickle_machine import PickledObject
+from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.checkpoint.weights import (
     Weights,
     WeightsHeader,
