@@ -1,0 +1,244 @@
+"""Archives of strangers, unpacked: zip, tar and tar.gz, recognised by content.
+
+Only files and folders come out of one, all below the folder that was given and none over an existing file that
+differs. Names, sizes and counts in the archive are untrusted. It is unpacked beside its place first, so a bad or
+interrupted one leaves nothing.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import gzip
+import os
+import shutil
+import stat
+import struct
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+from yolofleet.data.fetch import SPARE_BYTES, size_text
+from yolofleet.errors import DataError, StorageError
+
+MAX_RATIO = 30  # unpacked bytes for each byte of the archive; annotations in JSON have 6
+MIN_BOUND_BYTES = 1 << 20  # small archives may have a larger ratio
+MAX_MEMBERS = 3_000_000
+MAX_NAME_CHARS = 1000
+MAX_DEPTH = 32
+LEFT_OUT = ("__MACOSX", ".DS_Store")
+_MAX_READ_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+_HINT = "get it from its publisher again"
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{i}" for name in ("COM", "LPT") for i in range(1, 10))}
+_DAMAGE = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    ValueError,
+)
+
+
+class _Unsafe(Exception):
+    """What is wrong with the archive."""
+
+
+def unpack(
+    archive: Path, folder: Path, *, strip: str = "", on_progress: Callable[[int, int], None] | None = None
+) -> int:
+    """Put the files of ``archive`` below ``folder``; returns their number.
+
+    Args:
+        strip: leading folders of every member that are left out, such as ``coco128``; members elsewhere are an
+            error.
+        on_progress: called with bytes of the archive's files done, and a bound of them.
+    Raises:
+        DataError: no archive, damaged, or one that would leave the folder, overwrite or fill the disk; ``folder``
+            is then as it was, but for files that came before one that exists and differs.
+        StorageError: the disk refused or is too small.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=folder, prefix=".unpacking-"))
+    except OSError as problem:
+        raise _refused_by_disk(problem, folder) from None
+    try:
+        count = _write_all(archive, beside, tuple(strip.split("/")) if strip else (), on_progress)
+        _move_into(beside, folder)
+        return count
+    except _Unsafe as problem:
+        raise DataError(f"{archive} {problem}", hint=_HINT) from None
+    except _DAMAGE as problem:
+        what = str(problem).splitlines()[0][:100] if str(problem) else type(problem).__name__
+        raise DataError(f"{archive} is damaged ({what})", hint=_HINT) from None
+    except OSError as problem:
+        raise _refused_by_disk(problem, folder) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_all(
+    archive: Path, folder: Path, strip: tuple[str, ...], on_progress: Callable[[int, int], None] | None
+) -> int:
+    bound = max(MIN_BOUND_BYTES, archive.stat().st_size * MAX_RATIO)
+    free = shutil.disk_usage(folder).free - SPARE_BYTES
+    count, written = 0, 0
+    for number, (name, size, opened) in enumerate(_members(archive, bound, free)):
+        if number >= MAX_MEMBERS:
+            raise _Unsafe(f"has more than {MAX_MEMBERS:,} members")
+        parts = _checked_parts(name, strip)
+        if size > bound - written:
+            raise _Unsafe(f"unpacks to more than {MAX_RATIO} times its size")
+        _check_space(archive, size, free - written)
+        if not parts:
+            continue
+        target = folder.joinpath(*parts)
+        try:
+            if opened is None:
+                target.mkdir(parents=True, exist_ok=True)
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with opened() as source, target.open("xb") as file:
+                written += _copy(source, file, size)
+        except (FileExistsError, NotADirectoryError):
+            raise _Unsafe(f"has {name[:200]!r} twice") from None
+        count += 1
+        if on_progress:
+            on_progress(written, bound)
+    return count
+
+
+def _copy(source: IO[bytes], file: IO[bytes], size: int) -> int:
+    """Bytes written; an archive that says another size than it has is damaged."""
+    done = 0
+    while chunk := source.read(min(_CHUNK_BYTES, size - done + 1)):
+        done += len(chunk)
+        if done > size:
+            break
+        file.write(chunk)
+    if done != size:
+        raise _Unsafe("is damaged: a member has another size than it says")
+    return done
+
+
+def _checked_parts(name: str, strip: tuple[str, ...]) -> tuple[str, ...]:
+    """Path of a member below the folder; () for one that is left out."""
+    shown = repr(name[:200])
+    parts = tuple(part for part in name.split("/") if part not in ("", "."))
+    bad = (
+        name.startswith("/")
+        or ".." in parts
+        or len(name) > MAX_NAME_CHARS
+        or len(parts) > MAX_DEPTH
+        or any(c in name for c in '\\:*?"<>|')
+        or not all(c.isprintable() for c in name)
+        or any(
+            part != part.rstrip(". ") or part.split(".")[0].upper() in _DEVICES for part in parts
+        )  # Windows
+    )
+    if bad:
+        raise _Unsafe(f"has a member named {shown}, which is refused")
+    if any(part in LEFT_OUT for part in parts):
+        return ()
+    if parts[: len(strip)] == strip:
+        return parts[len(strip) :]
+    if strip[: len(parts)] == parts:  # a folder on the way
+        return ()
+    raise _Unsafe(f"has a member {shown} outside {'/'.join(strip)}")
+
+
+Member = tuple[str, int, "Callable[[], IO[bytes]] | None"]  # name, bytes, how to read it; None for a folder
+
+
+def _members(archive: Path, bound: int, free: int) -> Iterator[Member]:
+    with archive.open("rb") as file:
+        start = file.read(265)
+    if start[:4] in (b"PK\3\4", b"PK\5\6"):
+        return _zip_members(archive, free)
+    if start[:2] == b"\x1f\x8b" or start[257:262] == b"ustar":
+        return _tar_members(archive, start[:2] == b"\x1f\x8b", bound)
+    raise _Unsafe("is neither a zip nor a tar archive")
+
+
+def _zip_members(archive: Path, free: int) -> Iterator[Member]:
+    with zipfile.ZipFile(archive) as file:
+        _check_space(archive, sum(info.file_size for info in file.infolist()), free)
+        for info in file.infolist():
+            kind = stat.S_IFMT(info.external_attr >> 16)
+            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise _Unsafe(f"has a link or device {info.filename[:200]!r}")
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise _Unsafe(f"is encrypted, or packed in an unusual way ({info.filename[:200]!r})")
+            if info.is_dir():
+                yield info.filename, 0, None
+            else:
+                yield info.filename, info.file_size, partial(file.open, info)
+
+
+def _tar_members(archive: Path, is_packed: bool, bound: int) -> Iterator[Member]:
+    with (
+        cast(IO[bytes], gzip.open(archive)) if is_packed else archive.open("rb") as raw,
+        tarfile.open(fileobj=cast(IO[bytes], _Bounded(raw, bound)), mode="r:") as file,
+    ):
+        while (member := file.next()) is not None:
+            file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+            if member.isdir():
+                yield member.name, 0, None
+            elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse():
+                yield member.name, member.size, partial(cast(Any, file.extractfile), member)
+            else:
+                raise _Unsafe(f"has a link or device {member.name[:200]!r}")
+
+
+class _Bounded:
+    """A tar stream of which neither one read nor all of it can be more than a bound."""
+
+    def __init__(self, file: Any, bound: int) -> None:
+        self.file, self.bound = file, bound
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_READ_BYTES:  # a header that says it is so long
+            raise _Unsafe("has a header that is too long")
+        return bytes(self.file.read(size))
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or position > self.bound + _MAX_READ_BYTES:
+            raise _Unsafe(f"unpacks to more than {MAX_RATIO} times its size")
+        return int(self.file.seek(position))
+
+    def tell(self) -> int:
+        return int(self.file.tell())
+
+
+def _move_into(source: Path, target: Path) -> None:
+    """Raises _Unsafe for a file that exists with other content."""
+    for entry in sorted(source.iterdir()):
+        place = target / entry.name
+        if entry.is_dir() and place.is_dir():
+            _move_into(entry, place)
+        elif not os.path.lexists(place):
+            entry.rename(place)
+        elif not (entry.is_file() and place.is_file() and filecmp.cmp(entry, place, shallow=False)):
+            raise _Unsafe(f"would overwrite {place}, which is something else")
+
+
+def _check_space(archive: Path, need_bytes: int, free_bytes: int) -> None:
+    if need_bytes > free_bytes:
+        raise StorageError(
+            f"{archive.name} unpacks to at least {size_text(need_bytes)}; {size_text(max(0, free_bytes))} are free",
+            hint="free some space, or choose another folder",
+        )
+
+
+def _refused_by_disk(problem: OSError, folder: Path) -> StorageError:
+    return StorageError(
+        f"{problem.filename or folder} cannot be read or written: {problem.strerror or problem}",
+        hint="check the disk, or choose another folder",
+    )
