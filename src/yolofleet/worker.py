@@ -26,6 +26,7 @@ from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights
 from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import Resolved, dump_config, load_job
+from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.index import DataIndex, build_index
@@ -45,6 +46,7 @@ from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yol
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.families import build_model, family_of
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.description import description_from_dict
 from yolofleet.models.detector import Detector
@@ -194,14 +196,13 @@ def _train(
     console: NullConsole,
     events: EventLog,
 ) -> None:
-    config, recipe, clock = resolved.value, recipe_sourced.value, Clock()
-    set_kernels(config)
+    config, clock = resolved.value, Clock()
     torch.manual_seed(config.seed)
     random.seed(config.seed)
     precision = resolve_precision(config.precision, world.device)
     micro_batch = micro_batch_of(config)
 
-    check_settings(config, recipe, world)
+    check_settings(config, recipe_sourced.value, world)
     spec = load_dataset(config.data)
     index = build_index(spec, "train", single_cls=config.single_cls)
     val_index = build_index(spec, "val", single_cls=config.single_cls)
@@ -211,6 +212,10 @@ def _train(
     resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
     model = build_network(config, index.names, console, resumed)
     family = family_of(model.description)
+    recipe_sourced = with_default(recipe_sourced, family.recipe_name)
+    recipe = recipe_sourced.value
+    sizes = (0.5, 1.5) if config.multi_scale else (recipe.size_low, recipe.size_high)
+    set_kernels(config, sizes_vary=sizes != (1, 1))
     stride = max(model.strides)
     img = -(-config.img // stride) * stride
     mark = fingerprint(config, recipe, index, model, world)
@@ -269,7 +274,7 @@ def _train(
     )
     anchors, anchors_hint = anchor_text(index, model, recipe, img)
 
-    def evaluate_average() -> Evaluation:
+    def evaluate_average(loss: DetectionLoss) -> Evaluation:
         return evaluate(
             fuse(averaged),
             val_index,
@@ -299,7 +304,7 @@ def _train(
             batch=config.batch,
             dataset_images=len(index),
             sync_bn=config.sync_bn,
-            multi_scale=config.multi_scale,
+            sizes=sizes,
             img=img,
             stride=stride,
             seed=config.seed,

@@ -266,7 +266,7 @@ def test_single_values_override_the_recipe():
         ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
         ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a share of the mosaics"),
         ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
-        ({"recipe": "no/such.yaml"}, "built in: demo, scratch-high"),
+        ({"recipe": "no/such.yaml"}, "built in: demo, ppyoloe-300e"),
     ],
 )
 def test_an_override_that_cannot_be_used_is_refused(given, says):

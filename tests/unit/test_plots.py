@@ -32,7 +32,7 @@ def picture(path):
 
 
 def test_curves_of_a_run_are_drawn_from_one_epoch_on(tmp_path):
-    table = ResultsTable(tmp_path / "results.csv")
+    table = ResultsTable(tmp_path / "results.csv", ("box", "obj", "cls"))
     plot_results_of = tmp_path / "plots" / "results.png"
     table.write({"epoch": 1, "train/box_loss": 0.1, "lr": 0.01, "data_share": 0.1, "compute_share": 0.9})
     plot_results(table.path, plot_results_of)  # no validation yet, no rate yet

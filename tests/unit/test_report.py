@@ -15,10 +15,12 @@ from yolofleet.report.clock import PHASES, Times
 from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
 from yolofleet.report.events import EventLog, read_events
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
-from yolofleet.report.results import COLUMNS, ResultsTable
+from yolofleet.report.results import ResultsTable, columns
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
 VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)
+
+LOSSES = ("box", "obj", "cls")
 
 
 # -- folder ----------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def epochs_in(path):
 
 
 def test_an_epoch_trained_twice_has_one_row_and_later_ones_go(tmp_path):
-    table = ResultsTable(tmp_path / "results.csv")
+    table = ResultsTable(tmp_path / "results.csv", LOSSES)
     for epoch in (1, 2, 3, 4):
         table.write({"epoch": epoch, "lr": 0.1 * epoch})
     table.write({"epoch": 2, "lr": 0.5})
@@ -165,17 +167,17 @@ def test_an_epoch_trained_twice_has_one_row_and_later_ones_go(tmp_path):
 
 
 def test_columns_are_fixed_and_unknown_figures_stay_empty(tmp_path):
-    table = ResultsTable(tmp_path / "results.csv")
+    table = ResultsTable(tmp_path / "results.csv", LOSSES)
     table.write(
         {"epoch": 1, "train/box_loss": 0.123456789, "metrics/mAP50": float("nan"), "images": 12345678}
     )
     header, row = table.path.read_text().splitlines()
-    assert header == ",".join(COLUMNS)
+    assert header == ",".join(columns(LOSSES))
     assert row.startswith("1,,12345678,0.123457,,,") and "nan" not in row
 
 
 def test_a_table_that_is_not_ours_is_not_overwritten(tmp_path):
-    table = ResultsTable(tmp_path / "results.csv")
+    table = ResultsTable(tmp_path / "results.csv", LOSSES)
     table.path.write_text("epoch,x\nten,1\n")
     with pytest.raises(StorageError, match="cannot read"):
         table.write({"epoch": 1})

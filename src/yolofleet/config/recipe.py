@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resolve import COMMAND_LINE, Layer, Resolved, Sourced, resolve
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
@@ -55,6 +55,21 @@ def load_recipe(
     layers.append(hyperparameters or {})
     layers.append(_overrides(overrides))
     return resolve(Recipe, layers, notes)
+
+
+def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
+    """The same choices over another default recipe: that of the model's family, which is known late.
+
+    Nothing changes when the user named a recipe or a file gave all values.
+    """
+    chosen = {
+        key: Sourced(getattr(recipe.value, key), source)
+        for key, source in recipe.sources.items()
+        if source not in (DEFAULT, f"recipe {DEFAULT_RECIPE}")
+    }
+    if any(source.startswith("recipe ") for _, source in chosen.values()):
+        return recipe
+    return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
 
 
 def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:

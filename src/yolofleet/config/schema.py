@@ -102,7 +102,9 @@ class TrainConfig(Where):
     # recipe switches
     optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer", group="how")
     lr_schedule: Literal["linear", "cosine"] = setting("linear", "learning-rate decay", group="how")
-    multi_scale: bool = setting(False, "vary the image size by +-50 % from step to step", group="how")
+    multi_scale: bool = setting(
+        False, "vary the image size by +-50 % from step to step; else as the recipe says", group="how"
+    )
     lr_scale: Literal["none", "linear", "sqrt"] = setting(
         "none", "learning rate by the images of a step over those the recipe was made for", group="how"
     )
@@ -243,6 +245,8 @@ class Recipe(Frozen):
     """Hyperparameters: what the result depends on beside data, model and seed. Defaults are YOLOv5's
     `scratch-low` (values are facts; measured against the original in tests/parity).
 
+    Each family has a recipe of its own, taken unless another is named.
+
     A recipe file holds any of these keys; an unknown key is an error that offers the nearest name.
     """
 
@@ -250,12 +254,26 @@ class Recipe(Frozen):
     lr0: float = setting(0.01, "initial learning rate", gt=0)
     lrf: float = setting(0.01, "final learning rate as a fraction of lr0", ge=0, le=1)
     momentum: float = setting(0.937, "SGD momentum, Adam beta1", ge=0, lt=1)
+    nesterov: bool = setting(True, "SGD with Nesterov's momentum")
     weight_decay: float = setting(0.0005, "on convolution weights, for the nominal batch", ge=0)
-    warmup_epochs: float = setting(3.0, "warm-up length, epochs (at least 100 batches)", ge=0)
+    decay_biases: bool = setting(False, "weight decay on the convolutions' biases, too")
+    rates: Literal["epoch", "step"] = setting(
+        "epoch",
+        "epoch: YOLOv5's schedule, a value per epoch, linear or cosine; step: PP-YOLOE's, a linear rise from 0, "
+        "then a cosine, both step by step",
+    )
+    horizon: float = setting(1.0, "rates by step: where the cosine ends, in multiples of the run", ge=1)
+    reference_epochs: int = setting(
+        0, "rates by step: epochs that warmup_epochs was chosen for; it scales with --epochs", ge=0
+    )
+    warmup_epochs: float = setting(3.0, "warm-up length, epochs (by epoch: at least 100 batches)", ge=0)
     warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
     warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
     clip_norm: float = setting(10.0, "total gradient norm; 0 = off", ge=0)
     ema_decay: float = setting(0.9999, "decay of the weights' moving average; 0 = no average", ge=0, lt=1)
+    ema_rule: Literal["ramp", "threshold", "constant"] = setting(
+        "ramp", "how the decay rises with steps n: ramp: 1 - exp(-n / ema_tau); threshold: (1 + n) / (10 + n)"
+    )
     ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
     reference_batch: int = setting(64, "nominal batch that lr0 was chosen for", ge=1)
     # loss
@@ -268,7 +286,18 @@ class Recipe(Frozen):
     fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
     label_smoothing: Unit = setting(0.0, "class targets")
     autobalance: bool = setting(False, "objectness balance by its own history: refused in training")
+    # PP-YOLOE's loss
+    cls_gain: float = setting(1.0, "PP-YOLOE: class gain", ge=0)
+    iou_gain: float = setting(2.5, "PP-YOLOE: box overlap gain", ge=0)
+    dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the sides' distributions", ge=0)
+    assigner_switch: Unit = setting(
+        1 / 3, "PP-YOLOE: fraction of the run with static labels (ATSS), before the task-aligned ones"
+    )
     # augmentation
+    size_low: float = setting(
+        1.0, "smallest training size, drawn for each step, as a fraction of --img", gt=0, le=1
+    )
+    size_high: float = setting(1.0, "largest training size, as a fraction of --img", ge=1, le=4)
     hsv_h: Unit = setting(0.015, "hue gain, fraction")
     hsv_s: Unit = setting(0.7, "saturation gain, fraction")
     hsv_v: Unit = setting(0.4, "value gain, fraction")

@@ -35,8 +35,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def set_kernels(config: TrainConfig) -> None:
-    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels."""
+def set_kernels(config: TrainConfig, *, sizes_vary: bool = False) -> None:
+    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels.
+
+    Args:
+        sizes_vary: images differ in size from step to step.
+    """
     deterministic = config.deterministic or config.reduce == "exact"
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -44,7 +48,7 @@ def set_kernels(config: TrainConfig) -> None:
         kernels.fill_uninitialized_memory = False  # 1 to 5 % of a step on CPUs
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
-        config.cudnn_benchmark == "auto" and not deterministic and not config.multi_scale
+        config.cudnn_benchmark == "auto" and not deterministic and not sizes_vary
     )
 
 

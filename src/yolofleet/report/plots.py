@@ -133,7 +133,8 @@ def plot_results(results_csv: Path, path: Path) -> None:
 
     with _drawing(path, 14, 6.5) as figure:
         grid = figure.subplots(2, 4)
-        for axes, kind in zip(grid[0], ("box", "obj", "cls"), strict=False):
+        kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
+        for axes, kind in zip(grid[0], kinds[:3], strict=False):
             series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
             lines(axes, f"{kind} loss", series)
         lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})

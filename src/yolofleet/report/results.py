@@ -5,40 +5,44 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yolofleet.errors import StorageError
 from yolofleet.report.folder import write_text
 
-COLUMNS = (
-    "epoch",  # epochs done, from 1
-    "step",  # optimizer updates done
-    "images",  # images seen
-    "train/box_loss",
-    "train/obj_loss",
-    "train/cls_loss",
-    "metrics/precision",
-    "metrics/recall",
-    "metrics/mAP50",
-    "metrics/mAP50-95",
-    "val/box_loss",
-    "val/obj_loss",
-    "val/cls_loss",
-    "lr",
-    "seconds",  # of the epoch, validation and checkpoint included
-    "images_per_s",
-    "data_share",
-    "compute_share",
-    "comm_share",
-)
+
+def columns(losses: Sequence[str]) -> list[str]:
+    """Of the table, for the kinds of the loss's terms."""
+    return [
+        "epoch",  # epochs done, from 1
+        "step",  # optimizer updates done
+        "images",  # images seen
+        *(f"train/{kind}_loss" for kind in losses),
+        "metrics/precision",
+        "metrics/recall",
+        "metrics/mAP50",
+        "metrics/mAP50-95",
+        *(f"val/{kind}_loss" for kind in losses),
+        "lr",
+        "seconds",  # of the epoch, validation and checkpoint included
+        "images_per_s",
+        "data_share",
+        "compute_share",
+        "comm_share",
+    ]
 
 
 class ResultsTable:
-    """``results.csv``: rewritten whole at every epoch, so that it is never cut and never has an epoch twice."""
+    """``results.csv``: rewritten whole at every epoch, so that it is never cut and never has an epoch twice.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        losses: kinds of the loss's terms: box, obj, cls.
+    """
+
+    def __init__(self, path: Path, losses: Sequence[str]) -> None:
         self.path = path
+        self.columns = columns(losses)
 
     def rows(self) -> list[dict[str, str]]:
         """The rows as text, by epoch; none when there is no file.
@@ -65,7 +69,7 @@ class ResultsTable:
         Raises:
             StorageError: the disk refused.
         """
-        unknown = sorted(set(row) - set(COLUMNS))
+        unknown = sorted(set(row) - set(self.columns))
         assert not unknown, f"no such columns: {unknown}"
         kept = [old for old in self.rows() if _epoch(old) < row["epoch"]]
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
@@ -83,7 +87,7 @@ class ResultsTable:
 
     def _replace(self, rows: list[dict[str, str]]) -> None:
         text = io.StringIO()
-        table = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+        table = csv.DictWriter(text, self.columns, restval="", extrasaction="ignore", lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
         write_text(self.path, text.getvalue())

@@ -50,7 +50,9 @@ class StepSplitter:
         lanes: devices of this process.
         micro_batch, batch: images.
         dataset_images: images of an epoch.
-        img, stride: pixels; sizes under ``multi_scale`` are img +- 50 % in multiples of the stride.
+        img, stride: pixels.
+        sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
+            stride; (1, 1) = always img.
     """
 
     partition: Partition
@@ -60,7 +62,7 @@ class StepSplitter:
     batch: int
     dataset_images: int
     sync_bn: bool
-    multi_scale: bool
+    sizes: tuple[float, float]
     img: int
     stride: int
     seed: int
@@ -94,10 +96,10 @@ class StepSplitter:
         return MicroBatchKey(plan.step, ordinal, samples, size)
 
     def size_of(self, step: int) -> int | None:
-        """Image side of a step under multi-scale; None = as configured."""
-        if not self.multi_scale:
+        """Image side of a step; None = as configured."""
+        if self.sizes == (1, 1):
             return None
-        low, high = max(round(self.img * 0.5 / self.stride), 1), round(self.img * 1.5 / self.stride)
+        low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
         draw = generator(self.seed, "multi-scale", step).random()
         return (low + int(draw * (high - low + 1))) * self.stride
 
@@ -171,7 +173,7 @@ class TrainingRun:
     world: World
     report: TrainReport
     store: CheckpointStore
-    evaluate: Callable[[], Evaluation]
+    evaluate: Callable[[DetectionLoss], Evaluation]
     fingerprint: dict[str, Any]  # what the run is; stored in its checkpoints
     alike: bool = True  # all ranks compute with equal kernels
     tally: Tensor = field(init=False)  # [T] loss terms x images of the epoch under way, this rank's part
@@ -207,7 +209,7 @@ class TrainingRun:
             Stopped: on request; the state is saved.
         """
         if self.is_over():  # resumed after its end: a crash may have kept it from writing its results
-            self.report.ended_before(self.evaluate())
+            self.report.ended_before(self.evaluate(self.loss.at(1)))
             return
         self._restore_tally()
         self._open_loader()
@@ -257,7 +259,7 @@ class TrainingRun:
             self.state,
             plan,
             self.splitter.by_lane(plan, mine),
-            self.loss,
+            self.loss.at(self.schedule.progress(plan.first_image)),
             self.world,
             self.report.clock,
             total_micro_batches=self.splitter.passes_total(plan),
@@ -316,7 +318,7 @@ class TrainingRun:
         evaluation = None
         if last or self._every(self.config.val_period, before, epoch):
             with self.report.clock("evaluate"):
-                evaluation = self.evaluate()
+                evaluation = self.evaluate(self.loss.at(self.schedule.progress(plan.first_image)))
             fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
             if fitness > progress.best_fitness:
                 progress = replace(progress, best_fitness=fitness, best_epoch=epoch)

@@ -12,20 +12,21 @@ from torch import nn
 from yolofleet.config.schema import Recipe
 from yolofleet.train.schedule import StepPlan
 
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """(biases, weights that decay, normalisation weights), trainable ones only, in model order."""
     biases: list[nn.Parameter] = []
     weights: list[nn.Parameter] = []
     norms: list[nn.Parameter] = []
-    norm_types = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if not p.requires_grad:
                 continue
             if name == "bias":
                 biases.append(p)
-            elif isinstance(module, norm_types):
+            elif isinstance(module, NORMS):
                 norms.append(p)
             else:
                 weights.append(p)
@@ -35,19 +36,25 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def build_optimizer(
     model: nn.Module, name: str, recipe: Recipe, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """SGD (Nesterov), Adam or AdamW; groups in the order biases, weights, norms."""
+    """SGD, Adam or AdamW; groups in the order biases, weights, norms."""
     biases, weights, norms = parameter_groups(model)
+    of_norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    decayed = [p for p in biases if recipe.decay_biases and p not in of_norms]
+    undecayed = [p for p in biases if not recipe.decay_biases or p in of_norms]
     groups = [
-        {"params": biases, "weight_decay": 0.0},
-        {"params": weights, "weight_decay": weight_decay},
-        {"params": norms, "weight_decay": 0.0},
+        {"role": "bias", "params": undecayed, "weight_decay": 0.0},
+        {"role": "bias", "params": decayed, "weight_decay": weight_decay},
+        {"role": "weight", "params": weights, "weight_decay": weight_decay},
+        {"role": "norm", "params": norms, "weight_decay": 0.0},
     ]
-    groups = [{**g, "role": role} for g, role in zip(groups, ("bias", "weight", "norm"), strict=True)]
     groups = [g for g in groups if g["params"]]
     device = next(model.parameters()).device.type
     fused = device in ("cpu", "cuda")  # one kernel over all tensors; the same arithmetic
     if name == "SGD":
-        return torch.optim.SGD(groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=True, fused=fused)
+        nesterov = recipe.nesterov and recipe.momentum > 0
+        return torch.optim.SGD(
+            groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=nesterov, fused=fused
+        )
     adam = torch.optim.AdamW if name == "AdamW" else torch.optim.Adam
     return adam(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
 

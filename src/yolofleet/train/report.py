@@ -75,7 +75,7 @@ class TrainReport:
         )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
         self.clock = clock
-        self.table = ResultsTable(folder.results_csv)
+        self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
         self.tensorboard = (
             TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
         )

@@ -1,6 +1,6 @@
 """What each step takes and at which rates: pure functions of the recipe and of the images seen.
 
-YOLOv5's rules, in images instead of loader lengths. Batch b covers images [b * batch, (b + 1) * batch) of the
+YOLOv5's rules (a recipe may ask for PP-YOLOE's instead), in images instead of loader lengths. Batch b covers images [b * batch, (b + 1) * batch) of the
 endless stream; during warm-up a step accumulates 1 .. nominal / batch batches, afterwards always
 nominal / batch. Rates of a step are those of its last batch. Checked against the original's own trace in
 tests/parity/test_schedule_parity.py.
@@ -60,7 +60,7 @@ class Schedule:
 
     @property
     def warmup_images(self) -> int:
-        """At least 100 batches, as in YOLOv5; 0 when the recipe has no warm-up."""
+        """By epoch: at least 100 batches, as in YOLOv5; 0 when the recipe has no warm-up."""
         if not self.recipe.warmup_epochs:
             return 0
         return max(round(self.recipe.warmup_epochs * self.dataset_images), 100 * self.batch)
@@ -78,6 +78,8 @@ class Schedule:
     def accumulate(self, batch_index: int) -> int:
         """Batches per step, as seen at batch ``batch_index``."""
         full = self.nominal_batch / self.batch
+        if self.recipe.rates == "step":
+            return max(1, round(full))
         reached, warm = batch_index * self.batch, self.warmup_images
         if reached <= warm and warm:
             return max(1, round(1 + (full - 1) * reached / warm))
@@ -108,13 +110,32 @@ class Schedule:
         lr = r.lr0 * self.lr_factor * self.decay_at(epoch - 1 if behind else epoch)
         return lr, lr, r.momentum
 
+    def rate_by_step(self, first_image: int) -> float:
+        """PP-YOLOE's rate of the step that begins at ``first_image``: linear from 0, then a cosine that a longer
+        run would end."""
+        r = self.recipe
+        epoch = first_image / self.dataset_images
+        warm = r.warmup_epochs * (self.epochs / r.reference_epochs if r.reference_epochs else 1)
+        peak = r.lr0 * self.lr_factor
+        if epoch < warm:
+            return peak * epoch / warm
+        return peak * (1 + math.cos(math.pi * (epoch - warm) / (r.horizon * self.epochs - warm))) / 2
+
+    def progress(self, first_image: int) -> float:
+        """Fraction of the run before the epoch of ``first_image``."""
+        return first_image // self.dataset_images / self.epochs
+
     def plan(self, step: int, first_image: int) -> StepPlan:
         """The step that begins at ``first_image`` (a multiple of ``batch``)."""
         first = first_image // self.batch
         last = first
         while last - first + 1 < self.accumulate(last):
             last += 1
-        lr, lr_bias, momentum = self.rates(last)
+        if self.recipe.rates == "step":
+            lr = lr_bias = self.rate_by_step(first_image)
+            momentum = self.recipe.momentum
+        else:
+            lr, lr_bias, momentum = self.rates(last)
         return StepPlan(step, first_image, (last - first + 1) * self.batch, lr, lr_bias, momentum)
 
     def steps(self, step: int = 0, first_image: int = 0) -> Iterator[StepPlan]:

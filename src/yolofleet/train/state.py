@@ -58,7 +58,7 @@ class TrainState:
             lanes=lanes,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
             scaler=loss_scaler(precision, lanes.lead.device),
-            average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau),
+            average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau, rule=recipe.ema_rule),
             progress=Progress(),
         )
 
