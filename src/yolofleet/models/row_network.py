@@ -1,7 +1,8 @@
-"""Networks of YOLOv5's form: from rows to modules; raw predictions per level; decoding to boxes.
+"""Networks of YOLOv5's form (YOLOv3 among them): from rows to modules; raw predictions per level; boxes.
 
 N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
-Checked against the original's outputs, parameter counts and names in tests/parity/test_yolov5_model.py.
+Checked against the originals' outputs, parameter counts and names in tests/parity/test_yolov5_model.py and
+test_yolov3_rows.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from yolofleet.models.detector import Detector
 from yolofleet.models.rows import Layer, RowDescription, layers
 
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
+WITHOUT_WEIGHTS = {
+    "Concat": lambda *_: Concat(),
+    "nn.Upsample": lambda *_: Upsample(),
+    "nn.MaxPool2d": nn.MaxPool2d,
+    "nn.ZeroPad2d": nn.ZeroPad2d,
+}
 
 
 class RowNetwork(Detector):
@@ -40,10 +47,8 @@ class RowNetwork(Detector):
 
     @staticmethod
     def _block(layer: Layer) -> nn.Module:
-        if layer.module == "nn.Upsample":
-            return Upsample()
-        if layer.module == "Concat":
-            return Concat()
+        if layer.module in WITHOUT_WEIGHTS:
+            return WITHOUT_WEIGHTS[layer.module](*layer.args)
         c, args = layer.in_channels[0], layer.args
         if layer.module == "C3":
             return C3(c, *args, repeats=layer.repeats)

@@ -1,4 +1,5 @@
 """YOLOv5's description of a network: rows of (inputs, repeats, module, arguments), two multiples, anchors.
+YOLOv3 in the form of the same trainers is described by it, too.
 
 They come from the built-in table, from a user's YOLOv5-style YAML and from the headers of weight
 files; all are untrusted, none is evaluated, and every size is bounded before anything is allocated.
@@ -148,8 +149,12 @@ P6_ANCHORS: Anchors = (
 )
 
 
+TINY_ANCHORS: Anchors = (((10, 14), (23, 27), (37, 58)), ((81, 82), (135, 169), (344, 319)))
+YOLOV3 = ("yolov3", "yolov3-spp", "yolov3-tiny")
+
+
 def preset_names() -> list[str]:
-    return [f"yolov5{size}{p6}" for p6 in ("", "6") for size in SIZES]
+    return [*(f"yolov5{size}{p6}" for p6 in ("", "6") for size in SIZES), *YOLOV3]
 
 
 def preset(name: str) -> RowDescription:
@@ -160,6 +165,10 @@ def preset(name: str) -> RowDescription:
     """
     if name not in preset_names():
         raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+    if name == "yolov3-tiny":
+        return RowDescription("yolov5", name, 1.0, 1.0, *tiny_rows(), TINY_ANCHORS)
+    if name in YOLOV3:
+        return RowDescription("yolov5", name, 1.0, 1.0, *darknet53_rows(spp=name == "yolov3-spp"), P5_ANCHORS)
     p6 = name.endswith("6")
     size = name.removeprefix("yolov5").removesuffix("6")
     depth, width = SIZES[size]
@@ -199,6 +208,67 @@ def pyramid(channels: Sequence[int], depths: Sequence[int]) -> tuple[tuple[Row, 
         outputs.append(len(rows) - 1)
     rows.append(Row(tuple(outputs), 1, "Detect", ("nc", "anchors")))
     return backbone, tuple(rows[len(backbone) :])
+
+
+def conv(channels: int, kernel: int, stride: int = 1, *, at: int = -1) -> Row:
+    return Row((at,), 1, "Conv", (channels, kernel, stride))
+
+
+def join(lateral: int) -> list[Row]:
+    """The map before, doubled, beside an earlier one."""
+    return [Row((-1,), 1, "nn.Upsample", (None, 2, "nearest")), Row((-1, lateral), 1, "Concat", (1,))]
+
+
+def darknet53_rows(*, spp: bool) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """YOLOv3 (arXiv:1804.02767), its blocks written as bottlenecks.
+
+    Args:
+        spp: max pools side by side (arXiv:1406.4729) before the coarsest prediction.
+    """
+    backbone = [conv(32, 3)]
+    for c, n in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
+        backbone += [conv(c, 3, 2), Row((-1,), n, "Bottleneck", (c,))]
+    head = [
+        Row((-1,), 1, "Bottleneck", (1024, False)),
+        Row((-1,), 1, "SPP", (512, (5, 9, 13))) if spp else conv(512, 1),
+        conv(1024, 3),
+        conv(512, 1),
+        conv(1024, 3),  # 15: stride 32
+        conv(256, 1, at=-2),
+        *join(8),
+        Row((-1,), 1, "Bottleneck", (512, False)),
+        Row((-1,), 1, "Bottleneck", (512, False)),
+        conv(256, 1),
+        conv(512, 3),  # 22: stride 16
+        conv(128, 1, at=-2),
+        *join(6),
+        Row((-1,), 1, "Bottleneck", (256, False)),
+        Row((-1,), 2, "Bottleneck", (256, False)),  # 27: stride 8
+        Row((27, 22, 15), 1, "Detect", ("nc", "anchors")),
+    ]
+    return tuple(backbone), tuple(head)
+
+
+def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """YOLOv3-tiny: single convolutions between pools, two levels."""
+    backbone = []
+    for c in (16, 32, 64, 128, 256):
+        backbone += [conv(c, 3), Row((-1,), 1, "nn.MaxPool2d", (2, 2, 0))]
+    backbone += [
+        conv(512, 3),
+        Row((-1,), 1, "nn.ZeroPad2d", ((0, 1, 0, 1),)),
+        Row((-1,), 1, "nn.MaxPool2d", (2, 1, 0)),
+    ]
+    head = [
+        conv(1024, 3),
+        conv(256, 1),
+        conv(512, 3),  # 15: stride 32
+        conv(128, 1, at=-2),
+        *join(8),
+        conv(256, 3),  # 19: stride 16
+        Row((19, 15), 1, "Detect", ("nc", "anchors")),
+    ]
+    return tuple(backbone), tuple(head)
 
 
 # -- a user's YAML, or the `yaml` mapping inside a YOLOv5 checkpoint -------------------------------------
@@ -254,11 +324,16 @@ class Argument:
     low: int = 0
     high: int = 0
     words: tuple[Any, ...] = ()
-    many: bool = False  # a list of such numbers
+    lengths: tuple[int, ...] = ()  # a list of so many such numbers will do, too
+    square: bool = False  # ... and a list of two equal ones means one of them
 
     def read(self, value: Any) -> Any:
-        if self.many and isinstance(value, (list, tuple)) and 1 <= len(value) <= 16:
-            return tuple(self._one(v) for v in value)
+        if isinstance(value, (list, tuple)) and len(value) in self.lengths:
+            values = tuple(self._one(v) for v in value)
+            if not self.square:
+                return values
+            if len(set(values)) == 1:
+                return values[0]
         return self._one(value)
 
     def _one(self, value: Any) -> Any:
@@ -278,7 +353,7 @@ class Argument:
 
 
 OUT = Argument("output channels", low=1, high=MAX_CHANNELS)
-KERNEL = Argument("kernel", 1, 1, MAX_KERNEL)
+KERNEL = Argument("kernel", 1, 1, MAX_KERNEL, lengths=(2,), square=True)
 STRIDE = Argument("stride", 1, 1, 8)
 PADDING = Argument("padding", None, 0, MAX_KERNEL, words=(None,))
 SHORTCUT = Argument("shortcut", True, words=(True, False))
@@ -288,9 +363,15 @@ MODULES: dict[str, tuple[Argument, ...]] = {
     "Focus": (OUT, KERNEL, STRIDE, PADDING),
     "Bottleneck": (OUT, SHORTCUT),
     "C3": (OUT, SHORTCUT),
-    "SPP": (OUT, Argument("kernels", (5, 9, 13), 1, MAX_KERNEL, many=True)),
+    "SPP": (OUT, Argument("kernels", (5, 9, 13), 1, MAX_KERNEL, lengths=tuple(range(1, 17)))),
     "SPPF": (OUT, Argument("kernel", 5, 1, MAX_KERNEL)),
     "Concat": (Argument("dimension", 1, 1, 1),),
+    "nn.MaxPool2d": (
+        Argument("kernel", low=1, high=MAX_KERNEL),
+        Argument("stride", None, 1, 8, words=(None,)),  # None: the kernel
+        Argument("padding", 0, 0, MAX_KERNEL),
+    ),
+    "nn.ZeroPad2d": (Argument("left, right, top, bottom", low=0, high=MAX_KERNEL, lengths=(4,)),),
     "nn.Upsample": (
         Argument("size", words=(None,)),
         Argument("scale", 2, 2, 2),
@@ -298,7 +379,8 @@ MODULES: dict[str, tuple[Argument, ...]] = {
     ),
     "Detect": (Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))),
 }
-SINGLE = ("Concat", "nn.Upsample", "Detect")  # cannot be repeated
+SINGLE = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample", "Detect")  # cannot be repeated
+KEEPING = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample")  # put out the channels that come in
 
 
 @dataclass(frozen=True)
@@ -400,6 +482,7 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
     """
     check = _Checker(source or description.name)
     found: list[Layer] = []
+    borders: dict[int, tuple[int, int]] = {}  # of zero padding: row -> pixels of width and height
     blocks = 0
     for i, row in enumerate(description.rows):
         where = f"row {i} ({row.module})"
@@ -412,17 +495,44 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
             raise check.error(f"{where}: the last row, and only that, must be Detect")
         in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
         strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
+        padded = [j for j in inputs if j in borders]
+        if padded and row.module not in ("Conv", "nn.MaxPool2d"):
+            raise check.error(
+                f"{where}: the map of row {padded[0]} (nn.ZeroPad2d) has a border",
+                "let a Conv or nn.MaxPool2d without padding take it away first",
+            )
         defaults = tuple(a.default for a in MODULES[row.module][len(row.args) :])
         args = row.args + defaults
-        out, stride, repeats = (
-            sum(in_channels),
-            strides[0],
-            rounded_depth(row.repeats, description.depth_multiple),
-        )
+        out, stride = sum(in_channels), strides[0]
+        repeats = rounded_depth(row.repeats, description.depth_multiple)
         if row.module == "Concat" and len(set(strides)) != 1:
             raise check.error(f"{where} joins maps of strides {', '.join(str(s) for s in strides)}")
+        if row.module not in (*KEEPING, "Detect"):
+            out = rounded_width(args[0] * description.width_multiple)
+            args = (out, *args[1:])
         if row.module == "nn.Upsample":
             stride /= 2
+        elif row.module == "nn.ZeroPad2d":
+            left, right, top, bottom = args[0] if isinstance(args[0], tuple) else args * 4
+            borders[i] = left + right, top + bottom
+        elif row.module == "nn.MaxPool2d":
+            kernel, step, padding = args
+            if 2 * padding > kernel:
+                raise check.error(f"{where}: padding {padding} is more than half of kernel {kernel}")
+            step = kernel if step is None else step
+            stride *= _checked_stride(check, where, kernel, step, padding, borders.get(inputs[0]))
+        elif row.module in ("Conv", "Focus"):
+            kernel, step = args[1:3]
+            padding = kernel // 2 if args[3] is None else args[3]
+            stride *= _checked_stride(check, where, kernel, step, padding, borders.get(inputs[0]))
+            stride *= 2 if row.module == "Focus" else 1
+            groups = args[4] if row.module == "Conv" else 1
+            if in_channels[0] % groups or out % groups:
+                raise check.error(
+                    f"{where}: {groups} groups do not divide {in_channels[0]} and {out} channels"
+                )
+            if repeats > 1 and (stride != strides[0] or padded):
+                raise check.error(f"{where}: a block that shrinks the map cannot be repeated")
         elif row.module == "Detect":
             out = 0  # no map
             if len(inputs) != len(description.anchors_px):
@@ -431,11 +541,6 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
                 )
             if any(s.denominator != 1 for s in strides):
                 raise check.error(f"{where}: its inputs must not be larger than the image")
-        elif row.module != "Concat":
-            out = rounded_width(args[0] * description.width_multiple)
-            args = (out, *args[1:])
-            if row.module in ("Conv", "Focus"):
-                stride *= _checked_stride(check, where, row.module, args, in_channels[0], repeats)
         blocks += repeats
         if blocks > MAX_BLOCKS or out > MAX_CHANNELS or not MIN_STRIDE <= stride <= MAX_STRIDE:
             raise check.error(
@@ -446,17 +551,14 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
 
 
 def _checked_stride(
-    check: _Checker, where: str, module: str, args: tuple[Any, ...], in_channels: int, repeats: int
+    check: _Checker, where: str, kernel: int, stride: int, padding: int, border: tuple[int, int] | None
 ) -> int:
-    out, kernel, stride = args[:3]
-    padding = kernel // 2 if args[3] is None else args[3]
-    groups = args[4] if module == "Conv" else 1
-    if not kernel - stride <= 2 * padding < kernel:
-        raise check.error(
-            f"{where}: kernel {kernel}, stride {stride}, padding {padding} do not divide the map's size by the stride"
-        )
-    if in_channels % groups or out % groups:
-        raise check.error(f"{where}: {groups} groups do not divide {in_channels} and {out} channels")
-    if repeats > 1 and (stride > 1 or module == "Focus"):
-        raise check.error(f"{where}: a block that shrinks the map cannot be repeated")
-    return int(stride) * (2 if module == "Focus" else 1)
+    """``stride``, if the window divides a map of n x stride pixels and its border to exactly n."""
+    for pixels in border or (0, 0):
+        if not -stride <= pixels + 2 * padding - kernel < 0:
+            zeros = f", after {pixels} rows or columns of zeros" if pixels else ""
+            raise check.error(
+                f"{where}: kernel {kernel}, stride {stride}, padding {padding}{zeros} do not divide the map's "
+                "size by the stride"
+            )
+    return stride

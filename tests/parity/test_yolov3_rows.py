@@ -1,0 +1,73 @@
+"""YOLOv3, YOLOv3-SPP and YOLOv3-tiny in the YAML trainers' form (SiLU, squared sigmoid), against numbers of
+ultralytics/yolov3."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from formula import fill_by_formula, formula_image
+from reference import parity
+
+from yolofleet.families import build_model, outline
+from yolofleet.models.cost import gflops
+from yolofleet.models.description import describe
+from yolofleet.models.fuse import fuse
+
+FACTS = json.loads(parity("yolov3_rows/facts.json").read_text())
+NAMES = list(FACTS)
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    with np.load(parity("yolov3_rows/formula_io.npz")) as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_shapes_counts_and_operations_are_the_originals(name):
+    facts, model = FACTS[name], outline(describe(name), 80)
+    assert {n: list(t.shape) for n, t in model.state_dict().items()} == facts["state_dict"]
+    assert list(model.state_dict()) == list(facts["state_dict"])
+    assert sum(p.numel() for p in model.parameters()) == facts["params"]
+    assert [sum(p.numel() for p in layer.parameters()) for layer in model.model] == [
+        parameters for _, parameters in facts["layers"]
+    ]
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(norms) == facts["bn_layers"]
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) == facts["conv2d_layers"]
+    assert list(model.strides) == facts["strides"]
+    assert np.array_equal(describe(name).anchors_px, facts["anchors_px"])
+    inputs = {i for layer, inputs in enumerate(model._inputs) for i in inputs if i != layer - 1}
+    last = len(model.model) - 2  # Detect names its last input, too
+    assert inputs | {last} == {*facts["save_indices"], last}
+    assert gflops(model) == pytest.approx(facts["gflops_640_thop_unfused"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "yolov3-tiny" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_outputs_are_the_originals(name, outputs):
+    facts = FACTS[name]
+    model = build_model(describe(name), 80).eval()
+    assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
+    fill_by_formula(model, facts["formula"]["gain"])
+    images = formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"])
+    with torch.no_grad():
+        for layout in (torch.contiguous_format, torch.channels_last):
+            raws = model.to(memory_format=layout)(images.to(memory_format=layout))
+            decoded = model.decode(raws)
+            for level, raw in enumerate(raws):
+                expected = outputs[f"{name}.raw{level}.every7"]
+                assert np.abs(raw.reshape(-1).numpy()[::7] - expected).max() < 5e-4
+            # every 7th row, every 5th column: x of the centre, then probabilities
+            error = np.abs(decoded[:, ::7, ::5].numpy() - outputs[f"{name}.decoded_rows"])
+            assert error[..., 0].max() < 0.05
+            assert error[..., 1:].max() < 5e-5
+        fused = fuse(model)
+        folded = fused.decode(fused(images))
+    assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
+    assert (decoded - folded)[..., :4].abs().max() < 0.05
+    assert (decoded - folded)[..., 4:].abs().max() < 1e-4
