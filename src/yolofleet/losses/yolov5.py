@@ -5,6 +5,8 @@ anchor at one grid place; cells of a level are numbered as they lie in a channel
 Which cells a label owns depends on labels alone, so ``match`` runs in loader processes (numpy, no torch work)
 and the counts of a whole step are known before its forward pass.
 
+How raw values become boxes is a parameter, so networks with Darknet's coding are trained by the same loss.
+
 Parity (value and gradient): tests/parity/test_yolov5_loss.py.
 """
 
@@ -22,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
+from yolofleet.geometry.boxcoding import BoxCoding, SquaredSigmoid
 from yolofleet.geometry.iou import ciou_pairs_cxcywh
 
 FOCAL_ALPHA = 0.25
@@ -55,10 +58,18 @@ class Yolov5Loss:
         nc: classes; with one class the class terms are 0.
         recipe: gains, ``anchor_t``, label smoothing, positive weights, focal gamma.
         img: training size, px; the objectness gain grows with its square.
+        codings: of each level's boxes; None is YOLOv5's.
     """
 
     def __init__(
-        self, *, anchors_px: Tensor, strides: Sequence[int], nc: int, recipe: Recipe, img: int
+        self,
+        *,
+        anchors_px: Tensor,
+        strides: Sequence[int],
+        nc: int,
+        recipe: Recipe,
+        img: int,
+        codings: Sequence[BoxCoding] | None = None,
     ) -> None:
         if recipe.autobalance:
             raise ConfigError(
@@ -75,6 +86,8 @@ class Yolov5Loss:
         anchors = anchors_px.detach().cpu().numpy().astype(np.float32)
         self.anchors_wh = anchors / np.array(self.strides, np.float32)[:, None, None]  # [L, A, 2] grid units
         self.nc, self.recipe = nc, recipe
+        self.codings = tuple(codings) if codings else (SquaredSigmoid(),) * levels
+        assert len(self.codings) == levels
         self.times_images, self.late_divisor = True, False
         self.terms = tuple(f"{term}/{level}" for term in ("box", "obj", "cls") for level in range(levels))
         balance = BALANCE_3_LEVELS if levels == 3 else BALANCE_DEEPER
@@ -90,7 +103,8 @@ class Yolov5Loss:
         return self
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
-        """Assign labels to cells: every anchor within ``anchor_t`` of the label's shape, in up to three cells.
+        """Assign labels to cells: every anchor within ``anchor_t`` of the label's shape, in its own cell
+        and, where the coding reaches beyond a cell, in up to two neighbours.
 
         Args:
             labels: float32 [T, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
@@ -109,6 +123,7 @@ class Yolov5Loss:
         left_top = (centre % 1 < 0.5) & (centre > 1)  # [L, T, 2]
         right_bottom = (from_end % 1 < 0.5) & (from_end > 1)
         near = np.concatenate((np.ones_like(left_top[..., :1]), left_top, right_bottom), -1)  # [L, T, 5]
+        near[..., 1:] &= np.array([coding.neighbours for coding in self.codings])[:, None, None]
         level, neighbour, anchor, label = np.nonzero(near.transpose(0, 2, 1)[:, :, None] & fits[:, None])
 
         box = boxes[level, label]  # [M, 4]
@@ -160,9 +175,7 @@ class Yolov5Loss:
             "targets were made for another size"
         )
 
-        unit = picked[:, :4].sigmoid() * 2
-        predicted = torch.cat((unit[:, :2] - 0.5, unit[:, 2:].square() * anchors), 1)
-        ciou = ciou_pairs_cxcywh(predicted, boxes)  # [M]
+        ciou = ciou_pairs_cxcywh(self._boxes(picked[:, :4], anchors, targets.matches), boxes)  # [M]
 
         wanted = torch.zeros_like(objectness)
         wanted[winner_cells] = ciou.detach()[winners].clamp(min=0)
@@ -179,6 +192,13 @@ class Yolov5Loss:
         else:
             cls_sums = [objectness.new_zeros(())] * levels
         return torch.stack(box_sums + obj_sums + cls_sums)
+
+    def _boxes(self, raw: Tensor, anchors_wh: Tensor, matches: tuple[int, ...]) -> Tensor:
+        """[M, 4] predicted boxes in grid units, relative to the cell's corner."""
+        if len(set(self.codings)) == 1:
+            return self.codings[0].boxes(raw, anchors_wh)
+        levels = zip(self.codings, raw.split(matches), anchors_wh.split(matches), strict=True)
+        return torch.cat([coding.boxes(rows, anchors) for coding, rows, anchors in levels])
 
     def _binary(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
         """Cross entropy of each element; focal (arXiv:1708.02002) when ``fl_gamma`` is set."""

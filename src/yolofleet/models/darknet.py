@@ -1,0 +1,240 @@
+"""From a Darknet description to a network: images in, raw predictions per level out; decoding to boxes.
+
+N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
+Checked against outputs of Darknet and OpenCV in tests/parity/test_darknet_network.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yolofleet.geometry.boxcoding import Exponential
+from yolofleet.models.blocks import BN_MOMENTUM, Upsample, folded
+from yolofleet.models.darknet_cfg import (
+    Convolutional,
+    DarknetDescription,
+    Layer,
+    Maxpool,
+    Route,
+    Shortcut,
+    Yolo,
+    layers,
+    levels,
+)
+from yolofleet.models.detector import Detector
+
+BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4
+
+# in place where autograd needs no copy of what is overwritten
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky": lambda x: F.leaky_relu(x, 0.1, inplace=True),
+    "linear": lambda x: x,
+    "mish": lambda x: F.mish(x, inplace=not torch.is_grad_enabled()),
+    "swish": lambda x: F.silu(x, inplace=not torch.is_grad_enabled()),
+    "relu": lambda x: F.relu(x, inplace=True),
+    "logistic": torch.sigmoid,
+}
+
+
+class ConvUnit(nn.Module):
+    """Convolution, batch normalisation or bias, activation."""
+
+    def __init__(self, in_channels: int, section: Convolutional) -> None:
+        super().__init__()
+        self.activation = section.activation
+        self.conv = nn.Conv2d(
+            in_channels,
+            section.filters,
+            section.size,
+            section.stride,
+            section.padding_px,
+            groups=section.groups,
+            bias=not section.batch_normalize,
+        )
+        self.bn: nn.Module = nn.Identity()
+        if section.batch_normalize:
+            self.bn = nn.BatchNorm2d(section.filters, eps=BN_EPS, momentum=BN_MOMENTUM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation](self.bn(self.conv(x)))
+
+    def fold(self) -> None:
+        """Put the normalisation into the convolution."""
+        if isinstance(self.bn, nn.BatchNorm2d):
+            weight, bias = folded(self.conv, self.bn)
+            self.conv.weight.copy_(weight)
+            self.conv.bias = nn.Parameter(bias)
+            self.bn = nn.Identity()
+
+
+class Sum(nn.Module):
+    """Maps added up, activation (arXiv:1512.03385)."""
+
+    def __init__(self, section: Shortcut) -> None:
+        super().__init__()
+        self.activation = section.activation
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        total = x
+        for other in others:
+            total = total + other
+        return ACTIVATIONS[self.activation](total)
+
+
+class Join(nn.Module):
+    """Part ``part`` of ``parts`` of each map's channels, side by side."""
+
+    def __init__(self, section: Route) -> None:
+        super().__init__()
+        self.parts, self.part = section.groups, section.group_id
+
+    def forward(self, *maps: Tensor) -> Tensor:
+        picked = [x.chunk(self.parts, 1)[self.part] for x in maps] if self.parts > 1 else maps
+        return picked[0] if len(picked) == 1 else torch.cat(list(picked), 1)
+
+
+class Pool(nn.Module):
+    """Largest value of each window; more padding at the right and bottom than at the left and top where it is odd."""
+
+    def __init__(self, section: Maxpool) -> None:
+        super().__init__()
+        self.size, self.stride = section.size, section.stride
+        self.before, self.after = section.before_after_px
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before == self.after:
+            return F.max_pool2d(x, self.size, self.stride, self.before)
+        padded = F.pad(x, (self.before, self.after) * 2, value=-math.inf)
+        return F.max_pool2d(padded, self.size, self.stride)
+
+
+class Level(nn.Module):
+    """Raw predictions of one level: a view [N, A, H, W, 5 + C] of the convolution's output, no copy."""
+
+    def __init__(self, section: Yolo) -> None:
+        super().__init__()
+        self.anchors_per_cell = len(section.anchors_px)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.anchors_per_cell, -1)).permute(0, 1, 3, 4, 2)
+
+
+class DarknetNetwork(Detector):
+    """A network from a ``.cfg``, for any number of classes.
+
+    Layers are numbered as Darknet does; tensors are called ``layers.0.conv.weight``, ``layers.0.bn.weight`` and so
+    on. Levels are ordered finest first whatever their order in the file.
+
+    Attributes:
+        codings: of each level's boxes.
+    """
+
+    description: DarknetDescription
+
+    def __init__(self, description: DarknetDescription, nc: int) -> None:
+        super().__init__(description, nc)
+        plan = layers(description.with_classes(nc))
+        found = levels(plan)
+        self.strides = tuple(stride for _, _, stride in found)
+        self.codings = tuple(Exponential(yolo.scale_x_y) for _, yolo, _ in found)
+        self.backbone_groups = _backbone(plan)
+        self.layers = nn.ModuleList(_module(layer) for layer in plan)
+        self._anchors_px = tuple(yolo.anchors_px for _, yolo, _ in found)
+        self._levels = tuple(i for i, _, _ in found)
+        self._inputs = tuple(layer.inputs for layer in plan)
+        last_use = {j: i for i, layer in enumerate(plan) for j in layer.inputs if j != i - 1}
+        self._kept = frozenset(last_use)
+        self._done = tuple(tuple(j for j in last_use if last_use[j] == i) for i in range(len(plan)))
+
+    @property
+    def anchors_px(self) -> Tensor:
+        """[L, A, 2] width, height, pixels, float32."""
+        return torch.tensor(self._anchors_px)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Raw predictions.
+
+        Args:
+            images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
+        Returns:
+            Per level [N, A, H/s, W/s, 5 + C], a permuted view of the convolution's output.
+        """
+        kept: dict[int, Tensor] = {}
+        raws: dict[int, Tensor] = {}
+        x = images
+        for i, (layer, inputs) in enumerate(zip(self.layers, self._inputs, strict=True)):
+            x = layer(*(x if j == i - 1 else kept[j] for j in inputs))
+            if i in self._kept:
+                kept[i] = x
+            for j in self._done[i]:
+                del kept[j]
+            if i in self._levels:
+                raws[i] = x
+        return [raws[i] for i in self._levels]
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
+            anchor, y, x.
+        """
+        decoded = []
+        for raw, stride, anchors, coding in zip(
+            raws, self.strides, self.anchors_px, self.codings, strict=True
+        ):
+            n, a, h, w, values = raw.shape
+            raw = raw.float()
+            boxes = coding.boxes(raw[..., :4], anchors.to(raw.device).view(1, a, 1, 1, 2))
+            xs = torch.arange(w, device=raw.device, dtype=raw.dtype)
+            ys = torch.arange(h, device=raw.device, dtype=raw.dtype)
+            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
+            centres = (boxes[..., :2] + cells) * stride
+            rows = torch.cat([centres, boxes[..., 2:], raw[..., 4:].sigmoid()], -1)  # [N, A, H, W, 5 + C]
+            decoded.append(rows.reshape(n, a * h * w, values))
+        return torch.cat(decoded, 1)
+
+    def freeze_groups(self) -> list[str]:
+        return [f"layers.{i}." for i in range(len(self.layers))]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """torch's own starting values, and priors as in YOLOv5's networks: about 8 objects in an image of 640
+        pixels, and classes equally likely (arXiv:1708.02002, section 3.3).
+        """
+        self.draw_weights(generator)
+        for i, stride in zip(self._levels, self.strides, strict=True):
+            unit = self.layers[i - 1]
+            assert isinstance(unit, ConvUnit) and unit.conv.bias is not None
+            bias = unit.conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+
+
+def _module(layer: Layer) -> nn.Module:
+    section = layer.section
+    if isinstance(section, Convolutional):
+        return ConvUnit(layer.in_channels[0], section)
+    if isinstance(section, Shortcut):
+        return Sum(section)
+    if isinstance(section, Route):
+        return Join(section)
+    if isinstance(section, Maxpool):
+        return Pool(section)
+    if isinstance(section, Yolo):
+        return Level(section)
+    return Upsample() if section.kind == "upsample" else nn.Identity()
+
+
+def _backbone(plan: Sequence[Layer]) -> int:
+    """How many layers come before the neck: up to the last shortcut before the first [yolo], else up to the first
+    of the widest layers; 75 of YOLOv3 (Darknet-53) and 13 of its tiny form."""
+    before = plan[: next(i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)) - 1]
+    shortcuts = [i for i, layer in enumerate(before) if isinstance(layer.section, Shortcut)]
+    widest = max(range(len(before)), key=lambda i: before[i].out_channels, default=-1)
+    return (shortcuts[-1] if shortcuts else widest) + 1

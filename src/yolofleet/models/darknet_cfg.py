@@ -1,0 +1,679 @@
+"""A Darknet network as data: the sections of a ``.cfg`` file, checked, worked out, and written back.
+
+Files come from strangers: nothing is evaluated, every size is bounded before anything is allocated. Keys that only
+training in Darknet reads are passed over; a key that changes what the network computes is understood or refused.
+The description's own form in weights files is such a text, too, so there is one reader and one set of checks.
+No torch here.
+
+Source of meanings and defaults: arXiv:1804.02767, arXiv:2004.10934, and outputs of Darknet and OpenCV in
+tests/parity/test_darknet_network.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from yolofleet.errors import ConfigError
+from yolofleet.models.checked import nearest, short
+
+MAX_CFG_BYTES = 1_000_000
+MAX_SECTIONS = 1000
+MAX_CHANNELS = 16384
+MAX_KERNEL = 31
+MAX_OUTPUTS = 10_000_000  # channels of raw predictions
+MAX_ITEMS = 64  # of a list
+MAX_LEVELS = 8
+MAX_CLASSES = 100_000
+MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
+ACTIVATIONS = ("leaky", "linear", "mish", "swish", "relu", "logistic")
+
+
+# -- sections ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """How the text behind ``key =`` is read: a whole number or a number in [low, high], or one of ``words``."""
+
+    name: str | None  # in the file; None: as the field
+    low: float = 0
+    high: float = 0
+    words: tuple[str, ...] = ()
+    whole: bool = True
+    many: bool = False  # numbers with commas between them
+
+    def read(self, text: str) -> Any:
+        """
+        Raises:
+            ValueError: says what is expected.
+        """
+        if not self.many:
+            return self._one(text)
+        parts = text.removesuffix(",").split(",")
+        if len(parts) > MAX_ITEMS:
+            raise ValueError(f"{len(parts)} values; at most {MAX_ITEMS} are possible")
+        return tuple(self._one(part) for part in parts)
+
+    def _one(self, text: str) -> Any:
+        if self.words:
+            if text in self.words:
+                return text
+            raise ValueError(f"{short(text)} is not supported; known: {', '.join(self.words)}")
+        pattern = r"[+-]?[0-9]{1,9}" if self.whole else r"[+-]?([0-9]{1,9}\.?[0-9]{0,20}|\.[0-9]{1,20})"
+        if re.fullmatch(pattern, text):
+            value = int(text) if self.whole else float(text)
+            if self.low <= value <= self.high:
+                return value
+        kind = "a whole number" if self.whole else "a number"
+        raise ValueError(f"{short(text)} is not {kind} in {self.low:g}..{self.high:g}")
+
+
+def key(
+    default: Any = MISSING, low: float = 0, high: float = 0, *, name: str | None = None, **how: Any
+) -> Any:
+    """A field that stands in the file."""
+    return field(default=default, metadata={"key": Key(name, low, high, **how)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of all sections. Fields are the keys of the file, with Darknet's defaults."""
+
+    line: int = field(default=0, compare=False)  # 0: in no file
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
+
+    @classmethod
+    def file_keys(cls) -> dict[str, tuple[str, Key]]:
+        """Key in the file -> (field, how it is read)."""
+        found = [(f.name, f.metadata["key"]) for f in fields(cls) if "key" in f.metadata]
+        return {how.name or name: (name, how) for name, how in found}
+
+    def text(self) -> str:
+        """The section as it stands in a file."""
+        lines = [f"[{self.kind}]"]
+        for name, (attribute, _) in self.file_keys().items():
+            value = getattr(self, attribute)
+            if value is not None:
+                values = value if isinstance(value, tuple) else (value,)
+                lines.append(f"{name}={','.join(_plain(v) for v in values)}")
+        return "\n".join(lines) + "\n"
+
+    def inputs(self, i: int) -> tuple[int, ...]:
+        """Numbers of the sections that section number ``i`` reads; -1 is the image."""
+        return (i - 1,)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        """Channels and stride of the map that comes out, from those of the maps that go in.
+
+        Raises:
+            ValueError: they do not fit the section.
+        """
+        return channels[0], stride
+
+
+def _plain(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net(Section):
+    """Image size, pixels."""
+
+    width: int = key(low=1, high=100_000)
+    height: int = key(low=1, high=100_000)
+    channels: int = key(3, 3, 3)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        raise ValueError("only one [net] is possible, at the beginning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolutional(Section):
+    batch_normalize: int = key(0, 0, 1)
+    filters: int = key(1, 1, MAX_OUTPUTS)
+    size: int = key(1, 1, MAX_KERNEL)
+    stride: int = key(1, 1, 8)
+    pad: int = key(0, 0, 1)
+    padding: int = key(0, 0, MAX_KERNEL)
+    groups: int = key(1, 1, MAX_CHANNELS)
+    activation: str = key("logistic", words=ACTIVATIONS)
+
+    @property
+    def padding_px(self) -> int:
+        """On each side."""
+        return self.size // 2 if self.pad else self.padding
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        _check_window(self.size, self.stride, 2 * self.padding_px)
+        if channels[0] % self.groups or self.filters % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {channels[0]} and {self.filters} channels")
+        return self.filters, stride * self.stride
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortcut(Section):
+    """The sum of the section before and ``sources``."""
+
+    sources: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, name="from", many=True)
+    activation: str = key("linear", words=ACTIVATIONS)
+
+    def inputs(self, i: int) -> tuple[int, ...]:
+        return (i - 1, *_absolute(self.sources, i))
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        if len(set(channels)) > 1:
+            raise ValueError(f"adds maps of {', '.join(str(c) for c in channels)} channels")
+        return channels[0], stride
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route(Section):
+    """Maps side by side; of each, part ``group_id`` of ``groups``."""
+
+    layers: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, many=True)
+    groups: int = key(1, 1, MAX_CHANNELS)
+    group_id: int = key(0, 0, MAX_CHANNELS)
+
+    def inputs(self, i: int) -> tuple[int, ...]:
+        return _absolute(self.layers, i)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        if self.group_id >= self.groups or any(c % self.groups for c in channels):
+            shown = ", ".join(str(c) for c in channels)
+            raise ValueError(f"there is no part {self.group_id} of {self.groups} groups of {shown} channels")
+        return sum(c // self.groups for c in channels), stride
+
+
+def _absolute(sections: tuple[int, ...], i: int) -> tuple[int, ...]:
+    """Numbers below 0 count back from section ``i``."""
+    return tuple(i + j if j < 0 else j for j in sections)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maxpool(Section):
+    """``padding``: of both sides together; None is size - 1."""
+
+    size: int = key(low=1, high=MAX_KERNEL)
+    stride: int = key(1, 1, 8)
+    padding: int | None = key(None, 0, 2 * MAX_KERNEL)
+
+    @property
+    def before_after_px(self) -> tuple[int, int]:
+        """Padding at the left and top, and at the right and bottom as far as windows reach."""
+        before = (self.size - 1 if self.padding is None else self.padding) // 2
+        return before, max(0, self.size - self.stride - before)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        _check_window(self.size, self.stride, self.size - 1 if self.padding is None else self.padding)
+        return channels[0], stride * self.stride
+
+
+def _check_window(size: int, stride: int, padding: int) -> None:
+    """A map whose sides are multiples of the stride must shrink by just that."""
+    if not size - stride <= padding < size:
+        raise ValueError(
+            f"size {size}, stride {stride} and {padding} pixels of padding do not divide a map's sides by {stride}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upsample(Section):
+    stride: int = key(2, 2, 2)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        return channels[0], stride / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout(Section):
+    """Does nothing, in training neither."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yolo(Section):
+    """A detection level. ``anchors``: width, height, width, height, ..., pixels; ``mask``: those used here."""
+
+    mask: tuple[int, ...] | None = key(None, 0, MAX_ITEMS, many=True)
+    anchors: tuple[float, ...] = key(low=1e-3, high=100_000, whole=False, many=True)
+    classes: int = key(low=1, high=MAX_CLASSES)
+    num: int = key(low=1, high=MAX_ITEMS)
+    scale_x_y: float = key(1.0, 1.0, 10.0, whole=False)
+
+    @property
+    def anchors_px(self) -> tuple[tuple[float, float], ...]:
+        """(width, height) of each anchor used here."""
+        mask = range(self.num) if self.mask is None else self.mask
+        return tuple((self.anchors[2 * i], self.anchors[2 * i + 1]) for i in mask)
+
+    @property
+    def outputs(self) -> int:
+        """Channels that go in: 4 box values, objectness and classes of each anchor."""
+        return len(self.anchors_px) * (5 + self.classes)
+
+    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+        if len(self.anchors) != 2 * self.num:
+            raise ValueError(f"num is {self.num}, but there are {len(self.anchors)} numbers in anchors")
+        if self.mask is not None and max(self.mask) >= self.num:
+            raise ValueError(f"mask names anchor {max(self.mask)}; there are {self.num}, counted from 0")
+        if channels[0] != self.outputs:
+            raise ValueError(
+                f"the section before it has filters={channels[0]}; "
+                f"{len(self.anchors_px)} anchors x (5 + {self.classes} classes) are {self.outputs}"
+            )
+        if stride.denominator != 1:
+            raise ValueError("its map is larger than the image")
+        return channels[0], stride
+
+
+SECTIONS: dict[str, type[Section]] = {
+    kind.__name__.lower(): kind
+    for kind in (Net, Convolutional, Shortcut, Route, Maxpool, Upsample, Dropout, Yolo)
+}
+SPELLINGS = {"network": "net", "conv": "convolutional", "max": "maxpool"}
+
+# keys that change nothing outside Darknet's own training, or its choice of boxes afterwards
+TRAINING_EVERYWHERE = (
+    *(
+        "learning_rate",
+        "stopbackward",
+        "onlyforward",
+        "dont_update",
+        "burnin_update",
+        "train_only_bn",
+        "clip",
+    ),
+    *("stream", "wait_stream", "grad_centr"),
+)
+TRAINING = {
+    "yolo": (
+        *("jitter", "resize", "random", "ignore_thresh", "truth_thresh", "iou_thresh", "iou_thresh_kind"),
+        *("iou_loss", "iou_normalizer", "obj_normalizer", "cls_normalizer", "delta_normalizer", "max_delta"),
+        *("label_smooth_eps", "objectness_smooth", "counters_per_class", "focal_loss", "max", "map"),
+        *("beta_nms", "nms_kind", "show_details"),
+    ),
+    "dropout": ("probability", "dropblock", "dropblock_size_rel", "dropblock_size_abs"),
+}
+# keys of things that are not supported, with the value that switches them off
+SWITCHED_OFF = {
+    "convolutional": {
+        **{
+            "dilation": "1",
+            "flipped": "0",
+            "binary": "0",
+            "xnor": "0",
+            "bin_output": "0",
+            "antialiasing": "0",
+        },
+        **{"assisted_excitation": "0", "deform": "0", "sway": "0", "rotate": "0", "stretch": "0"},
+        **{"stretch_sway": "0", "reverse": "0", "coordconv": "0", "dontload": "0", "dontloadscales": "0"},
+    },
+    "shortcut": {"weights_type": "none", "weights_normalization": "none"},
+    "maxpool": {"maxpool_depth": "0", "antialiasing": "0"},
+    "upsample": {"scale": "1"},
+    "yolo": {"new_coords": "0"},
+}
+
+
+# -- the description --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DarknetDescription:
+    """A network as in a ``.cfg``.
+
+    The number of classes in it is a default: :meth:`with_classes` gives the network for any other.
+
+    Attributes:
+        net: image size.
+        sections: after [net], numbered from 0 as in Darknet.
+    """
+
+    name: str
+    net: Net
+    sections: tuple[Section, ...]
+
+    family = "darknet"
+
+    @property
+    def nc(self) -> int:
+        """Classes that the file speaks of."""
+        return next(section.classes for section in self.sections if isinstance(section, Yolo))
+
+    @property
+    def img(self) -> int:
+        """Longer side of the image size, pixels."""
+        return max(self.net.width, self.net.height)
+
+    @property
+    def anchors_px(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """[L][A] (width, height), finest level first."""
+        return tuple(yolo.anchors_px for _, yolo, _ in levels(layers(self)))
+
+    def with_classes(self, nc: int) -> DarknetDescription:
+        """The same network for ``nc`` classes."""
+        sections = list(self.sections)
+        for i, section in enumerate(self.sections):
+            if isinstance(section, Yolo):
+                sections[i] = yolo = replace(section, classes=nc)
+                sections[i - 1] = replace(sections[i - 1], filters=yolo.outputs)  # type: ignore[call-arg]
+        return replace(self, sections=tuple(sections))
+
+    def cfg(self) -> str:
+        """Text of a ``.cfg`` file; :func:`parse_cfg` reads it back."""
+        return "\n".join(section.text() for section in (self.net, *self.sections))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; :meth:`from_dict` reads it back."""
+        return {"family": self.family, "name": self.name, "cfg": self.cfg()}
+
+    @classmethod
+    def from_dict(cls, values: Any, *, source: str = "model description") -> DarknetDescription:
+        """Check everything and build.
+
+        Raises:
+            ConfigError: names the key or line that is wrong and ``source``.
+        """
+        known = ["family", "name", "cfg"]
+        if not isinstance(values, Mapping) or values.get("family") != cls.family:
+            raise ConfigError("this is no description of a Darknet network", source=source)
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown key {short(name)}", source=source, hint=nearest(name, known))
+        name, text = values.get("name"), values.get("cfg")
+        if not isinstance(name, str) or len(name) > 200:
+            raise ConfigError(f"name must be a short text, not {short(name)}", source=source)
+        if not isinstance(text, str):
+            raise ConfigError(f"cfg must be the text of a .cfg file, not {short(text)}", source=source)
+        return parse_cfg(text, name=name, source=source)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_cfg(path: Path) -> DarknetDescription:
+    """A ``.cfg`` file; the network is called as the file.
+
+    Raises:
+        ConfigError: see :func:`parse_cfg`; or the file cannot be read.
+    """
+    try:
+        with path.open("rb") as f:
+            content = f.read(MAX_CFG_BYTES + 1)
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
+        ) from None
+    text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
+    return parse_cfg(text, name=path.stem[:200], source=str(path))
+
+
+def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
+    """The network that the text of a ``.cfg`` describes.
+
+    Raises:
+        ConfigError: names line, section and key that are wrong or not supported, and ``source``.
+    """
+    if len(text) > MAX_CFG_BYTES:
+        raise ConfigError(
+            f"more than {MAX_CFG_BYTES} characters: not a network description",
+            source=source,
+            hint="is it the right file?",
+        )
+    found = [_section(*part, source) for part in _parts(text, source)]
+    if not found or not isinstance(found[0], Net):
+        raise ConfigError(
+            "the file does not begin with [net]", source=source, hint="is it a Darknet .cfg file?"
+        )
+    description = DarknetDescription(name, found[0], tuple(found[1:]))
+    layers(description, source=source)
+    return description
+
+
+def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, int]]]]:
+    """Kind, line, and {key: (value, line)} of each section, unread."""
+    parts: list[tuple[str, int, dict[str, tuple[str, int]]]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        line = "".join(re.split("[#;\0]", line, maxsplit=1)[0].split())  # white space means nothing anywhere
+        if line.startswith("[") and line.endswith("]"):
+            kind = SPELLINGS.get(line[1:-1], line[1:-1])
+            if kind not in SECTIONS:
+                raise ConfigError(
+                    f"line {number}: unknown section {short(line)}",
+                    source=source,
+                    hint=nearest(kind, list(SECTIONS)),
+                )
+            if len(parts) > MAX_SECTIONS:
+                raise ConfigError(f"line {number}: more than {MAX_SECTIONS} sections", source=source)
+            parts.append((kind, number, {}))
+        elif line:
+            name, equals, value = line.partition("=")
+            if not equals or not parts:
+                raise ConfigError(
+                    f"line {number}: {short(line)} is neither a [section] nor key=value in one",
+                    source=source,
+                    hint="is it a Darknet .cfg file?",
+                )
+            kind, _, given = parts[-1]
+            if name in given and name in SECTIONS[kind].file_keys():
+                raise ConfigError(
+                    f"line {number} [{kind}]: {name} is given twice",
+                    source=source,
+                    hint="leave one of them out",
+                )
+            given[name] = value, number
+    return parts
+
+
+def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source: str) -> Section:
+    keys = SECTIONS[kind].file_keys()
+    values: dict[str, Any] = {}
+    for name, (text, number) in given.items():
+        where = f"line {number} [{kind}]"
+        if name in keys:
+            attribute, how = keys[name]
+            try:
+                values[attribute] = how.read(text)
+            except ValueError as problem:
+                raise ConfigError(f"{where}: {name}: {problem}", source=source) from None
+        elif kind == "net" or name in TRAINING_EVERYWHERE or name in TRAINING.get(kind, ()):
+            continue  # [net] is about training but for the image size
+        elif text != SWITCHED_OFF.get(kind, {}).get(name):
+            raise ConfigError(
+                f"{where}: {short(name)} with the value {short(text)} is not supported",
+                source=source,
+                hint=nearest(name, list(keys)),
+            )
+    for f in fields(SECTIONS[kind]):
+        if f.default is MISSING and f.name not in values:
+            raise ConfigError(
+                f"line {line} [{kind}]: {f.metadata['key'].name or f.name} is missing", source=source
+            )
+    return SECTIONS[kind](line=line, **values)
+
+
+# -- working out inputs, channels and strides -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A section with everything worked out: absolute input numbers (-1 is the image), channels, stride."""
+
+    section: Section
+    inputs: tuple[int, ...]
+    in_channels: tuple[int, ...]
+    out_channels: int
+    stride: Fraction
+
+
+def levels(plan: Sequence[Layer]) -> list[tuple[int, Yolo, int]]:
+    """(number, section, stride) of each [yolo], finest first whatever the order in the file."""
+    found = [(i, x.section, int(x.stride)) for i, x in enumerate(plan) if isinstance(x.section, Yolo)]
+    return sorted(found, key=lambda level: level[2])
+
+
+def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
+    """Inputs, channels and strides of every section.
+
+    Raises:
+        ConfigError: sections that do not fit together; names the line.
+    """
+    sections = description.sections
+    found: list[Layer] = []
+    for i, section in enumerate(sections):
+        try:
+            found.append(_layer(i, sections, found))
+        except ValueError as problem:
+            where = f"line {section.line}" if section.line else f"section {i}"
+            raise ConfigError(
+                f"{where} [{section.kind}]: {problem}", source=source or description.name
+            ) from None
+    _check_levels(found, source or description.name)
+    return found
+
+
+def _layer(i: int, sections: Sequence[Section], found: Sequence[Layer]) -> Layer:
+    section = sections[i]
+    inputs = section.inputs(i)
+    for j in inputs:
+        if not (-1 if i == 0 and not isinstance(section, Route) else 0) <= j < i:
+            raise ValueError(f"it is number {i}, and number {j} does not come before it")
+        if j >= 0 and isinstance(sections[j], Yolo):
+            raise ValueError("it would read the boxes of a [yolo]; a [route] goes past it")
+        if _is_detection(j, sections) and not isinstance(section, Yolo):
+            raise ValueError(f"it would read number {j}, which a [yolo] reads")
+    if isinstance(section, Yolo) and not _is_detection(i - 1, sections):
+        raise ValueError("before it must come [convolutional] with activation=linear and groups=1")
+    strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
+    if len(set(strides)) > 1:
+        raise ValueError(f"it joins maps of strides {', '.join(str(s) for s in strides)}")
+    in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
+    out, stride = section.output(in_channels, strides[0])
+    if (out > MAX_CHANNELS and not _is_detection(i, sections)) or not MIN_STRIDE <= stride <= MAX_STRIDE:
+        raise ValueError(f"the network is too large ({out} channels, stride {stride})")
+    return Layer(section, inputs, in_channels, out, stride)
+
+
+def _is_detection(i: int, sections: Sequence[Section]) -> bool:
+    """Whether section ``i`` gives the raw predictions of the next one."""
+    conv = sections[i] if i >= 0 else None
+    return (
+        isinstance(conv, Convolutional)
+        and (conv.activation, conv.groups) == ("linear", 1)
+        and i + 1 < len(sections)
+        and isinstance(sections[i + 1], Yolo)
+    )
+
+
+def _check_levels(plan: Sequence[Layer], source: str) -> None:
+    found = [yolo for _, yolo, _ in levels(plan)]
+    if not 1 <= len(found) <= MAX_LEVELS:
+        raise ConfigError(
+            f"{len(found)} [yolo] sections; 1..{MAX_LEVELS} are possible",
+            source=source,
+            hint="networks that classify, and detectors older than YOLOv3, are not supported",
+        )
+    for what, values in (
+        ("classes", [yolo.classes for yolo in found]),
+        ("anchors", [len(yolo.anchors_px) for yolo in found]),
+    ):
+        if len(set(values)) > 1:
+            shown = ", ".join(str(value) for value in values)
+            raise ConfigError(f"the [yolo] sections have {shown} {what}; all need as many", source=source)
+    wanted = {i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)}
+    for i in range(len(plan) - 1, -1, -1):
+        if i in wanted:
+            wanted.update(plan[i].inputs)
+        elif isinstance(plan[i].section, Convolutional):
+            line = plan[i].section.line
+            raise ConfigError(f"line {line} [convolutional]: no [yolo] depends on it", source=source)
+
+
+# -- built-in ---------------------------------------------------------------------------------------------------
+
+ANCHORS = (10, 13, 16, 30, 33, 23, 30, 61, 62, 45, 59, 119, 116, 90, 156, 198, 373, 326)
+TINY_ANCHORS = (10, 14, 23, 27, 37, 58, 81, 82, 135, 169, 344, 319)
+CLASSES = 80
+
+
+def preset_names() -> list[str]:
+    return list(PRESETS)
+
+
+def preset(name: str) -> DarknetDescription:
+    """A built-in description by name: the network of the published weights of that name.
+
+    Raises:
+        ConfigError: unknown name, with the nearest known one.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+    img, sections = PRESETS[name]
+    return DarknetDescription(name, Net(width=img, height=img), tuple(sections()))
+
+
+def _conv(filters: int, size: int, stride: int = 1) -> Section:
+    return Convolutional(
+        batch_normalize=1, filters=filters, size=size, stride=stride, pad=1, activation="leaky"
+    )
+
+
+def _detection(mask: tuple[int, ...], anchors: tuple[int, ...]) -> list[Section]:
+    yolo = Yolo(mask=mask, anchors=tuple(map(float, anchors)), classes=CLASSES, num=len(anchors) // 2)
+    return [Convolutional(filters=yolo.outputs, pad=1, activation="linear"), yolo]
+
+
+def _yolov3(*, spp: bool = False) -> list[Section]:
+    """Darknet-53 and three levels, coarsest first (arXiv:1804.02767); with maps pooled at three sizes before the
+    coarsest (arXiv:1406.4729)."""
+    found = [_conv(32, 3)]
+    stages = []  # last section of each
+    for filters, blocks in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
+        found.append(_conv(filters, 3, stride=2))
+        for _ in range(blocks):
+            found += [_conv(filters // 2, 1), _conv(filters, 3), Shortcut(sources=(-3,))]
+        stages.append(len(found) - 1)
+    for level, filters in enumerate((512, 256, 128)):
+        if level:
+            found += [
+                Route(layers=(-4,)),
+                _conv(filters, 1),
+                Upsample(),
+                Route(layers=(-1, stages[-1 - level])),
+            ]
+        found += [_conv(filters, 1), _conv(2 * filters, 3), _conv(filters, 1)]
+        if spp and level == 0:
+            for back, size in ((-2, 5), (-4, 9)):
+                found += [Maxpool(size=size), Route(layers=(back,))]
+            found += [Maxpool(size=13), Route(layers=(-1, -3, -5, -6)), _conv(filters, 1)]
+        found += [_conv(2 * filters, 3), _conv(filters, 1), _conv(2 * filters, 3)]
+        first = 6 - 3 * level
+        found += _detection((first, first + 1, first + 2), ANCHORS)
+    return found
+
+
+def _tiny() -> list[Section]:
+    """The finer level has the anchors 1, 2, 3: with these the published weights were trained. Files of later date
+    say 0, 1, 2, with which the same weights find much less."""
+    found: list[Section] = []
+    for filters in (16, 32, 64, 128, 256):
+        found += [_conv(filters, 3), Maxpool(size=2, stride=2)]
+    fine = len(found) - 2
+    found += [_conv(512, 3), Maxpool(size=2), _conv(1024, 3), _conv(256, 1), _conv(512, 3)]
+    found += _detection((3, 4, 5), TINY_ANCHORS)
+    found += [Route(layers=(-4,)), _conv(128, 1), Upsample(), Route(layers=(-1, fine)), _conv(256, 3)]
+    return found + _detection((1, 2, 3), TINY_ANCHORS)
+
+
+PRESETS: dict[str, tuple[int, Callable[[], list[Section]]]] = {  # image size and sections
+    "darknet-yolov3": (608, _yolov3),
+    "darknet-yolov3-spp": (608, lambda: _yolov3(spp=True)),
+    "darknet-yolov3-tiny": (416, _tiny),
+}
