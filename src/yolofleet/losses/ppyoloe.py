@@ -113,52 +113,56 @@ class PpyoloeLoss:
             counts=np.full(3, len(labels), np.int64),
         )
 
+    def assign(self, raws: Sequence[Tensor], targets: Targets) -> Matches:
+        """Which cell should say what, by the assigner of this part of the run; no gradient. ``raws`` as in ``sums``.
+
+        Host synchronisation: see ``task_aligned``.
+        """
+        logits, distances = _rows(raws)
+        grid, device = targets.grid, logits[0].device
+        assert [len(level) for level in logits] == grid.sizes, "targets were made for another size"
+        centres, strides = grid.centres_px(device)  # [R, 2], [R, 1]
+        boxes, classes = _on(device, targets.boxes_xyxy_px, targets.classes)
+        with torch.no_grad():
+            if self.is_aligned:
+                reach = torch.cat([_expected(level) for level in distances])  # [R, 4]
+                predicted = _around(centres, reach * strides)
+                return task_aligned(targets.pairs, boxes, classes, predicted, logits, grid)
+            cells, labels = _on(device, targets.atss_cells, targets.atss_labels)
+            sizes = tuple(np.diff(np.searchsorted(targets.atss_cells, grid.borders)).tolist())
+            reach = _expected(pick(distances, cells, sizes))  # [M, 4]
+            predicted = _around(centres[cells], reach * strides[cells])
+            return Matches(cells, labels, sizes, iou_pairs(boxes.flatten(0, 1)[labels], predicted))
+
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """[4] float32: the terms, differentiable, and the scores of all matches (the divisor's part, >= 0).
 
         Args:
-            raws: for each level class logits [N, H, W, C] and distance logits [N, H, W, 4 B] (left, top, right,
+            raws: for each level class logits [N, H, W, C], then distance logits [N, H, W, 4 B] (left, top, right,
                 bottom, in strides).
         """
-        logits = [level.flatten(0, -2) for level in raws[0::2]]  # [R of the level, C]
-        distances = [level.flatten(0, -2) for level in raws[1::2]]  # [R of the level, 4 B]
-        grid = targets.grid
-        assert [len(level) for level in logits] == grid.sizes, "targets were made for another size"
-        device = raws[0].device
-        boxes, classes = (
-            torch.from_numpy(array).to(device, non_blocking=True)
-            for array in (targets.boxes_xyxy_px, targets.classes)
-        )
-        centres, strides = grid.centres_px(device)  # [R, 2], [R, 1]
-        points = centres / strides  # [R, 2] in strides
+        matches = self.assign(raws, targets)
+        logits, distances = _rows(raws)
+        device = logits[0].device
+        boxes, classes = _on(device, targets.boxes_xyxy_px, targets.classes)
+        centres, strides = (
+            table[matches.cells] for table in targets.grid.centres_px(device)
+        )  # [M, 2], [M, 1]
 
-        with torch.no_grad():
-            if self.is_aligned:
-                reach = torch.cat([_expected(level) for level in distances])  # [R, 4]
-                predicted = _around(points, reach) * strides
-                matches = task_aligned(targets.pairs, boxes, classes, predicted, logits, grid)
-            else:
-                cells, owners = (
-                    torch.from_numpy(array).to(device, non_blocking=True)
-                    for array in (targets.atss_cells, targets.atss_labels)
-                )
-                sizes = tuple(np.diff(np.searchsorted(targets.atss_cells, grid.borders)).tolist())
-                predicted = _around(points[cells], _expected(pick(distances, cells, sizes))) * strides[cells]
-                matches = Matches(cells, owners, sizes, iou_pairs(boxes.view(-1, 4)[owners], predicted))
-
+        points, wanted = centres / strides, boxes.flatten(0, 1)[matches.labels] / strides
         # no cell is picked twice, so the backward pass adds nothing up, in whatever order
         picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
-        point = points[matches.cells]
-        wanted = boxes.view(-1, 4)[matches.labels] / strides[matches.cells]  # [M, 4] in strides
-        iou = (1 - _giou_pairs(_around(point, _expected(picked)), wanted)) * matches.scores
-        dfl = _distribution_focal(picked, point, wanted) * matches.scores
+        iou = (1 - _giou_pairs(_around(points, _expected(picked)), wanted)) * matches.scores
+        dfl = _distribution_focal(picked, points, wanted) * matches.scores
 
         by_level = (
             part.split(matches.sizes) for part in (matches.cells, classes[matches.labels], matches.scores)
         )
         cls = [
             _Varifocal.apply(level, cells - border, names, scores)
-            for level, border, cells, names, scores in zip(logits, grid.borders[:-1], *by_level, strict=True)
+            for level, border, cells, names, scores in zip(
+                logits, targets.grid.borders[:-1], *by_level, strict=True
+            )
         ]
         return torch.stack((torch.stack(cls).sum(), iou.sum(), dfl.sum(), matches.scores.sum()))
 
@@ -168,8 +172,8 @@ class _Varifocal(torch.autograd.Function):
 
     Varifocal loss (arXiv:2008.13367) with p the probability: alpha p^2 times cross entropy with 0 everywhere,
     but score times cross entropy with the score at matched classes; gradients flow through p^2, as in PP-YOLOE.
-    A function of its own because the gradient costs little beside the value, and autograd's seven arrays of this
-    size much: 4 x the time.
+    A function of its own because the gradient costs little beside the value, and autograd's many arrays of this
+    size much: 3 x the time.
     """
 
     @staticmethod
@@ -196,6 +200,16 @@ class _Varifocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slopes,) = ctx.saved_tensors
         return (slopes * grad).to(ctx.dtype), None, None, None
+
+
+def _rows(raws: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Class logits [R of the level, C] and distance logits [R of the level, 4 B] of each level."""
+    rows = [raw.flatten(0, -2) for raw in raws]
+    return rows[0::2], rows[1::2]
+
+
+def _on(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
 
 
 def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
