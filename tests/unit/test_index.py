@@ -347,7 +347,7 @@ def test_coco_json_is_parsed_once_for_all_processes(tmp_path, monkeypatch):
     from yolofleet.data import cocojson
 
     cocojson._load_table.cache_clear()
-    monkeypatch.setattr(cocojson, "_parse", None)
+    monkeypatch.setattr(cocojson, "parse_json", None)
     again = index_of(path, "val")
     assert again.key == first.key
     for file in stored_files():

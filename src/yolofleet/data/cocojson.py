@@ -143,13 +143,9 @@ def _last_parts(name: str, parts: int) -> str:
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
-def load_table(path: Path) -> CocoTable:
-    """From the cache folder where possible. Raises DataError for a file that is missing or not COCO's form."""
-    return cached_table(path, None)
-
-
-def cached_table(path: Path, parse: Callable[[str], CocoTable] | None) -> CocoTable:
-    """``parse`` of a file, from the cache folder where possible; None: of a COCO json."""
+def load_table(path: Path, parse: Callable[[str], CocoTable] | None = None) -> CocoTable:
+    """From the cache folder where possible; ``parse`` reads another format than COCO's. Raises DataError for a file
+    that is missing or not of that form."""
     try:
         about = path.stat()
     except (OSError, ValueError) as error:
@@ -167,7 +163,7 @@ def _load_table(
     read = read_arrays(stored)
     if read is not None:
         return _unpack(path, *read)
-    table = (parse or _parse)(path)
+    table = (parse or parse_json)(path)
     try:
         write_arrays(stored, *_pack(table))
     except OSError:
@@ -204,7 +200,8 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
     )
 
 
-def _parse(path: str) -> CocoTable:
+def parse_json(path: str) -> CocoTable:
+    """Raises DataError."""
     builder = TableBuilder()
     categories: dict[int, str] = {}
     seen: set[str] = set()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.cocojson import CocoFiles, CocoTable, TableBuilder, cached_table, number_of
+from yolofleet.data.cocojson import CocoFiles, CocoTable, TableBuilder, load_table, number_of
 from yolofleet.data.labels import ProblemLog, RawLabels
 from yolofleet.errors import ConfigError, DataError
 
@@ -29,7 +29,7 @@ class OdgtFiles(CocoFiles):
     """Images and labels of one file, in its order; an image's id is its line."""
 
     def __init__(self, path: Path, roots: tuple[Path, ...], names: tuple[str, ...]) -> None:
-        super().__init__(load_table(path), roots, tuple(NAMES.index(name) for name in names))
+        super().__init__(load_table(path, parse_odgt), roots, tuple(NAMES.index(name) for name in names))
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """As there; boxes of other kinds than the names ask for are left out, the others end at the image's border."""
@@ -63,12 +63,8 @@ def chosen_names(names: tuple[str, ...], source: str | None) -> tuple[str, ...]:
     return names or NAMES[:1]
 
 
-def load_table(path: Path) -> CocoTable:
+def parse_odgt(path: str) -> CocoTable:
     """All three boxes of every object; the category is the number of ``NAMES``. Raises DataError."""
-    return cached_table(path, _parse)
-
-
-def _parse(path: str) -> CocoTable:
     builder = TableBuilder()
     try:
         with open(path, "rb") as file:

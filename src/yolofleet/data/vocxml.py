@@ -61,7 +61,7 @@ class VocFiles:
             for name in files
             if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
         }
-        stems = [_stem(line.strip(), by_stem) for line in text.split("\n") if line.strip()]
+        stems = [_stem(line.strip(), by_stem, root) for line in text.split("\n") if line.strip()]
         self.images = [str(root / "JPEGImages" / by_stem.get(stem, f"{stem}.jpg")) for stem in stems]
         self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
         self.stamps: list[Stamp] = [stamp(image) for image in self.images]
@@ -111,9 +111,10 @@ class VocFiles:
         return self.labels[at], read_objects(self.labels[at])[mark - 1].line, f"object {mark}: "
 
 
-def _stem(line: str, by_stem: Mapping[str, str]) -> str:
+def _stem(line: str, by_stem: Mapping[str, str], root: Path) -> str:
     """Lists of one class have ``stem 1`` and ``stem -1``; but a file name may have a space, too."""
-    return line if line in by_stem else line.split()[0]
+    is_whole = line in by_stem or not any(c.isspace() for c in line)
+    return line if is_whole or (root / "Annotations" / f"{line}.xml").is_file() else line.split()[0]
 
 
 def voc_root(listing: Path) -> Path:

@@ -1,0 +1,466 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH100, PTH103, PTH116, PTH118, PTH119, PTH120, PTH122, PTH211
+"""Any data set that can be read -> a new folder in YOLO, COCO or Pascal VOC layout.
+
+Everything is written into a hidden folder beside the target, read back with the readers of training, compared with
+what was to be written, and only then renamed; so a folder of the target's name is whole.
+
+Legend: N images, M labels, C classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from yolofleet.config.suggest import nearest, shown
+from yolofleet.config.yaml_lines import write_yaml
+from yolofleet.data import cocojson, odgt
+from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.labels import ProblemLog, clean
+from yolofleet.data.sources import DatasetSpec
+from yolofleet.data.vocxml import VocFiles
+from yolofleet.data.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
+from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, YoloFiles
+from yolofleet.errors import ConfigError, StorageError
+
+Target = Literal["yolo", "coco", "voc"]
+Images = Literal["link", "copy", "symlink", "none"]
+TOLERANCE_PX = 0.01
+_FOLDERS_OF_FORMATS = ("images", "labels", "jpegimages")
+_CHUNK = 1024
+_THREADS = 8
+
+Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
+
+
+@dataclass
+class Converted:
+    """
+    Attributes:
+        splits: (images, labels) that were written of each split.
+        copied: images that are copies; the others are links.
+        notes: what a person should know: what the target cannot say, what was left out or renamed.
+    """
+
+    folder: Path
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    copied: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    spec: DatasetSpec,
+    out: Path,
+    target: Target,
+    *,
+    splits: Sequence[str] = (),
+    names: Sequence[str] = (),
+    images: Images = "link",
+    on_progress: Progress = lambda what, done, total: None,
+) -> Converted:
+    """
+    Args:
+        out: a folder that is not there yet, or is empty.
+        splits: those to convert; () is all that are there.
+        names: classes to keep, in this order; labels of others are left out. () is all.
+        images: hard links (copies where the disk refuses), copies, symbolic links, or none: labels only, for
+            images that lie elsewhere under the same names.
+    Raises:
+        ConfigError: ``out`` is taken; unknown splits or names; names that the target cannot write.
+        DataError: the source is not usable, as for training.
+        StorageError: the disk refused; nothing is left.
+    """
+    assert target in get_args(Target) and images in get_args(Images)
+    _check_free(out)
+    if names and spec.splits and _is_crowdhuman(spec):
+        spec = replace(spec, names=odgt.chosen_names(tuple(names), "--names"))
+    for split in splits:
+        spec.sources(split)
+    done = Converted(out)
+    work = _Work(spec, target, images, done, on_progress)
+    work.read(splits or tuple(spec.splits), names)
+    work.name_images()
+
+    partial = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        work.write(partial)
+        work.place_images(partial)
+        work.check(partial)
+        if out.is_dir():
+            out.rmdir()  # it was empty; Windows renames onto nothing only
+        partial.rename(out)
+    except OSError as problem:
+        shutil.rmtree(partial, ignore_errors=True)
+        hint = "--images copy" if images == "symlink" else None
+        raise StorageError(f"{out} cannot be written: {problem}", hint=hint) from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return done
+
+
+def _check_free(out: Path) -> None:
+    try:
+        if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(
+                f"--out {out} is not an empty folder", source="command line", hint="--out another"
+            )
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"--out {out} cannot be used: {problem}", source="command line") from None
+
+
+def _is_crowdhuman(spec: DatasetSpec) -> bool:
+    return any(source.kind == "odgt" for sources in spec.splits.values() for source in sources)
+
+
+@dataclass
+class _Work:
+    """One conversion, step by step. Splits of the same files are written once.
+
+    Attributes:
+        indexes: of the splits that are written.
+        same_as: the written split that each asked split is.
+        names: [N] of each written split, where its images go: below images/<split>, or in JPEGImages.
+    """
+
+    spec: DatasetSpec
+    target: Target
+    images: Images
+    done: Converted
+    on_progress: Progress
+    indexes: dict[str, DataIndex] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    category_ids: tuple[int, ...] = ()
+
+    def read(self, splits: Sequence[str], names: Sequence[str]) -> None:
+        for split in splits:
+            sources = self.spec.sources(split)
+            twin = next((s for s in self.indexes if self.spec.splits[s] == sources), None)
+            self.same_as[split] = twin or split
+            if twin:
+                self.done.notes.append(f"{split} has the same files as {twin}: written once")
+                continue
+            told = functools.partial(self.on_progress, f"reading {split}")
+            index = build_index(self.spec, split, on_progress=told)
+            text = index.problems_text()
+            if text:
+                self.done.notes.append(
+                    f"{split} as it was read:\n" + "\n".join(f"  {x}" for x in text.split("\n"))
+                )
+            self.indexes[split] = index
+        ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
+        if names and not _is_crowdhuman(self.spec):
+            keep = [self._class_number(name) for name in names]
+            ids = tuple(ids[number] for number in keep)
+            self.indexes = {split: _selected(index, keep) for split, index in self.indexes.items()}
+        self.category_ids = _distinct(ids)
+        self._check_names(next(iter(self.indexes.values())).names)
+        if self.target != "yolo":
+            for split, index in self.indexes.items():
+                self.indexes[split], specks = _without_specks(index)
+                if specks:
+                    self.done.notes.append(
+                        f"{split}: {specks} boxes of less than a millionth of a pixel: left out"
+                    )
+
+    def _class_number(self, name: str) -> int:
+        known = self.spec.names
+        if name not in known:
+            near = nearest(name, known)
+            raise ConfigError(
+                f"--names: {self.spec.name} has no class {shown(name)}",
+                source=self.spec.origin,
+                hint=f"did you mean {near}?" if near else f"it has {', '.join(known[:10])}",
+            )
+        return known.index(name)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """COCO and VOC tell classes apart by name; XML has no control characters and its readers strip spaces."""
+        for name, count in Counter(names).items():
+            fault = hint = None
+            if self.target != "yolo" and count > 1:
+                fault, hint = "is there twice", "--to yolo"
+            elif self.target == "voc" and (name != name.strip() or not name.isprintable()):
+                fault, hint = "cannot stand in XML", "--to yolo or --to coco"
+            elif name.encode("utf-8", "replace").decode() != name:
+                fault, hint = "is no text", "correct it in the source"
+            if fault:
+                raise ConfigError(f"class name {name!r:.60} {fault}", source=self.spec.origin, hint=hint)
+
+    def name_images(self) -> None:
+        taken: dict[str, set[str]] = {}
+        renamed = 0
+        for split, index in self.indexes.items():
+            plain = _below_common_folder([os.path.abspath(path) for path in index.paths])
+            room = taken.setdefault("" if self.target == "voc" else split, set())
+            self.names[split] = _free_names(plain, split, room, flat=self.target == "voc")
+            renamed += sum(old != new for old, new in zip(plain, self.names[split], strict=True))
+        if renamed and self.images == "none":
+            raise ConfigError(
+                f"{renamed} images would need other names in {self.target}'s layout, so labels alone are of no use",
+                hint="--images link",
+            )
+        if renamed:
+            self.done.notes.append(f"{renamed} images have new names or lie in fewer folders")
+
+    def write(self, folder: Path) -> None:
+        """Labels, lists and data.yaml."""
+        entries: dict[str, str] = {}
+        for number, (split, index) in enumerate(self.indexes.items()):
+            self.on_progress("writing labels", number, len(self.indexes))
+            names, labels = self.names[split], len(index.classes)
+            lost = []
+            if self.target == "coco":
+                write_coco(folder, split, names, index, self.category_ids, self.spec.name)
+                entries[split] = f"annotations/instances_{split}.json"
+            elif self.target == "voc":
+                write_voc(folder, names, index)
+                (folder / "JPEGImages").mkdir(exist_ok=True)
+                entries[split] = f"ImageSets/Main/{split}.txt"
+                _write_lines(folder / entries[split], [os.path.splitext(name)[0] for name in names])
+            else:
+                twice, crowd = write_yolo(folder, split, names, index), int(index.crowd.sum())
+                labels -= twice + crowd
+                lost += [f"{crowd} crowd regions or difficult objects: left out"] if crowd else []
+                lost += [f"{twice} labels that stand there twice: written once"] if twice else []
+                entries[split] = f"images/{split}"
+                if self.images == "none":
+                    entries[split] = f"{split}.txt"
+                    _write_lines(folder / f"{split}.txt", [f"./images/{split}/{name}" for name in names])
+            if self.target != "coco":
+                lost += _lost_numbers(index, names)
+            self.done.notes += [f"{split}: {self.target} cannot say {what}" for what in lost]
+            self.done.splits[split] = len(index), labels
+        class_names = next(iter(self.indexes.values())).names
+        content = {split: entries[twin] for split, twin in self.same_as.items()}
+        text = write_yaml({**content, "nc": len(class_names), "names": list(class_names)})
+        (folder / "data.yaml").write_text(text, encoding="utf-8", newline="\n")
+
+    def place_images(self, folder: Path) -> None:
+        if self.images == "none":
+            return
+        jobs: list[tuple[str, str]] = []
+        for split, index in self.indexes.items():
+            root = str(folder / "JPEGImages") if self.target == "voc" else str(folder / "images" / split)
+            jobs += [
+                (path, os.path.join(root, *name.split("/")))
+                for path, name in zip(index.paths, self.names[split], strict=True)
+            ]
+        for parent in sorted({os.path.dirname(to) for _, to in jobs}):
+            os.makedirs(parent, exist_ok=True)
+        starts = range(0, len(jobs), _CHUNK)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+            placed = pool.map(lambda start: _place(jobs[start : start + _CHUNK], self.images), starts)
+            try:
+                for start, copied in zip(starts, placed, strict=True):
+                    self.done.copied += copied
+                    self.on_progress("placing images", min(start + _CHUNK, len(jobs)), len(jobs))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # else the rest would still be copied
+                raise
+
+    def check(self, folder: Path) -> None:
+        """Raises StorageError unless the readers find in ``folder`` what the indexes hold."""
+        for split, index in self.indexes.items():
+            self.on_progress(f"reading back {split}", 0, len(index))
+            fault = self._fault(folder, split, index)
+            if fault:
+                raise StorageError(
+                    f"{split} does not read back as it was written: {fault}",
+                    hint="is the disk in order? the source may have changed meanwhile: try again",
+                )
+
+    def _fault(self, folder: Path, split: str, index: DataIndex) -> str | None:
+        group, order = self._reader(folder, split, index)
+        if len(order) != len(index):
+            return f"{len(order)} of {len(index)} images"
+        if self.images != "none":
+            for at, image in enumerate(order.tolist()):
+                if group.stamps[at] == ABSENT or group.stamps[at][0] != os.stat(index.path(image)).st_size:
+                    return f"image {group.images[at]}"
+        for start in range(0, len(order), _CHUNK):
+            here = order[start : start + _CHUNK]
+            log = ProblemLog()
+            raw = group.rows(start, start + len(here), index.sizes_wh[here], log)
+            found = clean(raw, len(index.names), drop_duplicates=self.target == "yolo")
+            complaints = [what for _, what, kind in found.complaints if kind != "box-sticks-out"]
+            if log.kept or complaints:
+                return str(log.kept[0]) if log.kept else complaints[0]
+            owner = raw.image
+            expected = _rows_of(index, here, self.target)
+            got = (owner, raw.values[:, 0].astype(np.int64), raw.crowd)
+            if not all(np.array_equal(a, b) for a, b in zip(got, expected[:3], strict=True)):
+                return f"labels of {group.images[start]} to {group.images[start + len(here) - 1]}"
+            size = np.tile(index.sizes_wh[here][owner].astype(np.float64), (1, 2))
+            if (np.abs(raw.values[:, 1:] - expected[3]) * size > TOLERANCE_PX).any():
+                return f"boxes of {group.images[start]} to {group.images[start + len(here) - 1]}"
+        return None
+
+    def _reader(
+        self, folder: Path, split: str, index: DataIndex
+    ) -> tuple[YoloFiles | VocFiles | cocojson.CocoFiles, np.ndarray]:
+        """The split as it lies in ``folder``, and the image of ``index`` that each of its images is."""
+        group: YoloFiles | VocFiles | cocojson.CocoFiles
+        if self.target == "coco":
+            table = cocojson.parse_json(str(folder / "annotations" / f"instances_{split}.json"))
+            group = cocojson.CocoFiles(table, (folder / "images" / split,), self.category_ids)
+            by_id = np.argsort(index.image_ids)
+            same = np.array_equal(group.image_ids, index.image_ids[by_id])
+            return group, by_id if same else by_id[:0]
+        if self.target == "voc":
+            group = VocFiles(folder / "ImageSets" / "Main" / f"{split}.txt", index.names)
+            return group, np.arange(len(group.images))
+        group = YoloFiles(folder / (f"{split}.txt" if self.images == "none" else f"images/{split}"))
+        root = str(folder / "images" / split)
+        number = {name: at for at, name in enumerate(self.names[split])}
+        found = [number.get(os.path.relpath(image, root).replace(os.sep, "/"), -1) for image in group.images]
+        return group, np.array([at for at in found if at >= 0], np.int64)
+
+
+def _selected(index: DataIndex, keep: Sequence[int]) -> DataIndex:
+    """Class ``keep[i]`` becomes i; labels of others are left out, their images stay."""
+    number = np.full(len(index.names), -1, np.int32)
+    number[np.array(keep)] = np.arange(len(keep))
+    classes = number[index.classes]
+    renumbered = replace(index, names=tuple(index.names[at] for at in keep), classes=classes)
+    return _with_rows(renumbered, classes >= 0)
+
+
+def _without_specks(index: DataIndex) -> tuple[DataIndex, int]:
+    """Without boxes that would vanish among pixels, and how many these are."""
+    sizes = np.repeat(index.sizes_wh, np.diff(index.offsets), axis=0)
+    keep = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes >= LEAST_SIDE_PX).all(1)
+    return (index if keep.all() else _with_rows(index, keep)), int((~keep).sum())
+
+
+def _with_rows(index: DataIndex, keep: np.ndarray) -> DataIndex:
+    """Only these labels (bool [M]); the images stay."""
+    return replace(
+        index,
+        classes=index.classes[keep],
+        offsets=np.concatenate([[0], np.cumsum(keep)])[index.offsets],
+        boxes_cxcywh_unit=index.boxes_cxcywh_unit[keep],
+        crowd=index.crowd[keep],
+        area_px=index.area_px[keep],
+        file=None,
+    )
+
+
+def _distinct(ids: Sequence[int]) -> tuple[int, ...]:
+    """Categories that the source does not number (-1) get free numbers."""
+    free = (number for number in range(1, len(ids) * 2 + 1) if number not in ids)
+    return tuple(number if number >= 0 else next(free) for number in ids)
+
+
+def _below_common_folder(paths: Sequence[str]) -> list[str]:
+    """The part of each path that they do not share, with /."""
+    folders = {os.path.dirname(path) for path in paths}
+    try:
+        common = os.path.commonpath(folders)
+    except ValueError:  # several drives
+        return [os.path.basename(path) for path in paths]
+    return [os.path.relpath(path, common).replace(os.sep, "/") for path in paths]
+
+
+def _free_names(names: Sequence[str], split: str, taken: set[str], *, flat: bool) -> list[str]:
+    """Names that suit every layout, no two alike but for suffix and case (they would share a label file). What is
+    ``taken`` by other splits makes all of this one's begin with its name."""
+    parts = [_suitable(name, flat=flat) for name in names]
+    front = f"{split}-" if any(stem.casefold() in taken for stem, _ in parts) else ""
+    free = []
+    for stem, suffix in parts:
+        stem = front + stem
+        options = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        option = next(option for option in options if option.casefold() not in taken)
+        taken.add(option.casefold())
+        free.append(option + suffix)
+    return free
+
+
+def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
+    """(stem, suffix) without folders that a layout gives a meaning to, control characters, dots and spaces in front,
+    or an unknown suffix; without any folder if ``flat``."""
+    parts = [part for part in name.split("/") if part]
+    parts = [part for part in parts[:-1] if part.lower() not in _FOLDERS_OF_FORMATS] + parts[-1:]
+    parts = ["".join("_" if c < " " or c == "\x7f" else c for c in part).strip() for part in parts]
+    parts = ["_" + part[1:] if part.startswith(".") else part for part in parts]
+    stem, suffix = os.path.splitext("__".join(parts) if flat else "/".join(parts))
+    if suffix.lower() in IMAGE_SUFFIXES:
+        return stem.rstrip(), suffix
+    return stem + suffix, ".jpg"  # readers of images look at the content
+
+
+def _lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
+    """What neither YOLO nor VOC has a place for."""
+    lost = []
+    sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)
+    own = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes).prod(1)
+    areas = int((np.abs(own - index.area_px) > 0.01 * own + 1).sum())
+    if areas:
+        lost.append(f"{areas} areas of outlines: they become width x height")
+    stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
+    if not np.array_equal(index.image_ids, np.arange(len(index))) and not all(
+        stem.isascii() and stem.isdecimal() and int(stem) == number
+        for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
+    ):
+        lost.append("image ids: file names are not these numbers")
+    return lost
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+def _place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
+    """How many were copied."""
+    copied = 0
+    for path, to in jobs:
+        source = os.path.realpath(path)
+        if how == "symlink":
+            os.symlink(source, to)
+            continue
+        if how == "link":
+            try:
+                os.link(source, to)
+                continue
+            except OSError:  # another disk, no links there, or somebody else's file
+                pass
+        shutil.copyfile(source, to)
+        copied += 1
+    return copied
+
+
+def _rows_of(
+    index: DataIndex, images: np.ndarray, target: Target
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What the target should have of these images: owner int64 [m], class, crowd, box cxcywh unit."""
+    counts = np.diff(index.offsets)[images]
+    owner = np.repeat(np.arange(len(images)), counts)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = index.offsets[images][owner] + within
+    if target == "yolo":
+        rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
+        columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])
+        first = np.sort(np.unique(columns, axis=0, return_index=True)[1])  # equal labels are written once
+        rows, owner = rows[first], owner[first]
+    return (
+        owner,
+        index.classes[rows].astype(np.int64),
+        index.crowd[rows],
+        index.boxes_cxcywh_unit[rows].astype(np.float64),
+    )

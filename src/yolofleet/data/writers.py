@@ -1,0 +1,161 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH103, PTH118, PTH120, PTH122
+"""Labels of a split in each of the three formats. Readers: ``yolotxt``, ``cocojson``, ``vocxml``.
+
+A number is written with as many digits as bring the same box back: YOLO's fractions to the last bit of float32,
+COCO's and VOC's pixels to 0.001, boxes below 0.01 pixels to more.
+
+Legend: N images, M labels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from yolofleet import __version__
+from yolofleet.data.index import DataIndex
+
+LEAST_SIDE_PX = 1e-6  # of boxes that COCO's and VOC's pixels can tell from nothing
+_CHUNK = 4096  # images whose numbers become text at a time
+
+
+def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex) -> int:
+    """``labels/<split>/<name>.txt`` for each image, an empty one where it has no labels. Crowd regions are left out.
+
+    Args:
+        names: [N] paths of the images below ``images/<split>``, with /.
+    Returns:
+        how many labels were left out because the same class and box stand there before (reading would do so).
+    """
+    root, twice = str(folder / "labels" / split), 0
+    for parent in {os.path.dirname(name) for name in names}:
+        os.makedirs(os.path.join(root, parent), exist_ok=True)
+    for at, name in enumerate(names):
+        if at % _CHUNK == 0:
+            first, last = index.offsets[at], index.offsets[min(at + _CHUNK, len(names))]
+            # the shortest texts that give the same float32; + 0 takes the sign from -0
+            boxes = (index.boxes_cxcywh_unit[first:last] + np.float32(0)).astype("U16")
+            classes = index.classes[first:last].tolist()
+        start, stop = (index.offsets[at : at + 2] - first).tolist()
+        crowd = index.crowd[first + start : first + stop].tolist()
+        rows = [
+            f"{number} {' '.join(box)}\n"
+            for number, box, is_crowd in zip(
+                classes[start:stop], boxes[start:stop].tolist(), crowd, strict=True
+            )
+            if not is_crowd
+        ]
+        distinct = dict.fromkeys(rows)
+        twice += len(rows) - len(distinct)
+        _write(os.path.join(root, os.path.splitext(name)[0] + ".txt"), "".join(distinct))
+    return twice
+
+
+def write_coco(
+    folder: Path, split: str, names: Sequence[str], index: DataIndex, category_ids: Sequence[int], origin: str
+) -> None:
+    """``annotations/instances_<split>.json``, an image or annotation a line.
+
+    Args:
+        names: [N] paths of the images below ``images/<split>``, with /.
+        category_ids: of each class.
+        origin: what was converted, for ``info``.
+    """
+    path = folder / "annotations" / f"instances_{split}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"description": f"{origin} {split}, written by yolofleet {__version__}"}
+    categories = [
+        {"id": number, "name": name} for number, name in zip(category_ids, index.names, strict=True)
+    ]
+    with path.open("w", encoding="ascii", newline="\n") as file:
+        file.write(f'{{"info": {json.dumps(about)},\n"images": [')
+        for at, name in enumerate(names):
+            width, height = index.sizes_wh[at].tolist()
+            image = {
+                "id": int(index.image_ids[at]),
+                "file_name": name,
+                "width": width,
+                "height": height,
+            }
+            file.write((",\n" if at else "\n") + json.dumps(image))
+        file.write('\n],\n"annotations": [')
+        number = 0
+        for at, boxes_xyxy_px in _boxes_px(index):
+            image_id, start = int(index.image_ids[at]), int(index.offsets[at])
+            digits = _digits(boxes_xyxy_px)
+            boxes_xyxy_px[:, 2:] -= boxes_xyxy_px[:, :2]
+            for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
+                number += 1
+                annotation = {
+                    "id": number,
+                    "image_id": image_id,
+                    "category_id": category_ids[index.classes[row]],
+                    "bbox": box,
+                    "area": round(float(index.area_px[row]), 3),
+                    "iscrowd": int(index.crowd[row]),
+                }
+                file.write((",\n" if number > 1 else "\n") + json.dumps(annotation))
+        file.write(f'\n],\n"categories": {json.dumps(categories)}}}\n')
+
+
+def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
+    """``Annotations/<stem>.xml`` for each image. Crowd regions are ``difficult``.
+
+    Args:
+        names: [N] file names of the images in ``JPEGImages``.
+    """
+    root = str(folder / "Annotations")
+    os.makedirs(root, exist_ok=True)
+    for at, boxes_xyxy_px in _boxes_px(index):
+        width, height = index.sizes_wh[at].tolist()
+        start = int(index.offsets[at])
+        shown = "".join(c if c.isprintable() else "_" for c in names[at])
+        lines = [
+            "<annotation>",
+            "  <folder>JPEGImages</folder>",
+            f"  <filename>{escape(shown)}</filename>",
+            f"  <size><width>{width}</width><height>{height}</height><depth>3</depth></size>",
+            "  <segmented>0</segmented>",
+        ]
+        digits = _digits(boxes_xyxy_px)
+        boxes_xyxy_px[:, :2] += 1  # pixels are numbered from 1, both ends included
+        for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
+            corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+            lines += [
+                "  <object>",
+                f"    <name>{escape(index.names[index.classes[row]])}</name>",
+                "    <pose>Unspecified</pose>",
+                "    <truncated>0</truncated>",
+                f"    <difficult>{int(index.crowd[row])}</difficult>",
+                "    <bndbox>"
+                + "".join(f"<{key}>{value:.15g}</{key}>" for key, value in corners)
+                + "</bndbox>",
+                "  </object>",
+            ]
+        lines += ["</annotation>", ""]
+        _write(os.path.join(root, os.path.splitext(names[at])[0] + ".xml"), "\n".join(lines))
+
+
+def _boxes_px(index: DataIndex) -> Iterator[tuple[int, np.ndarray]]:
+    """(image, float64 [n, 4] xyxy pixels) of each image."""
+    for at in range(len(index)):
+        start, stop = index.offsets[at : at + 2].tolist()
+        boxes = index.boxes_cxcywh_unit[start:stop].astype(np.float64)
+        size = np.tile(index.sizes_wh[at].astype(np.float64), 2)
+        yield at, np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1) * size
+
+
+def _digits(boxes_xyxy_px: np.ndarray) -> int:
+    sides = boxes_xyxy_px[:, 2:] - boxes_xyxy_px[:, :2]
+    return 3 if sides.min(initial=1.0) >= 0.01 else 9
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
