@@ -62,8 +62,62 @@ def test_descriptions_survive_json(name):
     assert layers(again) == layers(description)
 
 
+POOLS = textwrap.dedent("""
+    depth_multiple: 1.0
+    width_multiple: 1.0
+    anchors:
+      - [81,82, 135,169]   # coarse first, against the order of Detect
+      - [10,14, 23,27]
+    backbone:
+      [[-1, 1, Conv, [8, [3, 3], 1]],
+       [-1, 1, nn.MaxPool2d, [2]],
+       [-1, 1, Conv, [16, 3]],
+       [-1, 1, nn.MaxPool2d, [4, 4, 0]],                # stride 8
+       [-1, 1, nn.ZeroPad2d, [[0, 1, 0, 1]]],
+       [-1, 1, nn.MaxPool2d, [2, 1, 0]],                # 5
+       [-1, 1, nn.ZeroPad2d, [1]],
+       [-1, 1, Conv, [24, 4, 2, 0]]]                    # 7, stride 16
+    head:
+      [[[5, 7], 1, Detect, [nc, anchors]]]
+""")
+
+
+def test_pools_and_borders_of_zeros(tmp_path):
+    path = tmp_path / "pools.yaml"
+    path.write_text(POOLS)
+    model = build_model(describe(str(path)), 1)
+    assert model.strides == (8, 16)
+    assert model.anchors_px[:, 0].tolist() == [[10, 14], [81, 82]]
+    assert [tuple(r.shape) for r in model(torch.rand(1, 3, 64, 32))] == [(1, 2, 8, 4, 6), (1, 2, 4, 2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[[0, 1, 0, 1]]", "[[0, 1, 0]]", ["backbone row 4", "left, right, top, bottom"]),
+        ("[[0, 1, 0, 1]]", "[[0, 1, 0, 0]]", ["row 5", "kernel 2, stride 1"]),
+        ("[[0, 1, 0, 1]]", "[[0, 2, 0, 1]]", ["row 5", "after 2 rows or columns of zeros"]),
+        ("MaxPool2d, [2, 1, 0]", "MaxPool2d, [2, 1, 1]", ["row 5", "padding 1", "do not divide"]),
+        ("MaxPool2d, [4, 4, 0]", "MaxPool2d, [4, 4, 3]", ["row 3", "more than half"]),
+        ("MaxPool2d, [4, 4, 0]", "MaxPool2d, [4, 3, 0]", ["row 3", "do not divide"]),
+        ("Conv, [24, 4, 2, 0]", "C3, [24]", ["row 7", "row 6", "border"]),
+        ("-1, 1, nn.MaxPool2d, [2]]", "-1, 2, nn.MaxPool2d, [2]]", ["row 1", "cannot be repeated"]),
+        ("[8, [3, 3], 1]", "[8, [3, 1], 1]", ["row 0", "kernel is [3, 1]"]),
+    ],
+)
+def test_pools_that_do_not_fit_are_refused_with_their_row(tmp_path, old, new, words):
+    assert old in POOLS
+    path = tmp_path / "pools.yaml"
+    path.write_text(POOLS.replace(old, new))
+    with pytest.raises(ConfigError) as problem:
+        describe(str(path))
+    for word in words:
+        assert word in str(problem.value), str(problem.value)
+
+
 def test_the_guides_bare_yaml_names_mean_the_built_in_models():
     assert describe("yolov5s.yaml") == preset("yolov5s")
+    assert describe("yolov3-tiny.yaml") == preset("yolov3-tiny")
 
 
 def replaced(old, new):

@@ -19,8 +19,10 @@ from yolofleet.checkpoint.weights import (
     transfer,
     write_weights,
 )
+from yolofleet.checkpoint.yolov5_pt import description_by_shapes
 from yolofleet.errors import CheckpointError, StorageError
-from yolofleet.families import build_model
+from yolofleet.families import build_model, outline
+from yolofleet.models import rows
 from yolofleet.models.description import description_from_dict, preset
 
 NAMES = ("ape", "bird ü", "cat's")
@@ -236,7 +238,7 @@ def foreign(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
 
     def make(model, *, activation=torch.nn.SiLU, names=NAMES, **attributes):
-        values = small_description().to_dict()
+        values = model.description.to_dict()
         anchors = [[v for pair in level for v in pair] for level in values.pop("anchors_px")]
         values = {
             "nc": 80,
@@ -305,6 +307,58 @@ def test_learned_anchors_come_from_the_tensor_not_from_the_yaml(tmp_path, model,
     assert anchors[0][0] == (20, 26)  # 10 x 13 in the description
 
 
+def test_anchors_that_the_yaml_only_counts_come_from_the_tensor(tmp_path, model, foreign):
+    root = foreign(model)
+    root.yaml["anchors"] = 3  # what YOLOv5's hyperparameter `anchors: 3` leaves there
+    torch.save({"model": root}, tmp_path / "best.pt")
+    assert read_weights(tmp_path / "best.pt").header.anchors_px == small_description().anchors_px
+
+
+def test_a_moving_average_beside_its_number_of_updates(tmp_path, model, foreign):
+    other = build_model(small_description(), 3, seed=9)
+    torch.save({"model": foreign(other), "ema": (foreign(model), 17)}, tmp_path / "last.pt")
+    assert same(by_name(read_weights(tmp_path / "last.pt").tensors), by_name(halved(model)))
+
+
+def old_description():
+    """The form of releases v4.0 and v5.0: Focus first, SPP before the last block, which has no shortcuts."""
+    values = small_description().to_dict()
+    backbone = values["backbone"]
+    backbone[0] = [-1, 1, "Focus", [64, 3]]
+    backbone[8:] = [[-1, 1, "SPP", [1024, [5, 9, 13]]], [-1, 3, "C3", [1024, False]]]
+    return description_from_dict({**values, "name": "old"})
+
+
+def yolov3_description():
+    values = preset("yolov3-spp").to_dict()
+    values["head"][3][3] = [512, [1, 1]]  # as its files write a kernel
+    return description_from_dict({**values, "width_multiple": 0.02, "depth_multiple": 0.3})
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        old_description(),
+        yolov3_description(),
+        description_from_dict({**preset("yolov3-tiny").to_dict(), "width_multiple": 0.02}),
+        description_from_dict({**preset("yolov5n6").to_dict(), "width_multiple": 0.02}),
+    ],
+    ids=["v5.0", "yolov3-spp", "yolov3-tiny", "P6"],
+)
+def test_other_networks_of_rows_are_read(tmp_path, foreign, description):
+    model = build_model(description, 3, seed=4).eval()
+    root = foreign(model)
+    last = root.model._modules[str(len(description.rows) - 1)]
+    last.register_buffer("anchor_grid", torch.ones(len(model.strides), 1, 3, 1, 1, 2).half())
+    torch.save({"model": root, "ema": None}, tmp_path / "w.pt")
+    weights = read_weights(tmp_path / "w.pt")
+    assert weights.header.strides == model.strides
+    assert weights.description.rows == description.rows
+    again, images = model_from_weights(weights), torch.rand(1, 3, 64, 64)
+    for ours, theirs in zip(again(images), model.half().float()(images), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_the_old_anchor_grid_is_left_out(tmp_path, model, foreign):
     root = foreign(model)
     root.model._modules["24"].register_buffer("anchor_grid", torch.ones(3, 1, 3, 1, 1, 2))
@@ -314,13 +368,15 @@ def test_the_old_anchor_grid_is_left_out(tmp_path, model, foreign):
 
 def test_other_activations_and_modules_are_refused(tmp_path, model, foreign):
     torch.save({"model": foreign(model, activation=torch.nn.LeakyReLU)}, tmp_path / "v3.pt")
-    with pytest.raises(CheckpointError, match="activation LeakyReLU"):
+    with pytest.raises(CheckpointError, match="activation LeakyReLU") as problem:
         read_weights(tmp_path / "v3.pt")
+    assert "v4.0 to v7.0" in problem.value.hint and "--model" in problem.value.hint
     values = foreign(model).yaml
     values["backbone"][2][2] = "C2f"
     torch.save({"model": foreign(model, yaml=values)}, tmp_path / "v8.pt")
-    with pytest.raises(CheckpointError, match="unknown module 'C2f'"):
+    with pytest.raises(CheckpointError, match="unknown module 'C2f'") as problem:
         read_weights(tmp_path / "v8.pt")
+    assert "v4.0 to v7.0" in problem.value.hint
 
 
 def test_a_module_that_holds_itself_is_refused(tmp_path, model, foreign):
@@ -370,7 +426,10 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, model, foreign):
         read_weights(tmp_path / "nan.pt")
 
 
-@pytest.mark.parametrize("form", ["pt", "pt in a dict", "pt of DataParallel", "safetensors"])
+@pytest.mark.parametrize(
+    "form",
+    ["pt", "pt in a dict", "pt of DataParallel", "pt under model, without moving average", "safetensors"],
+)
 def test_plain_state_dicts_are_recognised_by_their_shapes(tmp_path, form):
     model = build_model(preset("yolov5n"), 2, seed=3)
     state, path = model.state_dict(), tmp_path / "w.bin"
@@ -380,12 +439,22 @@ def test_plain_state_dicts_are_recognised_by_their_shapes(tmp_path, form):
         torch.save({"state_dict": state, "epoch": 1}, path)
     elif form == "pt of DataParallel":
         torch.save({f"module.{n}": t for n, t in state.items()}, path)
+    elif form == "pt under model, without moving average":
+        torch.save({"ema": None, "model": state, "optimizer": {"state": {}}}, path)
     else:
         torch.save(state, path)
     weights = read_weights(path)
     assert weights.description == preset("yolov5n")
     assert (weights.header.nc, weights.header.names) == (2, ("0", "1"))
     assert same(by_name(weights.tensors), by_name(state))
+
+
+@pytest.mark.parametrize("name", rows.preset_names())
+def test_every_built_in_model_is_recognised_by_its_shapes(name):
+    tensors = outline(preset(name), 3).state_dict()
+    assert description_by_shapes(tensors) == preset(name)
+    missing = next(n for n in tensors if n.endswith(".conv.weight"))
+    assert description_by_shapes({n: t for n, t in tensors.items() if n != missing}) is None
 
 
 def test_a_plain_state_dict_of_an_own_model_needs_its_description(tmp_path, model):

@@ -1,5 +1,5 @@
-"""YOLOv5's files read as data: checkpoints (``.pt`` of v5.0 ... v7.0, official or a user's best.pt and last.pt), and
-state dicts, whose description is then found by their shapes.
+"""YOLOv5's files read as data: checkpoints (``.pt`` of v4.0 ... v7.0, and of the YOLOv3 trainer in that form; official
+or a user's best.pt and last.pt), and state dicts, whose description is then found by their shapes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import outline
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import MAX_CLASSES
-from yolofleet.models.rows import from_yolov5_mapping, preset, preset_names
+from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers, preset, preset_names
 
 MAX_MODULES = 100_000
 DEFAULT_IMG = 640
 UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
+READABLE = (
+    "readable are models of YOLOv5 v4.0 to v7.0 and of YOLOv3 in that form; use weights of such a release, or start "
+    "from scratch with --model yolov5s"
+)
 
 
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
@@ -47,25 +51,21 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
 
 def _from_torch_file(file: TorchFile, description: ModelDescription | None) -> Weights:
     root, source = file.root, str(file.path)
-    candidates = [root]
-    if isinstance(root, dict):
-        candidates = [root[key] for key in ("ema", "model", "state_dict") if root.get(key) is not None] or [
-            root
-        ]
-    found = candidates[0]
+    found = _model_of(root)
     if isinstance(found, PickledObject):
         tensors, values = _module_tensors(found, source)
         mapping = values.get("yaml")
         if isinstance(mapping, dict):
+            mapping = _with_anchors(mapping, tensors)
             origin = values.get("yaml_file")
             name = Path(origin).stem[:100] if isinstance(origin, str) else "model"
             try:
                 description = from_yolov5_mapping(mapping, name=name, source=source)
             except ConfigError as problem:
                 raise CheckpointError(
-                    f"{source}: its model cannot be built: {problem.what}", hint=problem.hint
+                    f"{source}: its model cannot be built: {problem.what}", hint=READABLE
                 ) from None
-    elif isinstance(found, dict) and any(isinstance(v, StoredTensor) for v in found.values()):
+    elif isinstance(found, dict):
         tensors = {str(name): t for name, t in found.items() if isinstance(t, StoredTensor)}
         values = {}
     else:
@@ -85,6 +85,31 @@ def _from_torch_file(file: TorchFile, description: ModelDescription | None) -> W
     return from_state_dict(tensors, values, description, source, file)
 
 
+def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
+    """The first of moving average, model and state dict that is a module or holds tensors."""
+    candidates = [root]
+    if isinstance(root, dict):
+        candidates = [*(root.get(key) for key in ("ema", "model", "state_dict")), root]
+    for found in candidates:
+        if isinstance(found, tuple) and found:  # early in 2021: (moving average, updates)
+            found = found[0]
+        if isinstance(found, PickledObject):
+            return found
+        if isinstance(found, dict) and any(isinstance(v, StoredTensor) for v in found.values()):
+            return found
+    return None
+
+
+def _with_anchors(mapping: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> dict[Any, Any]:
+    """With pairs where ``anchors`` is their number, as YOLOv5's hyperparameter of that name leaves it; their values
+    are in the tensor."""
+    shapes = [t.shape for name, t in tensors.items() if name.endswith(".anchors")]
+    if type(mapping.get("anchors")) is not int or len(shapes) != 1 or len(shapes[0]) != 3:
+        return mapping
+    levels, per_level, _ = shapes[0]
+    return {**mapping, "anchors": [[1] * min(2 * per_level, 1000)] * min(levels, 1000)}
+
+
 def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Parameters and buffers of a pickled module tree by dotted name, and the root's attributes."""
     tensors: dict[str, StoredTensor] = {}
@@ -99,8 +124,8 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
         kind = module.class_path.rsplit(".", 1)[-1]
         if prefix.endswith("act.") and kind != "SiLU":
             raise CheckpointError(
-                f"{source} uses the activation {kind}; YOLOv5 from v5.0 on uses SiLU",
-                hint="weights of older releases cannot be used",
+                f"{source} uses the activation {kind[:40]}; YOLOv5 from v4.0 on uses SiLU",
+                hint=READABLE,
             )
         passing = state.get("_non_persistent_buffers_set")
         for group in ("_parameters", "_buffers"):
@@ -134,7 +159,17 @@ def from_state_dict(
         given = {name.removeprefix("module."): t for name, t in given.items()}
     given = {name: t for name, t in given.items() if name.rsplit(".", 1)[-1] not in UNUSED}
     if description is None:
-        description = _description_by_shapes(given, source)
+        description = description_by_shapes(given)
+    if description is None:
+        raise CheckpointError(
+            f"{source} holds tensors without a description, and they are of no built-in model",
+            hint="describe the model with --cfg FILE",
+        )
+    if not isinstance(description, RowDescription):
+        raise CheckpointError(
+            f"{source} holds a network of YOLOv5's form, and {description.name} is of another family",
+            hint="leave out --model and --cfg, or use other weights",
+        )
     nc = _classes_by_shapes(given, description)
     if nc is None:
         raise CheckpointError(f"{source}: its detection layer does not fit the model {description.name}")
@@ -163,9 +198,7 @@ def from_state_dict(
     return Weights(tensors, header)
 
 
-def _classes_by_shapes(
-    given: Mapping[str, Tensor | StoredTensor], description: ModelDescription
-) -> int | None:
+def _classes_by_shapes(given: Mapping[str, Tensor | StoredTensor], description: RowDescription) -> int | None:
     bias = given.get(f"model.{len(description.rows) - 1}.m.0.bias")
     if bias is None or len(bias.shape) != 1:
         return None
@@ -173,13 +206,27 @@ def _classes_by_shapes(
     return values - 5 if remainder == 0 and 5 < values <= MAX_CLASSES else None
 
 
-def _description_by_shapes(given: Mapping[str, Tensor | StoredTensor], source: str) -> ModelDescription:
+def description_by_shapes(given: Mapping[str, Tensor | StoredTensor]) -> RowDescription | None:
+    """The built-in model that has these tensors."""
     for name in preset_names():
         description = preset(name)
         nc = _classes_by_shapes(given, description)
-        if nc is not None and not misfits(given, description, nc):
+        if (
+            nc is not None
+            and _has_its_convolutions(given, description)
+            and not misfits(given, description, nc)
+        ):
             return description
-    raise CheckpointError(
-        f"{source} holds tensors without a description, and they are of no built-in model",
-        hint="describe the model with --cfg FILE",
-    )
+    return None
+
+
+def _has_its_convolutions(given: Mapping[str, Tensor | StoredTensor], description: RowDescription) -> bool:
+    """Whether each row that is one convolution is there in its shape: no two built-in models agree in that, and it
+    costs a hundredth of comparing all tensors."""
+    for i, layer in enumerate(layers(description)):
+        if layer.module == "Conv" and layer.repeats == 1:
+            out, kernel, _stride, _padding, groups = layer.args
+            weight = given.get(f"model.{i}.conv.weight")
+            if weight is None or tuple(weight.shape) != (out, layer.in_channels[0] // groups, kernel, kernel):
+                return False
+    return True

@@ -276,7 +276,7 @@ def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescription:
     """YOLOv5's layout: nc, depth_multiple, width_multiple, anchors, backbone, head. ``nc`` is read from the
-    data set instead, as there.
+    data set instead, as there; and as there, anchors that run against the strides are turned round.
 
     Raises:
         ConfigError: names the key or row that is wrong and ``source``.
@@ -296,7 +296,7 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
         isinstance(level, list) and len(level) % 2 == 0 for level in anchors
     ):
         anchors = [list(zip(level[::2], level[1::2], strict=True)) for level in anchors]
-    return RowDescription.from_dict(
+    description = RowDescription.from_dict(
         {
             "family": "yolov5",
             "name": name,
@@ -308,6 +308,12 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
         },
         source=source,
     )
+    plan = layers(description)
+    strides = [plan[i].stride for i in plan[-1].inputs]
+    areas = [sum(w * h for w, h in level) for level in description.anchors_px]
+    if (areas[-1] - areas[0]) * (strides[-1] - strides[0]) < 0:
+        return replace(description, anchors_px=description.anchors_px[::-1])
+    return description
 
 
 # -- checking -------------------------------------------------------------------------------------------
