@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import (
@@ -31,11 +31,14 @@ from yolofleet.predict.predictor import Predictor
 from yolofleet.report.folder import RunFolder
 
 
-def load_model(weights: str | Path, *, device: str = "auto", **settings: Any) -> Predictor:
-    """A detector from a weights file (.safetensors, or a foreign .pt, which is read without executing it).
+def load_model(
+    weights: str | Path, *, cfg: str | Path = "", device: str = "auto", **settings: Any
+) -> Predictor:
+    """A detector from a weights file (.safetensors, or a foreign one, which is read without executing it).
 
     Args:
         weights: a file, or the folder of a run (its best weights).
+        cfg: description of the network where the file has none (.weights).
         device: auto | cpu | mps | one CUDA id.
         settings: further arguments of :class:`yolofleet.predict.predictor.Predictor`: conf, iou, classes,
             img (default: as in training), ...
@@ -47,7 +50,7 @@ def load_model(weights: str | Path, *, device: str = "auto", **settings: Any) ->
     path = Path(weights)
     if path.is_dir():
         path = best_weights(path)
-    found = read_weights(resolve_weights(str(path)))
+    found = load_weights(str(path), str(cfg))
     return Predictor(model_from_weights(found), device=device, **{"img": found.header.img, **settings})
 
 

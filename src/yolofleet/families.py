@@ -10,9 +10,12 @@ import torch
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
 from yolofleet.losses.loss import DetectionLoss
+from yolofleet.losses.ppyoloe import PpyoloeLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.darknet import DarknetNetwork
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import Detector
+from yolofleet.models.ppyoloe import PpyoloeNetwork
 from yolofleet.models.row_network import RowNetwork
 
 MAX_PARAMETERS = 2_000_000_000
@@ -25,12 +28,37 @@ class Family:
     recipe_name: str  # default recipe
 
 
-def anchor_loss(model: RowNetwork, recipe: Recipe, img: int) -> DetectionLoss:
-    """The loss of networks with anchors."""
+def yolov5_loss(model: RowNetwork, recipe: Recipe, img: int) -> DetectionLoss:
     return Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=model.nc, recipe=recipe, img=img)
 
 
-FAMILIES = {"yolov5": Family(RowNetwork, anchor_loss, "scratch-low")}
+def darknet_loss(model: DarknetNetwork, recipe: Recipe, img: int) -> DetectionLoss:
+    """YOLOv5's, with boxes coded as Darknet does."""
+    return Yolov5Loss(
+        anchors_px=model.anchors_px,
+        strides=model.strides,
+        nc=model.nc,
+        recipe=recipe,
+        img=img,
+        codings=model.codings,
+    )
+
+
+def ppyoloe_loss(model: PpyoloeNetwork, recipe: Recipe, img: int) -> DetectionLoss:
+    return PpyoloeLoss(
+        strides=model.strides,
+        cls_gain=recipe.cls_gain,
+        iou_gain=recipe.iou_gain,
+        dfl_gain=recipe.dfl_gain,
+        assigner_switch=recipe.assigner_switch,
+    )
+
+
+FAMILIES = {
+    "yolov5": Family(RowNetwork, yolov5_loss, "scratch-low"),
+    "darknet": Family(DarknetNetwork, darknet_loss, "scratch-low"),
+    "ppyoloe": Family(PpyoloeNetwork, ppyoloe_loss, "ppyoloe-300e"),
+}
 
 
 def family_of(description: ModelDescription) -> Family:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights
 from yolofleet.config.checks import divisors, micro_batch_of
@@ -398,7 +398,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     spec = load_dataset(config.data)
     index = build_index(spec, config.split, single_cls=config.single_cls)
     agree(world, "the data set", index.digest)
-    model = fuse(model_from_weights(read_weights(resolve_weights(config.weights)))).to(world.device).eval()
+    model = fuse(model_from_weights(load_weights(config.weights, config.cfg))).to(world.device).eval()
     if model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
             f"{config.weights} detects {model.nc} classes, {config.data} has {len(index.names)}",

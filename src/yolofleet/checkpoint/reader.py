@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import safetensors.torch
 from safetensors import SafetensorError
 
-from yolofleet.checkpoint import yolov5_pt
+from yolofleet.checkpoint import darknet, paddle, yolov5_pt
 from yolofleet.checkpoint.format import DIGEST, decode_tensors
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError
-from yolofleet.models.description import ModelDescription, preset_names
+from yolofleet.models.darknet_cfg import DarknetDescription
+from yolofleet.models.description import ModelDescription, describe, preset_names
 
-SUFFIXES = (".safetensors", ".pt")
+SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
+DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # the first layers of a network, such as darknet53.conv.74
+PADDLE = (".pdparams", ".pdema", ".pdopt")
 
 
 def resolve_weights(name: str) -> Path:
@@ -66,7 +70,25 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
         )
     if start[8:9] == b"{":  # 8 bytes of length, then JSON
         return _read_safetensors(path, description)
+    if path.suffix == ".weights" or DARKNET_CUT.search(path.name):
+        if description is not None and not isinstance(description, DarknetDescription):
+            raise CheckpointError(
+                f"{path} holds weights of a Darknet network, and {description.name} is none",
+                hint="name its .cfg: --cfg FILE",
+            )
+        return darknet.read(path, description)
+    if path.suffix in PADDLE:
+        return paddle.read(path, description)
     return yolov5_pt.read(path, description)
+
+
+def load_weights(name: str, cfg: str = "") -> Weights:
+    """Weights by path or name, of a network that ``cfg`` describes when the file does not.
+
+    Raises:
+        CheckpointError, ConfigError: see :func:`resolve_weights`, :func:`read_weights`, ``describe``.
+    """
+    return read_weights(resolve_weights(name), describe(cfg) if cfg else None)
 
 
 def _read_safetensors(path: Path, description: ModelDescription | None) -> Weights:

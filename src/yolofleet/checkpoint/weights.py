@@ -143,8 +143,14 @@ def write_weights(path: Path, weights: Weights) -> str:
 
 
 def model_from_weights(weights: Weights) -> Detector:
-    """A network with these weights and names, in evaluation mode, sharing no memory with ``weights``."""
+    """A network with these weights and names, in evaluation mode, sharing no memory with ``weights``.
+
+    Raises:
+        CheckpointError: they are those of a backbone alone.
+    """
     header = weights.header
+    if "partial" in header.extra:
+        raise CheckpointError(str(header.extra["partial"]), hint="they are good to start training with")
     model = outline(header.description, header.nc).to_empty(device="cpu")
     state = model.state_dict()
     for name, t in state.items():

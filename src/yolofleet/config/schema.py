@@ -70,10 +70,16 @@ class TrainConfig(Where):
     data: str = setting(
         "", "data set: YAML file, folder, COCO json, or a built-in name (shapes)", group="what"
     )
-    model: str = setting("", "model name (yolov5n ... yolov5x)", group="what")
-    cfg: str = setting("", "model description YAML; instead of --model", group="what")
+    model: str = setting(
+        "",
+        "model name: yolov5n, yolov3-tiny, darknet-yolov3-spp, ppyoloe-s, ... (docs/models.md)",
+        group="what",
+    )
+    cfg: str = setting("", "model description, YAML or Darknet .cfg; instead of --model", group="what")
     weights: str = setting(
-        "", "start weights (.safetensors, or a foreign .pt read without executing it)", group="what"
+        "",
+        "start weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
+        group="what",
     )
     recipe: str = setting("", "recipe name or file (hyperparameters); default: the family's", group="what")
     set: tuple[str, ...] = setting((), "override one recipe value, as key=value; repeatable", group="what")
@@ -167,7 +173,12 @@ class TrainConfig(Where):
 class ValConfig(Where):
     """`yolofleet val`."""
 
-    weights: str = setting("", "weights file (.safetensors or a foreign .pt)", group="what")
+    weights: str = setting(
+        "",
+        "weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
+        group="what",
+    )
+    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
     data: str = setting("", "data set: YAML file, folder, COCO json, or a built-in name", group="what")
     split: Literal["train", "val", "test"] = setting("val", "which split", group="what")
     img: int = setting(640, "longest image side, pixels", ge=32, group="what")
@@ -193,7 +204,12 @@ class ValConfig(Where):
 class PredictConfig(Where):
     """`yolofleet predict`."""
 
-    weights: str = setting("", "weights file (.safetensors or a foreign .pt)", group="what")
+    weights: str = setting(
+        "",
+        "weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
+        group="what",
+    )
+    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
     source: str = setting("", "image, folder, glob, list file (.txt) or video", group="what")
     img: int = setting(640, "longest image side, pixels", ge=32, group="what")
     conf: Unit = setting(0.25, "lowest score kept", group="how")
@@ -312,3 +328,53 @@ class Recipe(Frozen):
     mosaic9: Unit = setting(0.0, "of the mosaics, the share of nine images")
     mixup: Unit = setting(0.0, "probability of mixing two mosaics")
     close_mosaic: int = setting(0, "epochs at the end without mosaic and mixup", ge=0)
+
+
+class ExportConfig(Frozen):
+    """`yolofleet export`."""
+
+    weights: str = setting("", "weights file (.safetensors or a foreign one)", group="what")
+    format: str = setting(
+        "onnx", "onnx | torchscript | openvino | ncnn | tflite | coreml | tensorrt", group="what"
+    )
+    img: str = setting(
+        "",
+        "image size, pixels: one side, or height,width; rounded up to the stride; default: the size in training",
+        group="what",
+        pattern=r"^([1-9][0-9]{1,4}(,[1-9][0-9]{1,4})?)?$",
+    )
+    batch: int = setting(1, "images at once", ge=1, le=4096, group="what")
+    dynamic: Literal["none", "batch", "size", "both"] = setting(
+        "none", "what the user of the file may choose: batch, image size or both", group="what"
+    )
+    half: bool = setting(False, "16 bits inside; inputs and outputs stay 32", group="how")
+    simplify: bool = setting(False, "shorten the ONNX graph (needs onnxslim)", group="how")
+    nms: bool = setting(False, "suppress overlapping boxes inside the file", group="how")
+    conf: Unit = setting(0.25, "with --nms: lowest score kept", group="how")
+    iou: Unit = setting(0.45, "with --nms: overlap", group="how")
+    max_det: int = setting(300, "with --nms: most boxes per image", ge=1, le=100_000, group="how")
+    agnostic_nms: bool = setting(False, "with --nms: over all classes together", group="how")
+    data: str = setting(
+        "", "data set whose pictures verify the file; default: generated ones", group="looking"
+    )
+    out: Path | None = setting(None, "file or folder to write; default: beside the weights", group="keeping")
+    json_out: str = setting(
+        "", "write what was found as JSON to a file, or - for standard output", group="keeping", flag="--json"
+    )
+
+
+class BenchConfig(Frozen):
+    """`yolofleet bench`."""
+
+    weights: str = setting("", "weights or exported file", group="what")
+    img: int = setting(640, "image side, pixels; a file of fixed size has its own", ge=32, group="what")
+    batch: Natural = setting(1, "images per forward pass", group="what")
+    passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")
+    device: str = setting("auto", "auto | cpu | mps | one CUDA id", group="where", pattern=DEVICE)
+    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, group="where")
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    )
+    json_out: str = setting(
+        "", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+    )

@@ -21,10 +21,12 @@ class DetectionLoss(Protocol):
         gains: float32 [T].
     """
 
-    terms: tuple[str, ...]
     gains: Tensor
     times_images: bool
     late_divisor: bool
+
+    @property
+    def terms(self) -> tuple[str, ...]: ...
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Any:
         """Targets of a micro-batch, in numpy, in loader processes.

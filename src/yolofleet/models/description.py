@@ -14,13 +14,19 @@ from typing import Any
 import yaml
 
 from yolofleet.errors import ConfigError
-from yolofleet.models import rows
+from yolofleet.models import darknet_cfg, ppyoloe_config, rows
 from yolofleet.models.checked import nearest, short
+from yolofleet.models.darknet_cfg import DarknetDescription
+from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.models.rows import RowDescription
 
-ModelDescription = RowDescription
-FORMS = {"yolov5": RowDescription}  # by family
-PRESETS = (rows,)  # modules with preset(name) and preset_names()
+ModelDescription = RowDescription | DarknetDescription | PpyoloeDescription
+FORMS: dict[str, Any] = {  # by family
+    "yolov5": RowDescription,
+    "darknet": DarknetDescription,
+    "ppyoloe": PpyoloeDescription,
+}
+PRESETS = (rows, darknet_cfg, ppyoloe_config)  # modules with preset(name) and preset_names()
 MAX_FILE_BYTES = 1_000_000
 
 
@@ -30,11 +36,12 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> ModelDescription:
-    """A built-in description by name.
+    """A built-in description by name, PP-YOLOE's also by PaddleDetection's.
 
     Raises:
         ConfigError: unknown name, with the nearest known one.
     """
+    name = ppyoloe_config.canonical(name) or name
     for module in PRESETS:
         if name in module.preset_names():
             return module.preset(name)
@@ -42,19 +49,23 @@ def preset(name: str) -> ModelDescription:
 
 
 def describe(name_or_file: str) -> ModelDescription:
-    """A built-in name (``yolov5n``, ``yolov3-tiny``, ``ppyoloe-s``, ...), or a YAML file of YOLOv5's form.
+    """A built-in name (``yolov5n``, ``yolov3-tiny``, ``ppyoloe-s``, ...), a YAML file of YOLOv5's form, or a Darknet
+    ``.cfg``. A file of the well-known guides that is not there (``yolov5s.yaml``, ``ppyoloe_crn_s_300e_coco.yml``) means its model.
 
     Raises:
         ConfigError: neither, or the file is wrong.
     """
     path = Path(name_or_file)
+    if path.suffix.lower() == ".cfg":
+        return darknet_cfg.read_cfg(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return preset(name_or_file)
     if path.is_file():
         return rows.from_yolov5_mapping(read_yaml(path), name=path.stem, source=str(path))
-    if path.stem not in preset_names():  # a bare `yolov5s.yaml`, as in the well-known guides
-        raise ConfigError(f"model description {name_or_file} does not exist", hint="check the path")
-    return preset(path.stem)
+    try:
+        return preset(path.stem)
+    except ConfigError:
+        raise ConfigError(f"model description {name_or_file} does not exist", hint="check the path") from None
 
 
 def description_from_dict(values: Any, *, source: str = "model description") -> ModelDescription:

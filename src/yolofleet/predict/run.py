@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
@@ -38,7 +38,7 @@ def predict_command(config: PredictConfig) -> int:
     source = Source(config.source, vid_stride=config.vid_stride)
     if config.threads:
         torch.set_num_threads(config.threads)
-    model = model_from_weights(read_weights(resolve_weights(config.weights)))
+    model = model_from_weights(load_weights(config.weights, config.cfg))
     predictor = Predictor(
         model,
         device=config.device,
