@@ -1,50 +1,217 @@
-"""`yolofleet weights`: what a file holds."""
+"""`yolofleet weights`: what a file holds, whether it is whole, other forms of it, and where to get some."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from yolofleet.cli.commands import Command
-from yolofleet.errors import StorageError
+from yolofleet.errors import CheckpointError, ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from yolofleet.checkpoint.contents import Contents
+    from yolofleet.models.description import ModelDescription
 
 
-def inspect(file: str, json_out: str) -> int:
+def inspect(file: str, cfg: str, json_out: str) -> int:
     """Header, and number and size of the tensors; ``--json`` has every tensor's shape."""
-    from yolofleet.checkpoint.reader import read_weights, resolve_weights
+    from yolofleet.checkpoint.contents import contents, published_as
+    from yolofleet.checkpoint.reader import resolve_weights
 
     path = resolve_weights(file)
-    weights = read_weights(path)
-    header = weights.header
-    shapes = {name: list(tensor.shape) for name, tensor in weights.tensors.items()}
+    found = contents(path, _description(cfg))
+    same, _, sha256 = published_as(path)
     facts: dict[str, Any] = {
         "file": str(path),
-        "mib": round(Path(path).stat().st_size / 2**20, 2),
-        "family": header.family,
-        "model": header.description.name,
-        "classes": header.nc,
-        "names": list(header.names),
-        "strides_px": list(header.strides),
-        "img_px": header.img,
-        "tensors": len(shapes),
-        "values": sum(math.prod(shape) for shape in shapes.values()),
+        "kind": found.kind,
+        "mib": round(path.stat().st_size / 2**20, 2),
+        "sha256": sha256,
     }
+    if same:
+        facts["published"] = f"as {same.item.name}: {same.item.origin}"
+        facts["licence"] = same.item.licence
+    facts |= _facts(found)
     if json_out:
-        text = json.dumps({**facts, "shapes": shapes}, indent=2, ensure_ascii=False)
-        _write(text, json_out)
+        _write_json({**facts, "shapes": found.shapes}, json_out)
         if json_out == "-":
             return 0
     for name, value in facts.items():
+        if isinstance(value, dict):
+            value = [f"{key} {item}" for key, item in value.items()]
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         click.echo(f"{name:<12} {text}")
     return 0
 
 
-def _write(text: str, json_out: str) -> None:
+def _facts(found: Contents) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if found.weights is not None:
+        header = found.weights.header
+        facts = {
+            "family": header.family,
+            "model": header.description.name,
+            "classes": header.nc,
+            "names": list(header.names),
+            "strides_px": list(header.strides),
+            "img_px": header.img,
+        }
+    elif found.problem is not None:
+        facts["unusable"] = f"{found.problem.what}; {found.problem.hint}"
+    if found.interface:
+        facts["interface"] = list(found.interface)
+    if found.training:
+        facts["training"] = dict(found.training)
+    return {**facts, "tensors": len(found.shapes), "values": found.values}
+
+
+def verify(file: str, cfg: str, json_out: str) -> int:
+    """Exit code 3 when a check fails."""
+    from yolofleet.checkpoint.contents import OURS, STATE, contents, infinite, published_as
+    from yolofleet.checkpoint.reader import resolve_weights
+
+    path = resolve_weights(file)
+    checks: list[tuple[str, bool, str]] = []  # what, whether, detail
+    same, called, sha256 = published_as(path)
+    found = contents(path, _description(cfg))
+    if found.kind in (OURS, STATE):  # reading compares it
+        checks.append(("digest", True, "the content has the SHA-256 that its header says"))
+    if same or called:
+        detail = f"it is {same.item.name} of {same.item.origin}" if same else f"sha256 {sha256}"
+        if called and not same:
+            detail += f" is not {called.item.digest} of {called.item.name}, {called.item.origin}"
+        checks.append(("published", same is not None, detail))
+    if found.weights is not None:
+        header = found.weights.header
+        partial = header.extra.get("partial")
+        detail = f"{len(found.shapes)} tensors are those of {header.description.name}, {header.nc} classes"
+        checks.append(("fits", not partial, str(partial or detail)))
+    elif found.kind != STATE and found.problem is not None:
+        checks.append(("fits", False, f"{found.problem.what}; {found.problem.hint}"))
+    if found.weights is not None or found.kind == STATE:
+        bad = infinite(path, found)
+        detail = f"not finite: {', '.join(bad[:3])}" if bad else f"{found.values:,} values"
+        checks.append(("finite", not bad, detail))
+    is_good = all(whether for _, whether, _ in checks)
+    if json_out:
+        listed = [{"check": what, "ok": whether, "detail": detail} for what, whether, detail in checks]
+        _write_json(
+            {"file": str(path), "kind": found.kind, "sha256": sha256, "ok": is_good, "checks": listed},
+            json_out,
+        )
+    if json_out != "-":
+        click.echo(f"{path}: {found.kind}, sha256 {sha256}")
+        for what, whether, detail in checks:
+            click.echo(f"{what:<10} {'right' if whether else 'WRONG'}  {detail}")
+    return 0 if is_good else CheckpointError.exit_code
+
+
+def convert(file: str, out: str, cfg: str) -> int:
+    """The form is the suffix of OUT."""
+    from yolofleet.checkpoint import darknet, paddle
+    from yolofleet.checkpoint.reader import read_weights, resolve_weights
+    from yolofleet.checkpoint.weights import write_weights
+
+    writers = {".safetensors": write_weights, ".weights": darknet.write, ".pdparams": paddle.write}
+    target = Path(out)
+    suffix = target.suffix.lower()
+    if suffix not in writers:
+        hints = {
+            ".pt": f"{target.with_suffix('.safetensors')}: it has YOLOv5's tensor names, so YOLOv5 takes it with "
+            "model.load_state_dict(safetensors.torch.load_file(FILE), strict=False); a .pt is a program, which is "
+            "not written",
+            ".onnx": f"yolofleet export --weights {file} --format onnx",
+        }
+        raise ConfigError(
+            f"weights are not written as {suffix or 'a file without suffix'}",
+            source="command line",
+            hint=hints.get(suffix, f"OUT ends in {', '.join(writers)}"),
+        )
+    if target.exists():
+        raise ConfigError(f"{target} exists", source="command line", hint="another name, or delete it")
+    source = resolve_weights(file)
+    weights = read_weights(source, _description(cfg))
+    if "partial" in weights.header.extra:
+        raise CheckpointError(
+            f"{weights.header.extra['partial']}", hint="start from it: yolofleet train --weights FILE"
+        )
+    writers[suffix](target, weights)
+    click.echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
+    if suffix == ".safetensors" and weights.header.family == "yolov5":
+        click.echo(
+            f"YOLOv5 takes it, too: model.load_state_dict(safetensors.torch.load_file({str(target)!r}), strict=False)"
+        )
+    return 0
+
+
+def show_known(json_out: str) -> int:
+    """The table, and what of it is here."""
+    from yolofleet.checkpoint.catalogue import known_weights, weights_folder
+
+    rows = [
+        {
+            "name": entry.name,
+            "file": entry.item.name,
+            "size_bytes": entry.item.size_bytes,
+            "digest": entry.item.digest,
+            "licence": entry.item.licence,
+            "origin": entry.item.origin,
+            "url": entry.item.urls[0],
+            "path": str(entry.path) if entry.is_here else None,
+        }
+        for entry in known_weights()
+    ]
+    if json_out:
+        _write_json({"folder": str(weights_folder()), "weights": rows}, json_out)
+        if json_out == "-":
+            return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", caption=f"here: in {weights_folder()}")
+    for column in ("name", "file", "MiB", "state", "licence"):
+        table.add_column(column, justify="right" if column == "MiB" else "left", overflow="fold")
+    for entry in known_weights():
+        size, item = entry.item.size_bytes, entry.item
+        state = (
+            "here" if entry.is_here else "can be downloaded" if item.digest else "by hand (no digest known)"
+        )
+        table.add_row(
+            entry.name, item.name, f"{size / 2**20:.1f}" if size else "", state, item.licence.split(":")[0]
+        )
+    Console(markup=False).print(table)
+    return 0
+
+
+def download(name: str, source: str, sha256: str) -> int:
+    """Prints the path of the file."""
+    from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
+    from yolofleet.data.fetch import digest_of
+
+    digest = checked_sha256(sha256) if sha256 else None
+    if source:
+        path = import_weights(name, Path(source), sha256=digest)
+    else:
+        path = find_or_download(name, sha256=digest)
+    click.echo(f"{path}")
+    if source:
+        click.echo(f"sha256 {digest_of(path)}")
+    return 0
+
+
+def _description(cfg: str) -> ModelDescription | None:
+    if not cfg:
+        return None
+    from yolofleet.models.description import describe
+
+    return describe(cfg)
+
+
+def _write_json(value: Any, json_out: str) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
     if json_out == "-":
         click.echo(text)
         return
@@ -54,14 +221,57 @@ def _write(text: str, json_out: str) -> None:
         raise StorageError(f"{json_out} cannot be written: {problem.strerror}") from None
 
 
+JSON = click.Option(
+    ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
+)
+CFG = click.Option(
+    ["--cfg"],
+    default="",
+    metavar="MODEL",
+    help="model, or file that describes it, where the weights do not say",
+)
+
 inspect_command = Command(
     "inspect",
+    params=[click.Argument(["file"]), CFG, JSON],
+    callback=inspect,
+    help="Show what the file FILE holds: weights and training states of yolofleet, YOLOv5's .pt, Darknet's .weights, "
+    "Paddle's .pdparams, .onnx. Nothing in it is executed.",
+)
+verify_command = Command(
+    "verify",
+    params=[click.Argument(["file"]), CFG, JSON],
+    callback=verify,
+    help="Check the digest of FILE, its size and values, and whether it is the published file of its name; exit code "
+    "3 when something is wrong.",
+)
+convert_command = Command(
+    "convert",
+    params=[click.Argument(["file"], metavar="IN"), click.Argument(["out"]), CFG],
+    callback=convert,
+    help="Write the weights IN, of any form, as OUT: .safetensors (ours, with YOLOv5's tensor names), .weights "
+    "(Darknet's networks, with the .cfg beside it), .pdparams (PP-YOLOE).",
+)
+list_command = Command(
+    "list",
+    params=[JSON],
+    callback=show_known,
+    help="List the published weights that --weights knows by name.",
+)
+download_command = Command(
+    "download",
     params=[
-        click.Argument(["file"]),
+        click.Argument(["name"]),
         click.Option(
-            ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
+            ["--from", "source"], default="", metavar="FILE", help="take a file that was downloaded by hand"
+        ),
+        click.Option(
+            ["--sha256"],
+            default="",
+            metavar="HEX",
+            help="digest that the file must have, where none is published",
         ),
     ],
-    callback=inspect,
-    help="Show what the weights file FILE holds (.safetensors, or a foreign .pt). Nothing in it is executed.",
+    callback=download,
+    help="Put the published weights NAME into the cache, checked, and print their path.",
 )

@@ -6,18 +6,15 @@ archives. A part without one is not downloaded; a person who has it puts it into
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from yolofleet.config.suggest import nearest
 from yolofleet.data.archives import unpack
-from yolofleet.data.cocojson import load_table
+from yolofleet.data.bigjson import JsonFault, read_lists
 from yolofleet.data.fetch import (
     DownloadError,
     Item,
@@ -28,6 +25,9 @@ from yolofleet.data.fetch import (
     size_text,
     to_stderr,
 )
+from yolofleet.data.index import build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.data.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError
 
 DOWNLOADS = "downloads"  # folder of a data set where archives lie until they are unpacked
@@ -134,13 +134,13 @@ def download_dataset(
             if dataset.name == "coco":
                 for split in ("train2017", "val2017"):
                     write_coco_labels(root, split, tell)
-            with contextlib.suppress(OSError):  # not empty
-                downloads.rmdir()
+                _write_coco_test_list(root)
     except OSError as problem:
         raise StorageError(
             f"{problem.filename or root} cannot be written: {problem.strerror or problem}",
             hint="check the disk, or choose another folder",
         ) from None
+    tell(f"{root} is ready")
     return root
 
 
@@ -193,55 +193,49 @@ def _place(
 
 
 def write_coco_labels(root: Path, split: str, tell: Callable[[str], None]) -> None:
-    """``labels/SPLIT`` and the list ``SPLIT.txt`` from ``annotations/instances_SPLIT.json``, as config/datasets/coco.yaml
-    has them; nothing where the list exists or the annotations do not.
+    """``labels/SPLIT`` and the list ``SPLIT.txt`` from ``annotations/instances_SPLIT.json``, as ``coco.yaml`` has them.
 
-    Crowd regions are no labels; classes are numbered in the order of COCO's category ids; boxes are fractions of
-    the image, cut at its border. Accuracy as COCO has it needs the JSON itself, with its crowd regions and areas.
+    Nothing where the list exists, or annotations or images do not. Crowd regions are no labels; accuracy as COCO has
+    it needs the JSON itself, with these regions and the areas of outlines.
 
     Raises:
         DataError: the annotations are broken.
         OSError: the disk refused.
     """
     listing, annotations = root / f"{split}.txt", root / "annotations" / f"instances_{split}.json"
-    if listing.is_file() or not annotations.is_file():
+    if listing.is_file() or not annotations.is_file() or not (root / "images" / split).is_dir():
         return
     tell(f"writing labels of {split}")
-    table = load_table(annotations)
-    numbers = {category: number for number, (category, _) in enumerate(sorted(table.categories))}
-    folder = root / "labels" / split
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{split}-"))
+    index = build_index(load_dataset(str(annotations)), "train", strict=False)
+    names = [Path(path).name for path in index.paths]
+    (root / "labels").mkdir(exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=root / "labels", prefix=f".{split}-"))
     try:
-        beside.chmod(0o755)
-        for at, name in enumerate(table.file_names):
-            rows = slice(int(table.offsets[at]), int(table.offsets[at + 1]))
-            size = np.maximum(table.sizes_wh[at], 1).astype(np.float64)
-            low = table.boxes_xywh_px[rows, :2].clip(0, size)
-            high = (table.boxes_xywh_px[rows, :2] + table.boxes_xywh_px[rows, 2:]).clip(0, size)
-            boxes = np.concatenate([(low + high) / 2, high - low], axis=1) / np.tile(
-                size, 2
-            )  # [M, 4] cx, cy, w, h
-            usable = (boxes[:, 2:] > 0).all(1) & ~table.crowd[rows]
-            lines = [
-                f"{numbers[category]} {cx:.6f} {cy:.6f} {w:.6f} {h:.6f}\n"
-                for category, (cx, cy, w, h) in zip(
-                    table.category_ids[rows][usable].tolist(), boxes[usable].tolist(), strict=True
-                )
-                if category in numbers
-            ]
-            if Path(name).name != name:
-                raise DataError(f"{annotations} names an image {name[:100]!r}, which is a path")
-            if lines:
-                (beside / name).with_suffix(".txt").write_text("".join(lines), encoding="ascii")
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        beside.rename(folder)
-        fresh = listing.with_name(f".{listing.name}.tmp")
-        fresh.write_text("".join(f"./images/{split}/{name}\n" for name in table.file_names), encoding="utf-8")
-        fresh.replace(listing)
+        write_yolo(beside, split, names, index)
+        if (root / "labels" / split).is_dir():
+            shutil.rmtree(root / "labels" / split)
+        (beside / "labels" / split).rename(root / "labels" / split)
+        _write_list(listing, [f"./images/{split}/{name}" for name in names])
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_coco_test_list(root: Path) -> None:
+    """``test-dev2017.txt``: the images whose detections COCO's server measures."""
+    listing, about = root / "test-dev2017.txt", root / "annotations" / "image_info_test-dev2017.json"
+    if listing.is_file() or not about.is_file():
+        return
+    try:
+        images = [entry["file_name"] for _, entry in read_lists(about, ("images",)) if entry is not None]
+    except (JsonFault, KeyError, TypeError) as problem:
+        raise DataError(f"{about} is not COCO's list of images: {problem}") from None
+    _write_list(listing, [f"./images/test2017/{name}" for name in images])
+
+
+def _write_list(path: Path, lines: Sequence[str]) -> None:
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+    fresh.replace(path)
 
 
 # -- the table -----------------------------------------------------------------------------------------------
@@ -360,6 +354,15 @@ _TABLE = (
                     "c7908c3c9f94ba2f3340ebbeec58c25db6be8774f18d68c2f15d0e369d95baba",
                 ),
                 into="images",
+                is_usual=False,
+            ),
+            Part(
+                "test",
+                _coco(
+                    "annotations/image_info_test2017.zip",
+                    None,
+                    "e52f412dd7195ac8f98d782b44c6dd30ea10241e9f42521f67610fbe055a74f8",
+                ),
                 is_usual=False,
             ),
         ),

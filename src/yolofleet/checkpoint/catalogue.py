@@ -1,0 +1,238 @@
+"""Weights that others publish: names, places, licences, digests. No torch here.
+
+A file is downloaded only when its digest is publicly known. Sources of the digests: those of Darknet's files are in
+several libraries' tables (yolov3-tiny.weights and yolov5n.pt were compared with the files themselves), those of the
+YOLOv5 v7.0 release in tables of projects that pin them. A wrong digest can refuse a good file, never let in a bad one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from yolofleet.config.suggest import nearest
+from yolofleet.data.arrayfile import cache_root
+from yolofleet.data.fetch import DIGESTS, DownloadError, Item, adopt, fetch
+from yolofleet.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.models import darknet_cfg
+
+SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
+
+
+@dataclass(frozen=True)
+class KnownWeights:
+    """Weights that can be asked for by name.
+
+    Attributes:
+        name: what ``--weights`` takes; it is also the built-in model that they are of.
+        item: the file. Its name and its stem are understood, too, where they are nobody else's name.
+    """
+
+    name: str
+    item: Item
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies once it is here."""
+        return weights_folder() / self.item.name
+
+    @property
+    def is_here(self) -> bool:
+        return self.path.is_file()
+
+
+def weights_folder() -> Path:
+    """The cache's folder of weights; a person may put files there."""
+    return cache_root() / "weights"
+
+
+def known_weights() -> tuple[KnownWeights, ...]:
+    """The whole table."""
+    return _TABLE
+
+
+def entry_of(name: str) -> KnownWeights | None:
+    """The entry of a bare name: ``yolov5s``, ``yolov5s.pt``, ``darknet-yolov3``, ``yolov3.weights``."""
+    for entry in _TABLE:
+        if name in (entry.name, entry.item.name):
+            return entry
+    return next((entry for entry in _TABLE if Path(entry.item.name).stem == name), None)
+
+
+def find_or_download(
+    name: str, *, sha256: str | None = None, tell: Callable[[str], None] | None = None
+) -> Path:
+    """Weights by a bare name (no folder in it): from the cache, else downloaded into it.
+
+    Args:
+        sha256: of the file, from the person; needed where the table has none.
+        tell: gets licence and progress; default: standard error.
+    Raises:
+        CheckpointError: nobody knows this name, or it may not be downloaded; says what to do by hand.
+        DownloadError, StorageError: see :func:`yolofleet.data.fetch.fetch`.
+    """
+    folder = weights_folder()
+    entry = entry_of(name)
+    names = [name, f"{name}.safetensors"]
+    names += [entry.item.name] if entry else [f"{name}{suffix}" for suffix in SUFFIXES]
+    found = next((folder / one for one in names if (folder / one).is_file()), None)
+    if entry is None:
+        if found is None:
+            raise _unknown(name, folder)
+        return found
+    if found is None or sha256 is not None:
+        item = _with_digest(entry.item, sha256)
+        if item.digest is None:
+            raise _not_downloaded(entry)
+        found = fetch(item, folder, tell=tell)
+    _describe(entry, found)
+    return found
+
+
+def import_weights(name: str, source: Path, *, sha256: str | None = None) -> Path:
+    """Put a file that was downloaded by hand under its name into the cache.
+
+    Raises:
+        CheckpointError: unknown name, or no such file.
+        DownloadError: it has another size or digest than was published.
+        StorageError: the disk refused.
+    """
+    entry = entry_of(name)
+    if entry is None:
+        raise _unknown(name, weights_folder())
+    if not source.is_file():
+        raise CheckpointError(f"{source} is not a file", hint="--from names the file that was downloaded")
+    path = adopt(_with_digest(entry.item, sha256), source, weights_folder())
+    _describe(entry, path)
+    return path
+
+
+def checked_sha256(text: str) -> str:
+    """64 hexadecimal digits, small. Raises ConfigError."""
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{DIGESTS['sha256']}}}", text):
+        raise ConfigError(f"--sha256 {text[:80]} is not a SHA-256", hint="it has 64 hexadecimal digits")
+    return text.lower()
+
+
+def _with_digest(item: Item, sha256: str | None) -> Item:
+    """The person's digest counts where the table has none, and must not contradict it where it has one."""
+    if sha256 is None:
+        return item
+    digest = f"sha256:{checked_sha256(sha256)}"
+    if item.digest is not None and item.digest != digest:
+        raise DownloadError(
+            f"the published digest of {item.name} is {item.digest}, not {digest}", hint="leave out --sha256"
+        )
+    return replace(item, digest=digest)
+
+
+def _describe(entry: KnownWeights, path: Path) -> None:
+    """Darknet's ``.weights`` need their ``.cfg`` beside them."""
+    cfg = path.with_suffix(".cfg")
+    if path.suffix != ".weights" or cfg.exists():
+        return
+    fresh = cfg.with_name(f".{cfg.name}.{os.getpid()}.tmp")
+    try:
+        fresh.write_text(darknet_cfg.preset(entry.name).cfg(), encoding="utf-8", newline="\n")
+        fresh.replace(cfg)
+    except OSError as problem:
+        raise StorageError(f"{cfg} cannot be written: {problem.strerror or problem}") from None
+
+
+def _unknown(name: str, folder: Path) -> CheckpointError:
+    near = nearest(name, [entry.name for entry in _TABLE])
+    guess = f"did you mean {near}? " if near else ""
+    return CheckpointError(
+        f"weights {name} are neither here nor in {folder}, and no known file has that name",
+        hint=f"{guess}yolofleet weights list shows the known ones; or put the file into {folder}, or give its path",
+    )
+
+
+def _not_downloaded(entry: KnownWeights) -> CheckpointError:
+    item = entry.item
+    return CheckpointError(
+        f"weights {item.name} are not in {weights_folder()}, and have no published digest, so they are not "
+        f"downloaded by themselves (licence: {item.licence})",
+        source=item.origin,
+        hint=f"get {item.urls[0]}, then: yolofleet weights download {entry.name} --from FILE; or, if you know its "
+        f"SHA-256: yolofleet weights download {entry.name} --sha256 HEX",
+    )
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+_ULTRALYTICS = "AGPL-3.0 (GPL-3.0 when they were released): conditions on what is built with them"
+_DARKNET = "public domain (YOLO licence)"
+_PADDLE = "Apache-2.0"
+
+_YOLOV5 = {  # size in bytes and SHA-256, release v7.0
+    "n": (4_062_133, "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"),
+    "s": (14_808_437, "8b3b748c1e592ddd8868022e8732fde20025197328490623cc16c6f24d0782ee"),
+    "m": (42_806_829, "61d933360ba5a7733a36764996c800287d973889d875227f5beedd2473a97a56"),
+    "l": (93_622_629, "2f603b7354c25454d1270663a14d8ddc1eea98e5eebc1d84ce0c6e3150fa155f"),
+    "x": (174_114_333, "9f27a794fa0308e2606f90565164571d6f0a0ba18a3ce2e5e5d323b71c157859"),
+    "n6": (7_190_229, "496c05a2b991da15acc6c4408c63da287f2513a46c6756618776d4dd71170781"),
+    "s6": (25_978_837, "95bda9019ada63f37338308d0c81a66047a6fbaba061abaff271ba9334cf2a6f"),
+    "m6": (72_308_357, "7afe7fa0f29a8351467200a2a5a33c7996d1155ed6636c7edd8ca70b14951c64"),
+    "l6": (154_521_589, "b357b77f646b0190912985937c44e2923441369d5fda69ba86da2aa919212618"),
+    "x6": (282_720_357, "257c991b216d625427dc4d9c7c76d6c6d93cf3732797538da34bdc02f97bfef0"),
+}
+_DARKNET_FILES = {
+    "yolov3": (248_007_048, "523e4e69e1d015393a1b0a441cef1d9c7659e3eb2d7e15f793f060a21b32f297"),
+    "yolov3-spp": (252_209_544, "87a1e8c85c763316f34e428f2295e1db9ed4abcec59dd9544f8052f50de327b4"),
+    "yolov3-tiny": (35_434_956, "dccea06f59b781ec1234ddf8d1e94b9519a97f4245748a7d4db75d5b7080a42c"),
+}
+
+
+def _release(repository: str, tag: str, file: str, size: int | None, sha256: str | None) -> Item:
+    page = f"https://github.com/ultralytics/{repository}/releases"
+    digest = f"sha256:{sha256}" if sha256 else None
+    return Item(file, (f"{page}/download/{tag}/{file}",), size, digest, _ULTRALYTICS, f"{page}/tag/{tag}")
+
+
+def _ppyoloe(size: str, *, plus: bool) -> KnownWeights:
+    file = f"ppyoloe_plus_crn_{size}_80e_coco.pdparams" if plus else f"ppyoloe_crn_{size}_300e_coco.pdparams"
+    return KnownWeights(
+        f"ppyoloe-plus-{size}" if plus else f"ppyoloe-{size}",
+        Item(
+            file,
+            (f"https://paddledet.bj.bcebos.com/models/{file}",),
+            None,
+            None,
+            _PADDLE,
+            "https://github.com/PaddlePaddle/PaddleDetection/tree/release/2.8/configs/ppyoloe",
+        ),
+    )
+
+
+_TABLE = (
+    *(
+        KnownWeights(f"yolov5{size}", _release("yolov5", "v7.0", f"yolov5{size}.pt", *facts))
+        for size, facts in _YOLOV5.items()
+    ),
+    *(
+        KnownWeights(name, _release("yolov3", "v9.6.0", f"{name}.pt", None, None))
+        for name in ("yolov3", "yolov3-spp", "yolov3-tiny")
+    ),
+    *(
+        KnownWeights(
+            f"darknet-{name}",
+            Item(
+                f"{name}.weights",
+                tuple(
+                    f"{base}/{name}.weights"
+                    for base in ("https://data.pjreddie.com/files", "https://pjreddie.com/media/files")
+                ),
+                size,
+                f"sha256:{sha256}",
+                _DARKNET,
+                "https://pjreddie.com/darknet/yolo/",
+            ),
+        )
+        for name, (size, sha256) in _DARKNET_FILES.items()
+    ),
+    *(_ppyoloe(size, plus=plus) for plus in (False, True) for size in ("s", "m", "l", "x")),
+)

@@ -1,0 +1,293 @@
+"""What a file with a network in it holds, told without trusting it: nothing in it is executed, and what cannot be
+used is listed all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
+from yolofleet.checkpoint.format import DIGEST, read_tensors
+from yolofleet.checkpoint.paddle import read_arrays
+from yolofleet.checkpoint.pickle_machine import PickledObject
+from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
+from yolofleet.checkpoint.reader import DARKNET_CUT, read_weights
+from yolofleet.checkpoint.reader import PADDLE as PADDLE_SUFFIXES
+from yolofleet.checkpoint.weights import HEADER, Weights
+from yolofleet.data.fetch import digest_of
+from yolofleet.errors import CheckpointError
+from yolofleet.models.description import ModelDescription
+
+MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
+MAX_OBJECTS = 100_000  # looked at in a pickle
+LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch < 1.6 wrote first
+OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
+TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
+
+Shapes = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """
+    Attributes:
+        kind: one of the words above.
+        weights: what training and prediction would use; None if they cannot.
+        problem: why they cannot, with what to do.
+        shapes: of all tensors by name.
+        training: what the file says about its training; plain values.
+        interface: an ONNX model's inputs and outputs, as text.
+    """
+
+    kind: str
+    weights: Weights | None = None
+    problem: CheckpointError | None = None
+    shapes: Shapes = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    interface: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+def contents(path: Path, description: ModelDescription | None = None) -> Contents:
+    """
+    Args:
+        description: for files that do not describe their model.
+
+    Raises:
+        CheckpointError: missing, damaged or unsafe, so that it cannot even be listed.
+    """
+    kind = kind_of(path)
+    if kind == ONNX:
+        return _onnx(path)
+    if kind == STATE:
+        tensors, header = read_tensors(path)
+        training = {"step": header.get("step"), **_plain_values(header.get("state"))}
+        return Contents(
+            kind,
+            problem=CheckpointError("it is a training state", hint="--resume continues its run"),
+            shapes={name: list(t.shape) for name, t in tensors.items()},
+            training=training,
+        )
+    try:
+        weights = read_weights(path, description)
+    except CheckpointError as problem:
+        shapes, training = _listing(path, kind, problem)
+        return Contents(kind, problem=problem, shapes=shapes, training=training)
+    training = _plain_values(weights.header.extra)
+    if kind == TORCH:
+        training = {**training, **_listing(path, kind, None)[1]}
+    shapes = {name: list(t.shape) for name, t in weights.tensors.items()}
+    return Contents(kind, weights, shapes=shapes, training=training)
+
+
+def kind_of(path: Path) -> str:
+    """What kind of file it is, by its first bytes, and by its name where they do not tell.
+
+    Raises:
+        CheckpointError: missing or empty.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError as problem:
+        raise CheckpointError(
+            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
+        ) from None
+    if not start:
+        raise CheckpointError(
+            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
+        )
+    if start[8:9] == b"{":
+        metadata = _safetensors_header(path).get("__metadata__")
+        if not isinstance(metadata, dict) or DIGEST not in metadata:
+            return PLAIN
+        return OURS if HEADER in metadata else STATE
+    suffix = path.suffix.lower()
+    if start[:4] == b"PK\3\4" or start.startswith(LEGACY_TORCH):
+        return TORCH
+    if suffix == ".onnx":
+        return ONNX
+    if suffix == ".weights" or DARKNET_CUT.search(path.name):
+        return DARKNET
+    return PADDLE if suffix in PADDLE_SUFFIXES else TORCH
+
+
+def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, str]:
+    """The entry of the table that the file is, the entry whose name it has, and its SHA-256.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        sha256 = digest_of(path)
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    same = next((e for e in known_weights() if e.item.digest == f"sha256:{sha256}"), None)
+    called = next((e for e in known_weights() if e.item.name == path.name and e.item.digest), None)
+    return same, called, sha256
+
+
+def infinite(path: Path, found: Contents) -> list[str]:
+    """Names of tensors with values that are not finite; of weights, and of a training state."""
+    if found.weights is not None:
+        tensors = found.weights.tensors
+    else:
+        tensors = read_tensors(path)[0] if found.kind == STATE else {}
+    return [name for name, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]
+
+
+# -- what cannot be used ---------------------------------------------------------------------------------------
+
+
+def _listing(path: Path, kind: str, problem: CheckpointError | None) -> tuple[Shapes, dict[str, Any]]:
+    """Tensors and training of a stranger's file. Raises ``problem`` where nothing can be told."""
+    if kind == PLAIN:
+        header = _safetensors_header(path)
+        return {n: list(e["shape"]) for n, e in header.items() if _is_entry(e)}, {}
+    if kind == TORCH:
+        with TorchFile(path) as file:
+            return _torch_shapes(file.root), _torch_training(file.root)
+    if kind == PADDLE:
+        return {name: list(array.shape) for name, array in read_arrays(path).items()}, {}
+    if kind == DARKNET and problem is not None and path.stat().st_size >= 16:
+        return {}, {}
+    assert problem is not None
+    raise problem
+
+
+def _is_entry(entry: Any) -> bool:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    broken = CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+                raise broken
+            header = json.loads(file.read(length))
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    except (ValueError, RecursionError):
+        raise broken from None
+    if not isinstance(header, dict):
+        raise broken
+    return header
+
+
+def _torch_shapes(root: Any) -> Shapes:
+    """Every tensor of a pickled value by the way that leads to it."""
+    shapes: Shapes = {}
+    waiting: list[tuple[str, Any]] = [("", root)]
+    visited = 0
+    while waiting and visited < MAX_OBJECTS:
+        way, value = waiting.pop()
+        visited += 1
+        if isinstance(value, StoredTensor):
+            shapes[way] = list(value.shape)
+            continue
+        if isinstance(value, PickledObject):
+            value = value.state
+        if isinstance(value, (list, tuple)):
+            value = dict(enumerate(value))
+        if isinstance(value, dict) and way.count(".") < 32:
+            inner = [(f"{way}.{_word(key)}" if way else _word(key), item) for key, item in value.items()]
+            waiting += [(name, item) for name, item in inner[::-1] if isinstance(item, _NESTED)]
+    return shapes
+
+
+_NESTED = (StoredTensor, PickledObject, dict, list, tuple)
+
+
+def _torch_training(root: Any) -> dict[str, Any]:
+    if not isinstance(root, dict):
+        return {}
+    found = _plain_values(
+        {key: root.get(key) for key in ("epoch", "best_fitness", "updates", "date", "version")}
+    )
+    options = root.get("opt")
+    if isinstance(options, PickledObject):  # argparse's Namespace
+        options = options.state
+    if isinstance(options, dict):
+        known = ("data", "epochs", "batch_size", "imgsz", "img_size", "optimizer", "hyp", "cfg", "weights")
+        found |= _plain_values({key: options.get(key) for key in known})
+    return found
+
+
+def _plain_values(values: Any) -> dict[str, Any]:
+    """Numbers and short texts; nested values one level deep."""
+    found: dict[str, Any] = {}
+    for key, value in list(values.items())[:200] if isinstance(values, Mapping) else ():
+        if isinstance(value, Mapping):
+            found |= {f"{_word(key)}.{_word(name)}": _plain(item) for name, item in list(value.items())[:200]}
+        else:
+            found[_word(key)] = _plain(value)
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def _plain(value: Any) -> str | float | None:
+    """None for what is neither."""
+    if isinstance(value, str):
+        return _word(value)
+    if isinstance(value, (list, tuple)) and all(type(n) is int and abs(n) < 2**63 for n in value):
+        return ", ".join(map(str, value[:8]))
+    is_number = (isinstance(value, int) and abs(value) < 2**63) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
+    return value if is_number else None
+
+
+def _word(value: Any) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:200])
+
+
+# -- ONNX ------------------------------------------------------------------------------------------------------
+
+
+def _onnx(path: Path) -> Contents:
+    try:
+        import onnx
+    except ImportError:
+        return Contents(
+            ONNX, problem=CheckpointError("it is an export", hint="pip install onnx shows more of it")
+        )
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as problem:  # protobuf's own kinds
+        raise CheckpointError(f"{path} is not an ONNX model ({type(problem).__name__})") from None
+    graph = model.graph
+
+    def text(way: str, value: Any) -> str:
+        kind = value.type.tensor_type
+        sizes = [_word(d.dim_param) or str(d.dim_value) for d in kind.shape.dim]
+        return (
+            f"{way} {_word(value.name)} {onnx.TensorProto.DataType.Name(kind.elem_type)} [{', '.join(sizes)}]"
+        )
+
+    inner = {tensor.name for tensor in graph.initializer}
+    return Contents(
+        ONNX,
+        problem=CheckpointError(
+            "it is an export", hint="train and validate with the weights it was made from"
+        ),
+        shapes={_word(tensor.name): list(tensor.dims) for tensor in graph.initializer},
+        training={_word(entry.key): _word(entry.value) for entry in model.metadata_props},
+        interface=(
+            *(text("input", value) for value in graph.input if value.name not in inner),
+            *(text("output", value) for value in graph.output),
+        ),
+    )
