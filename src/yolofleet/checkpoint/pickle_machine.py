@@ -82,9 +82,9 @@ def as_tuple(values: Iterable[Any] = ()) -> tuple[Any, ...]:
     return tuple(_sequence(values))
 
 
-def _as_bytes(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise ValueError(f"bytes in encoding {encoding!r:.20}")
+def _as_bytes(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes that are no text in the encoding latin1")
     return text.encode("latin1")
 
 

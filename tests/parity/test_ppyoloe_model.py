@@ -1,0 +1,252 @@
+"""Names, sizes, outputs and suppression of PP-YOLOE against numbers that PaddleDetection produced."""
+
+import json
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from reference import parity
+from torch import nn
+
+from yolofleet.checkpoint.paddle import PROJECTION, paddle_name
+from yolofleet.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.geometry.nms import detections
+from yolofleet.models.fuse import fuse
+from yolofleet.models.ppyoloe import PpyoloeNetwork, distances_cells
+from yolofleet.models.ppyoloe_blocks import RepVgg
+from yolofleet.models.ppyoloe_config import preset
+
+FACTS = json.loads(parity("ppyoloe_model/facts.json").read_text())
+MODELS = list(FACTS["models"])
+SMALL = ("ppyoloe_s", "ppyoloe_plus_s")
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    with np.load(parity("ppyoloe_model/outputs.npz")) as file:
+        return {name: file[name] for name in file.files}
+
+
+def outline(name):
+    with torch.device("meta"):
+        return PpyoloeNetwork(preset(name), 80)
+
+
+@torch.no_grad()
+def by_formula(name, gain):
+    """A network whose weights are a function of their names, so that none need to be stored; its images are not
+    normalised, as those of the recordings were not."""
+    with torch.device("meta"):
+        model = PpyoloeNetwork(replace(preset(name), normalise=None), 80)
+    model = model.to_empty(device="cpu")
+    for ours, tensor in model.state_dict().items():
+        name, shape = paddle_name(ours), tuple(tensor.shape)
+        r = np.random.RandomState(zlib.crc32(name.encode()))
+        if name.endswith("num_batches_tracked"):
+            values = np.zeros(())
+        elif name.endswith(".alpha"):
+            values = 0.5 + 0.5 * np.float32(0.5 + r.random_sample(shape))
+        elif tensor.dim() == 4:
+            values = r.standard_normal(shape) * np.sqrt(gain / np.prod(shape[1:]))
+        elif name.endswith((".bn.weight", "._variance")):
+            values = 0.5 + r.random_sample(shape)
+        elif name.endswith((".bn.bias", "._mean")):
+            values = 0.2 * r.standard_normal(shape)
+        else:
+            values = 0.5 * r.standard_normal(shape)
+        tensor.copy_(torch.from_numpy(np.asarray(values, np.float32)))
+    return model.eval()
+
+
+def by_formula_mild(name):
+    """Smaller predictions, for what is decoded and suppressed."""
+    model = by_formula(name, 2.0)
+    with torch.no_grad():
+        for cls, reg in zip(model.yolo_head.pred_cls, model.yolo_head.pred_reg, strict=True):
+            cls.weight *= 0.1
+            cls.bias -= 3
+            reg.weight *= 0.25
+    return model
+
+
+def formula_images(n, height, width, seed):
+    """[N, 3, H, W] in 0..1: flat 8 x 8 cells plus noise."""
+    r = np.random.RandomState(seed)
+    cells = r.randint(0, 200, (n, 3, height // 8, width // 8)).repeat(8, 2).repeat(8, 3)
+    return torch.from_numpy((cells + r.randint(0, 56, (n, 3, height, width))).astype(np.float32)) / 255
+
+
+def numbers(model):
+    """How many values the state has, as Paddle counts: no counters, but the fixed projection."""
+    return sum(t.numel() for n, t in model.state_dict().items() if not n.endswith("num_batches_tracked")) + 17
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_and_channels_are_the_originals(name):
+    facts, model = FACTS["models"][name], outline(name)
+    assert (model.description.depth_multiple, model.description.width_multiple) == (
+        facts["depth_mult"],
+        facts["width_mult"],
+    )
+    assert preset(facts["config"]) == model.description
+    assert sum(p.numel() for p in model.parameters()) == facts["numel_trainable"]
+    assert numbers(model) == facts["numel_trainable"] + facts["numel_bn_running"] + 17
+    for part, count in facts["by_part"].items():  # with running statistics
+        there = sum(
+            t.numel() for t in getattr(model, part).state_dict().values() if t.dim()
+        )  # counters are no vectors
+        assert there + 17 * (part == "yolo_head") == count
+    assert model.backbone.out_channels == facts["out_channels_backbone"]
+    assert model.neck.out_channels == facts["out_channels_neck"]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {m.eps for m in norms} == set(facts["bn_eps"])
+    assert {round(1 - m.momentum, 6) for m in norms} == set(facts["bn_momentum"])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensor_names_and_shapes_are_the_originals(name):
+    state = outline(name).state_dict()
+    ours = {paddle_name(n): list(t.shape) for n, t in state.items() if not n.endswith("num_batches_tracked")}
+    expected = dict(FACTS["state_dict"][name])
+    assert expected.pop(PROJECTION) == [1, 17, 1, 1]
+    assert ours == expected
+    assert list(ours) == list(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n.endswith(("_s", "_m")) else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+)
+def test_outputs_are_the_originals(name, outputs):
+    model = by_formula(name, FACTS["models"][name]["gain"])
+    with torch.no_grad():
+        raws = model(formula_images(1, 128, 96, 7))
+    assert [tuple(r.shape) for r in raws] == [
+        (1, 128 // s, 96 // s, n) for s in (32, 16, 8) for n in (80, 68)
+    ]
+    scores = torch.cat([r.flatten(1, 2) for r in raws[::2]], 1).sigmoid().transpose(1, 2)  # [N, C, K]
+    ltrb = torch.cat([distances_cells(r.flatten(1, 2)) for r in raws[1::2]], 1)
+    assert np.abs(scores.reshape(-1).numpy()[::7] - outputs[f"{name}.scores.every7"]).max() < 1e-4
+    assert np.abs(ltrb[0].numpy() - outputs[f"{name}.ltrb"]).max() < 2e-4
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", ["s", "plus_s"])
+def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
+    expected = {name.removeprefix(f"e2e.{size}."): v for name, v in outputs.items() if f"e2e.{size}." in name}
+    model = by_formula_mild(f"ppyoloe_{size}").to(memory_format=layout)
+    images = formula_images(2, 128, 160, 7).to(memory_format=layout)
+    with torch.no_grad():
+        fine, _, coarse = model.backbone(images)
+        neck = model.neck(model.backbone(images))
+        decoded = model.decode(model(images))
+    maps = {"backbone_s8": fine, "backbone_s32": coarse, "neck_s8": neck[2], "neck_s32": neck[0]}
+    for name, found in maps.items():  # channels 0, 2, 4, 6 of the first image
+        error = np.abs(found[0, :8:2].numpy() - expected[name])
+        assert error.max() < 3e-5 * np.abs(expected[name]).max()
+    scores = decoded[..., 5:].transpose(1, 2)[:, :, ::3]
+    assert np.abs(scores.reshape(-1).numpy()[::5] - expected["scores.every5"]).max() < 2e-5
+    assert (decoded[..., 4] == 1).all()
+    boxes = xyxy_from_cxcywh(decoded[..., :4]).numpy()
+    assert np.abs(boxes - expected["boxes"]).max() < 0.005  # of up to 556 pixels
+
+    found, _ = detections(decoded, conf=0.01, iou=0.7, max_det=300, multi_label=True)
+    assert [len(rows) for rows in found] == expected["nms_num"].tolist()
+    y, x = FACTS["e2e"][size]["scale_factor_yx"]  # their boxes are in pixels of the original image
+    first = 0
+    for rows in found:
+        ours = (rows / torch.tensor([x, y, x, y, 1, 1])).numpy()
+        assert largest_difference(ours, expected["nms"][first : first + len(rows)]) < 0.005
+        first += len(rows)
+
+
+@pytest.mark.parametrize("size", ["s", "plus_s"])
+def test_folding_changes_rounding_only(size):
+    model = by_formula_mild(f"ppyoloe_{size}")
+    fused = fuse(model)
+    assert not [m for m in fused.modules() if isinstance(m, nn.BatchNorm2d)]
+    images = formula_images(2, 128, 160, 7)
+    with torch.no_grad():
+        plain, folded = model(images), fused(images)
+    for before, after in zip(plain[1::2], folded[1::2], strict=True):
+        assert (distances_cells(before) - distances_cells(after)).abs().max() < 1.5e-4  # theirs: up to 6.6e-5
+    for before, after in zip(plain[::2], folded[::2], strict=True):
+        assert (before.sigmoid() - after.sigmoid()).abs().max() < 5e-6  # theirs: up to 2.6e-6
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_folded_blocks_have_as_many_numbers_as_the_originals(name):
+    facts, model = FACTS["models"][name], by_formula(name, 1.0)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, RepVgg):  # what they fold; they keep the factors
+                module.fold()
+    assert numbers(model) + facts["use_alpha_tensors"] == facts["numel_deploy"]
+
+
+def largest_difference(ours, theirs):
+    """Between rows x1, y1, x2, y2, score, class and class, score, x1, y1, x2, y2 in any order: the distance of the
+    row that is farthest from its nearest partner."""
+    theirs = np.concatenate([theirs[:, 2:], theirs[:, 1:2], theirs[:, :1]], 1)
+    distances = np.abs(ours[:, None] - theirs).max(2)
+    return max(distances.min(0).max(), distances.min(1).max())
+
+
+@pytest.mark.parametrize("case", list(FACTS["multiclass_nms"]))
+def test_suppression_is_theirs(case):
+    """score_threshold is conf, nms_threshold iou, keep_top_k max_det; their nms_top_k (candidates of a class) has no
+    counterpart, and changes nothing here."""
+    options = FACTS["multiclass_nms"][case]
+    with np.load(parity("ppyoloe_model/nms.npz")) as file:
+        boxes, scores = torch.from_numpy(file["bboxes"]), torch.from_numpy(file["scores"])
+        expected, counts = file[f"{case}.out_cls_score_xyxy"], file[f"{case}.num"]
+    decoded = torch.cat([cxcywh_from_xyxy(boxes), torch.ones(*boxes.shape[:2], 1), scores.transpose(1, 2)], 2)
+    found, _ = detections(
+        decoded,
+        conf=options["score_threshold"],
+        iou=options["nms_threshold"],
+        max_det=options["keep_top_k"],
+        multi_label=True,
+    )
+    assert [len(rows) for rows in found] == counts.tolist()
+    for rows, theirs in zip(found, np.split(expected, [counts[0]]), strict=True):
+        assert largest_difference(rows.numpy(), theirs) < 1e-4
+
+
+def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():
+    """Paddle averages variances with divisor n, torch with n - 1; n = 8 here, and thousands in training."""
+    with np.load(parity("ppyoloe_model/batchnorm.npz")) as file:
+        x, y, mean, var = (torch.from_numpy(file[name]) for name in ("x", "y", "mean", "var"))
+    norm = outline("ppyoloe_s").backbone.stem.conv1.bn
+    layer = nn.BatchNorm2d(3, eps=norm.eps, momentum=norm.momentum)
+    with torch.no_grad():
+        assert (layer(x) - y).abs().max() < 1e-6
+    assert (layer.running_mean - mean).abs().max() < 1e-6
+    theirs = 0.9 + (layer.running_var - 0.9) * 7 / 8
+    assert (theirs - var).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("size", ["s", "plus_s"])
+def test_statistics_after_one_training_pass_are_the_originals(size):
+    """(sum, largest magnitude) of the running means and variances of all 78 layers."""
+    model = by_formula_mild(f"ppyoloe_{size}").train()
+    before = {n: t.double().clone() for n, t in model.state_dict().items()}
+    counts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(
+                lambda _, inputs, __, name=name: counts.update({name: inputs[0][:, 0].numel()})
+            )
+    with torch.no_grad():
+        model(formula_images(2, 128, 160, 7))
+    after = {paddle_name(n): (n, t.double()) for n, t in model.state_dict().items()}
+    assert len(FACTS["bn_after"][size]) == 2 * len(counts) == 156
+    for name, (total, largest) in FACTS["bn_after"][size].items():
+        ours, t = after[name]
+        if ours.endswith("running_var"):
+            n, old = counts[ours.removesuffix(".running_var")], 0.9 * before[ours]
+            t = old + (t - old) * (n - 1) / n
+        assert float(t.sum()) == pytest.approx(total, rel=1e-5, abs=1e-5)
+        assert float(t.abs().max()) == pytest.approx(largest, rel=1e-5)
