@@ -24,14 +24,8 @@ from torch import Tensor
 from yolofleet.checkpoint.format import write_atomically
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.models.darknet_cfg import (
-    MAX_CLASSES,
-    Convolutional,
-    DarknetDescription,
-    layers,
-    levels,
-    read_cfg,
-)
+from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
+from yolofleet.models.darknet_sections import MAX_CLASSES, Convolutional
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000

@@ -15,17 +15,8 @@ from torch import Tensor, nn
 
 from yolofleet.geometry.boxcoding import Exponential
 from yolofleet.models.blocks import BN_MOMENTUM, Upsample, folded
-from yolofleet.models.darknet_cfg import (
-    Convolutional,
-    DarknetDescription,
-    Layer,
-    Maxpool,
-    Route,
-    Shortcut,
-    Yolo,
-    layers,
-    levels,
-)
+from yolofleet.models.darknet_cfg import DarknetDescription, Layer, layers, levels
+from yolofleet.models.darknet_sections import Convolutional, Maxpool, Route, Shortcut, Yolo
 from yolofleet.models.detector import Detector
 
 BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4

@@ -1,328 +1,41 @@
-"""A Darknet network as data: the sections of a ``.cfg`` file, checked, worked out, and written back.
+"""A Darknet network as data: a ``.cfg`` file read, checked, worked out, and written back; and built-in ones.
 
-Files come from strangers: nothing is evaluated, every size is bounded before anything is allocated. Keys that only
-training in Darknet reads are passed over; a key that changes what the network computes is understood or refused.
-The description's own form in weights files is such a text, too, so there is one reader and one set of checks.
-No torch here.
-
-Source of meanings and defaults: arXiv:1804.02767, arXiv:2004.10934, and outputs of Darknet and OpenCV in
-tests/parity/test_darknet_network.py.
+Files come from strangers: nothing is evaluated, every size is bounded before anything is allocated. The
+description's form in weights files is such a text, too, so there is one reader and one set of checks. No torch here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.models.checked import nearest, short
+from yolofleet.models.darknet_sections import (
+    MAX_CHANNELS,
+    MAX_SECTIONS,
+    SECTIONS,
+    SPELLINGS,
+    SWITCHED_OFF,
+    TRAINING,
+    TRAINING_EVERYWHERE,
+    Convolutional,
+    Maxpool,
+    Net,
+    Route,
+    Section,
+    Shortcut,
+    Upsample,
+    Yolo,
+)
 
 MAX_CFG_BYTES = 1_000_000
-MAX_SECTIONS = 1000
-MAX_CHANNELS = 16384
-MAX_KERNEL = 31
-MAX_OUTPUTS = 10_000_000  # channels of raw predictions
-MAX_ITEMS = 64  # of a list
 MAX_LEVELS = 8
-MAX_CLASSES = 100_000
 MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
-ACTIVATIONS = ("leaky", "linear", "mish", "swish", "relu", "logistic")
-
-
-# -- sections ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Key:
-    """How the text behind ``key =`` is read: a whole number or a number in [low, high], or one of ``words``."""
-
-    name: str | None  # in the file; None: as the field
-    low: float = 0
-    high: float = 0
-    words: tuple[str, ...] = ()
-    whole: bool = True
-    many: bool = False  # numbers with commas between them
-
-    def read(self, text: str) -> Any:
-        """
-        Raises:
-            ValueError: says what is expected.
-        """
-        if not self.many:
-            return self._one(text)
-        parts = text.removesuffix(",").split(",")
-        if len(parts) > MAX_ITEMS:
-            raise ValueError(f"{len(parts)} values; at most {MAX_ITEMS} are possible")
-        return tuple(self._one(part) for part in parts)
-
-    def _one(self, text: str) -> Any:
-        if self.words:
-            if text in self.words:
-                return text
-            raise ValueError(f"{short(text)} is not supported; known: {', '.join(self.words)}")
-        pattern = r"[+-]?[0-9]{1,9}" if self.whole else r"[+-]?([0-9]{1,9}\.?[0-9]{0,20}|\.[0-9]{1,20})"
-        if re.fullmatch(pattern, text):
-            value = int(text) if self.whole else float(text)
-            if self.low <= value <= self.high:
-                return value
-        kind = "a whole number" if self.whole else "a number"
-        raise ValueError(f"{short(text)} is not {kind} in {self.low:g}..{self.high:g}")
-
-
-def key(
-    default: Any = MISSING, low: float = 0, high: float = 0, *, name: str | None = None, **how: Any
-) -> Any:
-    """A field that stands in the file."""
-    return field(default=default, metadata={"key": Key(name, low, high, **how)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Base of all sections. Fields are the keys of the file, with Darknet's defaults."""
-
-    line: int = field(default=0, compare=False)  # 0: in no file
-
-    @property
-    def kind(self) -> str:
-        return type(self).__name__.lower()
-
-    @classmethod
-    def file_keys(cls) -> dict[str, tuple[str, Key]]:
-        """Key in the file -> (field, how it is read)."""
-        found = [(f.name, f.metadata["key"]) for f in fields(cls) if "key" in f.metadata]
-        return {how.name or name: (name, how) for name, how in found}
-
-    def text(self) -> str:
-        """The section as it stands in a file."""
-        lines = [f"[{self.kind}]"]
-        for name, (attribute, _) in self.file_keys().items():
-            value = getattr(self, attribute)
-            if value is not None:
-                values = value if isinstance(value, tuple) else (value,)
-                lines.append(f"{name}={','.join(_plain(v) for v in values)}")
-        return "\n".join(lines) + "\n"
-
-    def inputs(self, i: int) -> tuple[int, ...]:
-        """Numbers of the sections that section number ``i`` reads; -1 is the image."""
-        return (i - 1,)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        """Channels and stride of the map that comes out, from those of the maps that go in.
-
-        Raises:
-            ValueError: they do not fit the section.
-        """
-        return channels[0], stride
-
-
-def _plain(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Net(Section):
-    """Image size, pixels."""
-
-    width: int = key(low=1, high=100_000)
-    height: int = key(low=1, high=100_000)
-    channels: int = key(3, 3, 3)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        raise ValueError("only one [net] is possible, at the beginning")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Convolutional(Section):
-    batch_normalize: int = key(0, 0, 1)
-    filters: int = key(1, 1, MAX_OUTPUTS)
-    size: int = key(1, 1, MAX_KERNEL)
-    stride: int = key(1, 1, 8)
-    pad: int = key(0, 0, 1)
-    padding: int = key(0, 0, MAX_KERNEL)
-    groups: int = key(1, 1, MAX_CHANNELS)
-    activation: str = key("logistic", words=ACTIVATIONS)
-
-    @property
-    def padding_px(self) -> int:
-        """On each side."""
-        return self.size // 2 if self.pad else self.padding
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        _check_window(self.size, self.stride, 2 * self.padding_px)
-        if channels[0] % self.groups or self.filters % self.groups:
-            raise ValueError(f"{self.groups} groups do not divide {channels[0]} and {self.filters} channels")
-        return self.filters, stride * self.stride
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shortcut(Section):
-    """The sum of the section before and ``sources``."""
-
-    sources: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, name="from", many=True)
-    activation: str = key("linear", words=ACTIVATIONS)
-
-    def inputs(self, i: int) -> tuple[int, ...]:
-        return (i - 1, *_absolute(self.sources, i))
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        if len(set(channels)) > 1:
-            raise ValueError(f"adds maps of {', '.join(str(c) for c in channels)} channels")
-        return channels[0], stride
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route(Section):
-    """Maps side by side; of each, part ``group_id`` of ``groups``."""
-
-    layers: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, many=True)
-    groups: int = key(1, 1, MAX_CHANNELS)
-    group_id: int = key(0, 0, MAX_CHANNELS)
-
-    def inputs(self, i: int) -> tuple[int, ...]:
-        return _absolute(self.layers, i)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        if self.group_id >= self.groups or any(c % self.groups for c in channels):
-            shown = ", ".join(str(c) for c in channels)
-            raise ValueError(f"there is no part {self.group_id} of {self.groups} groups of {shown} channels")
-        return sum(c // self.groups for c in channels), stride
-
-
-def _absolute(sections: tuple[int, ...], i: int) -> tuple[int, ...]:
-    """Numbers below 0 count back from section ``i``."""
-    return tuple(i + j if j < 0 else j for j in sections)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Maxpool(Section):
-    """``padding``: of both sides together; None is size - 1."""
-
-    size: int = key(low=1, high=MAX_KERNEL)
-    stride: int = key(1, 1, 8)
-    padding: int | None = key(None, 0, 2 * MAX_KERNEL)
-
-    @property
-    def before_after_px(self) -> tuple[int, int]:
-        """Padding at the left and top, and at the right and bottom as far as windows reach."""
-        before = (self.size - 1 if self.padding is None else self.padding) // 2
-        return before, max(0, self.size - self.stride - before)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        _check_window(self.size, self.stride, self.size - 1 if self.padding is None else self.padding)
-        return channels[0], stride * self.stride
-
-
-def _check_window(size: int, stride: int, padding: int) -> None:
-    """A map whose sides are multiples of the stride must shrink by just that."""
-    if not size - stride <= padding < size:
-        raise ValueError(
-            f"size {size}, stride {stride} and {padding} pixels of padding do not divide a map's sides by {stride}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Upsample(Section):
-    stride: int = key(2, 2, 2)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        return channels[0], stride / 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropout(Section):
-    """Does nothing, in training neither."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yolo(Section):
-    """A detection level. ``anchors``: width, height, width, height, ..., pixels; ``mask``: those used here."""
-
-    mask: tuple[int, ...] | None = key(None, 0, MAX_ITEMS, many=True)
-    anchors: tuple[float, ...] = key(low=1e-3, high=100_000, whole=False, many=True)
-    classes: int = key(low=1, high=MAX_CLASSES)
-    num: int = key(low=1, high=MAX_ITEMS)
-    scale_x_y: float = key(1.0, 1.0, 10.0, whole=False)
-
-    @property
-    def anchors_px(self) -> tuple[tuple[float, float], ...]:
-        """(width, height) of each anchor used here."""
-        mask = range(self.num) if self.mask is None else self.mask
-        return tuple((self.anchors[2 * i], self.anchors[2 * i + 1]) for i in mask)
-
-    @property
-    def outputs(self) -> int:
-        """Channels that go in: 4 box values, objectness and classes of each anchor."""
-        return len(self.anchors_px) * (5 + self.classes)
-
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        if len(self.anchors) != 2 * self.num:
-            raise ValueError(f"num is {self.num}, but there are {len(self.anchors)} numbers in anchors")
-        if self.mask is not None and max(self.mask) >= self.num:
-            raise ValueError(f"mask names anchor {max(self.mask)}; there are {self.num}, counted from 0")
-        if channels[0] != self.outputs:
-            raise ValueError(
-                f"the section before it has filters={channels[0]}; "
-                f"{len(self.anchors_px)} anchors x (5 + {self.classes} classes) are {self.outputs}"
-            )
-        if stride.denominator != 1:
-            raise ValueError("its map is larger than the image")
-        return channels[0], stride
-
-
-SECTIONS: dict[str, type[Section]] = {
-    kind.__name__.lower(): kind
-    for kind in (Net, Convolutional, Shortcut, Route, Maxpool, Upsample, Dropout, Yolo)
-}
-SPELLINGS = {"network": "net", "conv": "convolutional", "max": "maxpool"}
-
-# keys that change nothing outside Darknet's own training, or its choice of boxes afterwards
-TRAINING_EVERYWHERE = (
-    *(
-        "learning_rate",
-        "stopbackward",
-        "onlyforward",
-        "dont_update",
-        "burnin_update",
-        "train_only_bn",
-        "clip",
-    ),
-    *("stream", "wait_stream", "grad_centr"),
-)
-TRAINING = {
-    "yolo": (
-        *("jitter", "resize", "random", "ignore_thresh", "truth_thresh", "iou_thresh", "iou_thresh_kind"),
-        *("iou_loss", "iou_normalizer", "obj_normalizer", "cls_normalizer", "delta_normalizer", "max_delta"),
-        *("label_smooth_eps", "objectness_smooth", "counters_per_class", "focal_loss", "max", "map"),
-        *("beta_nms", "nms_kind", "show_details"),
-    ),
-    "dropout": ("probability", "dropblock", "dropblock_size_rel", "dropblock_size_abs"),
-}
-# keys of things that are not supported, with the value that switches them off
-SWITCHED_OFF = {
-    "convolutional": {
-        **{
-            "dilation": "1",
-            "flipped": "0",
-            "binary": "0",
-            "xnor": "0",
-            "bin_output": "0",
-            "antialiasing": "0",
-        },
-        **{"assisted_excitation": "0", "deform": "0", "sway": "0", "rotate": "0", "stretch": "0"},
-        **{"stretch_sway": "0", "reverse": "0", "coordconv": "0", "dontload": "0", "dontloadscales": "0"},
-    },
-    "shortcut": {"weights_type": "none", "weights_normalization": "none"},
-    "maxpool": {"maxpool_depth": "0", "antialiasing": "0"},
-    "upsample": {"scale": "1"},
-    "yolo": {"new_coords": "0"},
-}
-
-
-# -- the description --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -411,6 +124,8 @@ def read_cfg(path: Path) -> DarknetDescription:
         raise ConfigError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
+    if len(content) > MAX_CFG_BYTES:
+        raise _too_large(str(path))
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
     return parse_cfg(text, name=path.stem[:200], source=str(path))
 
@@ -422,11 +137,7 @@ def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
         ConfigError: names line, section and key that are wrong or not supported, and ``source``.
     """
     if len(text) > MAX_CFG_BYTES:
-        raise ConfigError(
-            f"more than {MAX_CFG_BYTES} characters: not a network description",
-            source=source,
-            hint="is it the right file?",
-        )
+        raise _too_large(source)
     found = [_section(*part, source) for part in _parts(text, source)]
     if not found or not isinstance(found[0], Net):
         raise ConfigError(
@@ -435,6 +146,12 @@ def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
     description = DarknetDescription(name, found[0], tuple(found[1:]))
     layers(description, source=source)
     return description
+
+
+def _too_large(source: str) -> ConfigError:
+    return ConfigError(
+        f"more than {MAX_CFG_BYTES} bytes: not a network description", source=source, hint="is it the right file?"
+    )
 
 
 def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, int]]]]:
