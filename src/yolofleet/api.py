@@ -26,8 +26,10 @@ from yolofleet.errors import (
     StorageError,
     YolofleetError,
 )
+from yolofleet.export.formats import format_of
+from yolofleet.export.runtime import open_weights
 from yolofleet.launch import is_worker, processes_to_start, resumed_folder, run_processes
-from yolofleet.predict.predictor import Predictor
+from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.report.folder import RunFolder
 
 
@@ -37,7 +39,7 @@ def load_model(
     """A detector from a weights file (.safetensors, or a foreign one, which is read without executing it).
 
     Args:
-        weights: a file, or the folder of a run (its best weights).
+        weights: a file, exported or not, or the folder of a run (its best weights).
         cfg: description of the network where the file has none (.weights).
         device: auto | cpu | mps | one CUDA id.
         settings: further arguments of :class:`yolofleet.predict.predictor.Predictor`: conf, iou, classes,
@@ -48,6 +50,9 @@ def load_model(
         ConfigError: no such device, class or precision.
     """
     path = Path(weights)
+    if format_of(path) is not None:
+        chosen = None if device == "auto" else one_device(device)
+        return Predictor(open_weights(str(path), str(cfg), device=chosen), **settings)
     if path.is_dir():
         path = best_weights(path)
     found = load_weights(str(path), str(cfg))

@@ -21,9 +21,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.store import CheckpointStore
-from yolofleet.checkpoint.weights import WeightsHeader, model_from_weights
+from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import Resolved, dump_config, load_job
 from yolofleet.config.recipe import with_default
@@ -44,6 +43,7 @@ from yolofleet.errors import (
 )
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
+from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.families import build_model, family_of
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
@@ -394,11 +394,18 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
 
 
 def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
-    precision = resolve_precision(config.precision, world.device)
     spec = load_dataset(config.data)
     index = build_index(spec, config.split, single_cls=config.single_cls)
     agree(world, "the data set", index.digest)
-    model = fuse(model_from_weights(load_weights(config.weights, config.cfg))).to(world.device).eval()
+    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else world.device)
+    device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
+    if isinstance(model, Runtime):
+        model.check_settings(img=config.img, precision=config.precision)
+        model.check_unsuppressed()
+        device, size_hw, where = torch.device("cpu"), model.facts.size_hw, f"{where}; {model.place}"
+    else:
+        precision = resolve_precision(config.precision, device)
+        model = fuse(model).to(device)
     if model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
             f"{config.weights} detects {model.nc} classes, {config.data} has {len(index.names)}",
@@ -410,7 +417,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         {
             "weights": config.weights,
             "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
-            "where": place_text(world),
+            "where": where,
             "results": str(folder.path),
         },
     )
@@ -419,9 +426,10 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         model,
         index,
         world=world,
-        device=world.device,
+        device=device,
         precision=precision,
-        img=config.img,
+        img=max(size_hw) if size_hw else config.img,
+        size_hw=size_hw,
         batch=config.batch,
         conf=config.conf,
         iou=config.iou,

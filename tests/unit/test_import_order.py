@@ -25,7 +25,8 @@ ORDER = (  # a module imports its own part and earlier ones
     ("evaluate",),
     ("report",),
     ("train",),
-    ("predict", "export", "plan", "tune"),
+    ("export",),
+    ("predict", "plan", "tune"),
     ("doctor",),
     ("launch",),
 )

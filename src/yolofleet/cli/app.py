@@ -23,10 +23,12 @@ DATA = Verbs(
     {
         "list": ("yolofleet.cli.data:list_command", "the data sets that come with yolofleet"),
         "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
+        "download": ("yolofleet.cli.data:download_command", "fetch a public data set, whole and verified"),
         "check": ("yolofleet.cli.data:check_command", "read every label and image, and say what is wrong"),
-        "stats": ("yolofleet.cli.data:stats_command", "images, labels and box sizes of each class"),
+        "stats": ("yolofleet.cli.data:stats_command", "images, labels and box sizes, and what follows from them"),
+        "convert": ("yolofleet.cli.data:convert_command", "write a data set in YOLO, COCO or Pascal VOC form"),
     },
-    help="Look at data sets.",
+    help="Get, look at and convert data sets.",
 )
 WEIGHTS = Verbs(
     "weights",
@@ -52,7 +54,9 @@ APP = Verbs(
         "train": ("yolofleet.cli.train:command", "train a detector, on anything from one CPU to many GPUs"),
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.predict:command", "find objects in images and videos"),
-        "data": (DATA, "list, make, check data sets and count what is in them"),
+        "export": ("yolofleet.cli.export:command", "write a network as a file for other runtimes, and verify it"),
+        "bench": ("yolofleet.cli.bench:command", "measure how fast weights or an exported file are here"),
+        "data": (DATA, "get, make, check, convert data sets and count what is in them"),
         "weights": (WEIGHTS, "look into weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
         "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import BenchConfig, ExportConfig, PredictConfig, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 
 LARGEST_DEFAULT_MICRO_BATCH = 16
@@ -83,6 +83,21 @@ def check_predict(config: Resolved[PredictConfig]) -> None:
     _check_precision(config)
     _only_with(config, "save_conf", "save_txt")
     _only_with(config, "txt_format", "save_txt")
+
+
+def check_export(config: Resolved[ExportConfig]) -> None:
+    """As :func:`check_train`."""
+    _need(config, "weights", "a .safetensors file of a run, or a .pt file")
+    for name in ("conf", "iou", "max_det", "agnostic_nms"):
+        _only_with(config, name, "nms")
+    if config.value.dynamic in ("batch", "both") and config.is_given("batch"):
+        raise _clash(config, "batch", "dynamic", "a free batch has no size", "leave out --batch")
+
+
+def check_bench(config: Resolved[BenchConfig]) -> None:
+    """As :func:`check_train`."""
+    _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
+    _check_precision(config)
 
 
 def _check_micro_batch(config: Resolved[TrainConfig]) -> None:

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet import __version__
-from yolofleet.config.checks import check_predict, check_train, check_val
+from yolofleet.config.checks import check_bench, check_export, check_predict, check_train, check_val
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
 from yolofleet.config.resume import continue_run, find_run
-from yolofleet.config.schema import PredictConfig, Recipe, SelftestConfig, TrainConfig, ValConfig, Where
+from yolofleet.config.schema import (
+    BenchConfig,
+    ExportConfig,
+    PredictConfig,
+    Recipe,
+    SelftestConfig,
+    TrainConfig,
+    ValConfig,
+    Where,
+)
 from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
@@ -29,6 +38,8 @@ __all__ = [
     "load_job",
     "load_recipe",
     "resolve",
+    "resolve_bench",
+    "resolve_export",
     "resolve_predict",
     "resolve_selftest",
     "resolve_train",
@@ -104,6 +115,24 @@ def resolve_selftest(
 ) -> Resolved[SelftestConfig]:
     """As :func:`resolve_train`, for ``selftest``."""
     return resolve(SelftestConfig, [_files("selftest", config_file)[0], layer_of(given, source)])
+
+
+def resolve_export(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[ExportConfig]:
+    """As :func:`resolve_train`, for ``export``."""
+    config = resolve(ExportConfig, [_files("export", config_file)[0], layer_of(given, source)])
+    check_export(config)
+    return config
+
+
+def resolve_bench(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[BenchConfig]:
+    """As :func:`resolve_train`, for ``bench``."""
+    config = resolve(BenchConfig, [_files("bench", config_file)[0], layer_of(given, source)])
+    check_bench(config)
+    return config
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:

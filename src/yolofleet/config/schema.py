@@ -333,7 +333,8 @@ class Recipe(Frozen):
 class ExportConfig(Frozen):
     """`yolofleet export`."""
 
-    weights: str = setting("", "weights file (.safetensors or a foreign one)", group="what")
+    weights: str = setting("", "weights: .safetensors, or foreign .pt, .weights, .pdparams", group="what")
+    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
     format: str = setting(
         "onnx", "onnx | torchscript | openvino | ncnn | tflite | coreml | tensorrt", group="what"
     )
@@ -366,7 +367,8 @@ class ExportConfig(Frozen):
 class BenchConfig(Frozen):
     """`yolofleet bench`."""
 
-    weights: str = setting("", "weights or exported file", group="what")
+    weights: str = setting("", "weights, or an exported file", group="what")
+    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
     img: int = setting(640, "image side, pixels; a file of fixed size has its own", ge=32, group="what")
     batch: Natural = setting(1, "images per forward pass", group="what")
     passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")

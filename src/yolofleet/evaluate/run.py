@@ -42,7 +42,6 @@ from yolofleet.evaluate.matching import (
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.detector import Detector
 from yolofleet.models.precision import autocast
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
@@ -59,6 +58,18 @@ class Ranks(Protocol):
     size: int
 
     def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
+
+
+class Network(Protocol):
+    """What evaluation needs of a ``models.detector.Detector``, or of an exported file in its place."""
+
+    training: bool
+    nc: int
+    strides: tuple[int, ...]
+
+    def __call__(self, images: Tensor, /) -> Any: ...
+
+    def decode(self, raws: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -90,13 +101,14 @@ class Evaluation:
 
 
 def evaluate(
-    model: Detector,
+    model: Network,
     index: DataIndex,
     *,
     world: Ranks,
     device: torch.device,
     precision: str = "fp32",
     img: int = 640,
+    size_hw: tuple[int, int] | None = None,
     batch: int = 32,
     conf: float = 0.001,
     iou: float = 0.6,
@@ -116,6 +128,7 @@ def evaluate(
         model: on ``device``, in eval mode, fused or not.
         precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
         img: longest side, pixels. batch: images at a time.
+        size_hw: pad every image to this shape, pixels; None = each to the next multiple of the stride.
         conf, iou, max_det: of non-maximum suppression, several classes a box.
         single_cls: every detection is of class 0.
         loss: adds validation losses.
@@ -131,7 +144,10 @@ def evaluate(
             f"the model has {model.nc} classes, the data set {len(index.names)}",
             hint="validate with the data set that the model was trained on",
         )
-    share = _shares(val_batches(index, img, batch, max(model.strides)), world.size)[world.rank]
+    every = val_batches(index, img, batch, max(model.strides))
+    if size_hw is not None:
+        every = [replace(b, size_hw=size_hw) for b in every]
+    share = _shares(every, world.size)[world.rank]
     watch, shard = _Stopwatch(), _Shard()
     detect = _Detect(model, index, device, precision, conf, iou, max_det, single_cls, loss)
     with (
@@ -242,7 +258,7 @@ class _Detected:
 class _Detect:
     """A batch with its images -> detections in native pixels; may be called from several threads."""
 
-    model: Detector
+    model: Network
     index: DataIndex
     device: torch.device
     precision: str

@@ -16,8 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.config.schema import PredictConfig
 from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.evaluate.run import Network
+from yolofleet.export.facts import Suppression
+from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.models.detector import Detector
@@ -140,9 +144,9 @@ class Predictor:
     """A detector ready to use.
 
     Args:
-        model: any copy; it is not changed.
+        model: any copy; it is not changed. Or an exported file: some of the settings below are fixed in it.
         names: class names; default the model's own.
-        device: auto | cpu | mps | one CUDA id.
+        device: auto | cpu | mps | one CUDA id; of an exported file what it was opened for.
         img: longest side the image is scaled to, pixels; rounded up to the stride.
         conf: lowest score kept. iou: overlap of boxes of one class above which the lower score goes.
         max_det: most boxes per image.
@@ -152,12 +156,12 @@ class Predictor:
         batch: images per forward pass, where neighbours have the same shape.
 
     Raises:
-        ConfigError: no such device, class or precision.
+        ConfigError: no such device, class or precision, or a setting that an exported file does not allow.
     """
 
     def __init__(
         self,
-        model: Detector,
+        model: Detector | Runtime,
         names: Sequence[str] | None = None,
         *,
         device: str | torch.device = "auto",
@@ -170,14 +174,41 @@ class Predictor:
         precision: str = "auto",
         batch: int = 1,
     ) -> None:
-        self.device = device if isinstance(device, torch.device) else one_device(device)
-        self.precision = resolve_precision(precision, self.device)
         self.names = tuple(model.names if names is None else names)
         self.stride = max(model.strides)
         self.img = -(-img // self.stride) * self.stride
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
         self.classes = class_numbers(classes, self.names) or None
+        self.size_hw: tuple[int, int] | None = None  # of every image, where an exported file demands it
+        self.suppressed = False  # an exported file does that, too
+        self.model: Network
+        if isinstance(model, Runtime):
+            model.check_settings(img=img, precision=precision)
+            if model.facts.nms is not None:
+                self._check_suppression(model, model.facts.nms)
+            self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
+            self.size_hw, self.suppressed = model.facts.size_hw, model.facts.nms is not None
+            return
+        self.device = device if isinstance(device, torch.device) else one_device(device)
+        self.precision = resolve_precision(precision, self.device)
         self.model = fuse(model).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
+        """As ``Runtime.check_settings``, where the file suppresses; a higher ``conf`` can be had afterwards."""
+        defaults = PredictConfig.model_fields
+        if self.conf < nms.conf and self.conf != defaults["conf"].default:
+            raise ConfigError(
+                f"--conf {self.conf:g}: {runtime.path} keeps scores above {nms.conf:g} only",
+                hint="export it with a lower --conf",
+            )
+        asked = {"iou": self.iou, "max_det": self.max_det, "agnostic_nms": self.agnostic}
+        fixed = {"iou": nms.iou, "max_det": nms.max_det, "agnostic_nms": nms.agnostic}
+        for name, value in asked.items():
+            if value not in (fixed[name], defaults[name].default):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value}: {runtime.path} suppresses inside, with {fixed[name]}",
+                    hint="leave it out, or export without --nms",
+                )
 
     def predict(self, source: SourceLike) -> list[Prediction]:
         """All predictions of ``source``; for videos prefer :meth:`stream`, which keeps none.
@@ -212,7 +243,7 @@ class Predictor:
         began = time.perf_counter()
         for frame in frames:
             read_s = time.perf_counter() - began
-            image, back = letterbox(frame.image, self.img, stride=self.stride)
+            image, back = self.letterboxed(frame.image)
             if waiting and waiting[0][1].shape != image.shape:
                 yield from self._pass(waiting)
                 waiting = []
@@ -224,9 +255,16 @@ class Predictor:
         if waiting:
             yield from self._pass(waiting)
 
+    def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
+        """uint8 [H, W, 3] -> [h, w, 3] as the network takes it, and the way back."""
+        if self.size_hw is not None:
+            return letterbox(image, self.size_hw)
+        return letterbox(image, self.img, stride=self.stride)
+
     @torch.inference_mode()
-    def _forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
-        """uint8 [h, w, 3] each, of one shape -> decoded [N, K, 5 + C], float32."""
+    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
+        """uint8 [h, w, 3] each, of one shape -> decoded [N, K, 5 + C], float32; where an exported file suppresses
+        too, [N, D, 6]."""
         pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
         for image, row in zip(images_bgr, pixels, strict=True):
             cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=row)
@@ -240,9 +278,27 @@ class Predictor:
 
     def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:
         began = time.perf_counter()
-        decoded = self._forward([image for _, image, _, _ in waiting])
+        decoded = self.forward([image for _, image, _, _ in waiting])
         forward_s = time.perf_counter() - began
-        per_image, _capped = detections(
+        per_image = self.suppress(decoded)
+        rows = [found.cpu().numpy() for found in per_image]  # [n, 6] x1, y1, x2, y2, score, class
+        nms_s = time.perf_counter() - began - forward_s
+        for (frame, _, back, read_s), row in zip(waiting, rows, strict=True):
+            shares = {"read": read_s, "forward": forward_s / len(waiting), "nms": nms_s / len(waiting)}
+            boxes = back.to_native(row[:, :4])
+            yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
+
+    def suppress(self, decoded: Tensor) -> list[Tensor]:
+        """What :meth:`forward` gave -> of each image [n, 6] x1, y1, x2, y2, score, class."""
+        if self.suppressed:
+            kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.conf)] for boxes in decoded]
+            wanted = self.classes
+            return (
+                kept
+                if wanted is None
+                else [boxes[torch.isin(boxes[:, 5].long(), torch.tensor(wanted))] for boxes in kept]
+            )
+        found, _capped = detections(
             decoded,
             conf=self.conf,
             iou=self.iou,
@@ -251,12 +307,7 @@ class Predictor:
             agnostic=self.agnostic,
             classes=self.classes,
         )
-        rows = [found.cpu().numpy() for found in per_image]  # [n, 6] x1, y1, x2, y2, score, class
-        nms_s = time.perf_counter() - began - forward_s
-        for (frame, _, back, read_s), row in zip(waiting, rows, strict=True):
-            shares = {"read": read_s, "forward": forward_s / len(waiting), "nms": nms_s / len(waiting)}
-            boxes = back.to_native(row[:, :4])
-            yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
+        return found
 
 
 def one_device(spec: str) -> torch.device:

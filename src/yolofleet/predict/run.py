@@ -12,11 +12,10 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.predict.predictor import Prediction, Predictor
+from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.predict.predictor import Prediction, Predictor, one_device
 from yolofleet.predict.sources import Source
 from yolofleet.report.console import Console
 from yolofleet.report.draw import class_name
@@ -38,10 +37,10 @@ def predict_command(config: PredictConfig) -> int:
     source = Source(config.source, vid_stride=config.vid_stride)
     if config.threads:
         torch.set_num_threads(config.threads)
-    model = model_from_weights(load_weights(config.weights, config.cfg))
+    device = one_device(config.device)
     predictor = Predictor(
-        model,
-        device=config.device,
+        open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device),
+        device=device,
         img=config.img,
         conf=config.conf,
         iou=config.iou,
@@ -67,7 +66,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             {
                 "weights": f"{config.weights}, {len(predictor.names)} classes",
                 "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
-                "where": f"{predictor.device}, {predictor.precision}",
+                "where": place_text(predictor),
                 "results": str(folder.path),
             },
         )
@@ -88,6 +87,12 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
+
+
+def place_text(predictor: Predictor) -> str:
+    """Where and in which number format it computes."""
+    model = predictor.model
+    return model.place if isinstance(model, Runtime) else f"{predictor.device}, {predictor.precision}"
 
 
 def progress_line(prediction: Prediction, items: int) -> str:

@@ -1,0 +1,63 @@
+"""Core ML: a package for Apple's systems. It can be written anywhere and run on macOS."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts
+from yolofleet.export.graph import ExportJob
+from yolofleet.export.runtime import Runtime, cpu_only
+
+
+def write(job: ExportJob, path: Path) -> None:
+    import coremltools
+
+    program = job.exported().run_decompositions({})
+    precision = coremltools.precision.FLOAT16 if job.facts.half else coremltools.precision.FLOAT32
+    model = coremltools.convert(
+        program,
+        inputs=[coremltools.TensorType(IMAGES, shape=tuple(job.example().shape))],
+        outputs=[coremltools.TensorType(DECODED)],
+        convert_to="mlprogram",
+        minimum_deployment_target=coremltools.target.iOS15,
+        compute_precision=precision,
+        skip_model_load=True,
+    )
+    model.user_defined_metadata[KEY] = job.facts.to_json()
+    model.save(str(path))
+
+
+class CoremlRuntime(Runtime):
+    def __init__(self, path: Path, facts: ExportFacts, model: Any, place: str) -> None:
+        super().__init__(path, facts, place)
+        self._model = model
+
+    def _run(self, images: np.ndarray) -> np.ndarray:
+        return self._model.predict({IMAGES: images})[DECODED]
+
+
+def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+    """On the CPU: what Apple's other units compute in 16 bits is not what was verified.
+
+    Raises:
+        ConfigError: not on macOS. CheckpointError: not ours.
+    """
+    import coremltools
+
+    if sys.platform != "darwin":
+        raise ConfigError(f"{path} runs on macOS only", hint="export to ONNX for this machine")
+    cpu_only(device, "Core ML")
+    model = coremltools.models.MLModel(str(path), compute_units=coremltools.ComputeUnit.CPU_ONLY)
+    if KEY not in model.user_defined_metadata:
+        raise CheckpointError(
+            f"{path} is a Core ML package of another program: what it computes is not known",
+            hint="export the weights with yolofleet export",
+        )
+    facts = ExportFacts.from_json(model.user_defined_metadata[KEY], source=str(path))
+    return CoremlRuntime(path, facts, model, f"Core ML by coremltools {coremltools.__version__}, CPU")

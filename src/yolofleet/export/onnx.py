@@ -1,0 +1,171 @@
+"""ONNX: written by torch's tracing exporter, run by ONNX Runtime.
+
+torch has two exporters. This one (``dynamo=False``) is in torch 2.6 to 2.15, needs no further package, takes half
+a second, and its graphs are smaller. It is given a traced module where sizes are free: a trace holds sizes as
+expressions, which the exporter's own pass over a plain module turns into numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts, class_names
+from yolofleet.export.formats import SLIM, missing
+from yolofleet.export.graph import ExportJob, quiet
+from yolofleet.export.onnx_check import checked_model
+from yolofleet.export.onnx_nms import append_suppression
+from yolofleet.export.runtime import Runtime, first_line
+
+OPSET = 17
+ANCHORS = 3  # of a cell, in files of YOLOv5's export
+LEVELS = ((8, 16, 32), (8, 16, 32, 64), (16, 32))  # strides, pixels
+NAME = re.compile(r"""(\d+)\s*:\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""")
+
+
+def write(job: ExportJob, path: Path) -> None:
+    """One file, tensors inside.
+
+    Raises:
+        ConfigError: ``--simplify`` without its package.
+    """
+    path.write_bytes(model_of(job).SerializeToString())
+
+
+def model_of(job: ExportJob) -> Any:
+    """As an ``onnx.ModelProto``."""
+    import onnx
+
+    facts = job.facts
+    batch = {} if facts.batch else {0: "batch"}
+    free = {} if facts.size_hw else {2: "height", 3: "width"}
+    rows = {} if facts.size_hw else {1: "rows"}
+    axes = {IMAGES: batch | free, DECODED: batch | rows} if batch or free else None
+    with quiet(), TemporaryDirectory(prefix="yolofleet-onnx-") as temporary:
+        file = Path(temporary, "model.onnx")
+        torch.onnx.export(
+            job.traced() if axes else job.graph,
+            (job.example(),),
+            file,
+            input_names=[IMAGES],
+            output_names=[DECODED],
+            opset_version=OPSET,
+            dynamo=False,
+            dynamic_axes=axes,
+        )
+        model = onnx.load_model_from_string(file.read_bytes())
+    values = model.graph.output[0].type.tensor_type.shape.dim[2]
+    values.dim_value = 5 + len(facts.names)  # the exporter does not always see it
+    if facts.nms is not None:
+        append_suppression(model, facts.nms)
+    if job.simplify:
+        model = _simplified(model)
+    del model.metadata_props[:]
+    entry = model.metadata_props.add()
+    entry.key, entry.value = KEY, facts.to_json()
+    onnx.checker.check_model(model)
+    return model
+
+
+def _simplified(model: Any) -> Any:
+    if missing((SLIM,)):
+        raise ConfigError(f"--simplify needs {SLIM}", hint=f"pip install {SLIM}, or leave it out")
+    import onnxslim
+
+    return onnxslim.slim(model)
+
+
+class OnnxRuntime(Runtime):
+    def __init__(self, path: Path, facts: ExportFacts, session: Any, place: str) -> None:
+        super().__init__(path, facts, place)
+        self._session = session
+        self._input, self._output = session.get_inputs()[0].name, session.get_outputs()[0].name
+
+    def _run(self, images: np.ndarray) -> np.ndarray:
+        return self._session.run([self._output], {self._input: images})[0]
+
+
+def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+    """Ours, or another program's if it is understood (see :func:`_foreign_facts`).
+
+    Raises:
+        CheckpointError, ConfigError: see ``runtime.open_exported``.
+    """
+    import onnxruntime
+
+    model = checked_model(path)
+    stored = {entry.key: entry.value for entry in model.metadata_props}
+    if KEY in stored:
+        facts = ExportFacts.from_json(stored[KEY], source=str(path))
+    else:
+        facts = _foreign_facts(path, model, stored)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # its errors come as exceptions too
+    has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    if device is not None and device.type != "cpu" and not (device.type == "cuda" and has_cuda):
+        raise ConfigError(
+            f"this ONNX Runtime does not run on {device}",
+            hint="--device cpu, or for NVIDIA GPUs pip install onnxruntime-gpu instead of onnxruntime",
+        )
+    on_cuda = has_cuda and (device is None or device.type == "cuda")
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if on_cuda:
+        providers.insert(0, ("CUDAExecutionProvider", {"device_id": (device and device.index) or 0}))
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as problem:  # onnxruntime's exceptions have no common class
+        raise CheckpointError(
+            f"ONNX Runtime refuses {path}: {first_line(problem)}", hint="use another copy, or export it again"
+        ) from None
+    if len(session.get_inputs()) != 1:
+        raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, not one")
+    used = session.get_providers()[0].removesuffix("ExecutionProvider")
+    return OnnxRuntime(path, facts, session, f"ONNX Runtime {onnxruntime.__version__}, {used}")
+
+
+def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportFacts:
+    """Facts of a file in the form of YOLOv5's own export: one input [N, 3, H, W], first output [N, K, 5 + C].
+
+    Raises:
+        CheckpointError: another form; says which.
+    """
+    sides = [[d.dim_value or None for d in i.type.tensor_type.shape.dim] for i in model.graph.input]
+    out = [[d.dim_value or None for d in o.type.tensor_type.shape.dim] for o in model.graph.output[:1]]
+    refused = CheckpointError(
+        f"{path} is an ONNX file of another program, and its form {sides} -> {out} is not [N, 3, H, W] -> [N, K, 5 + C]",
+        hint="export the weights with yolofleet export",
+    )
+    if (
+        len(sides) != 1
+        or len(sides[0]) != 4
+        or len(out) != 1
+        or len(out[0]) != 3
+        or sides[0][1] not in (3, None)
+    ):
+        raise refused
+    element = model.graph.input[0].type.tensor_type.elem_type
+    batch, _, height, width = sides[0]
+    rows, values = out[0][1:]
+    if element != 1 or values is None or values < 6:
+        raise refused
+    names = {int(n): single or double for n, single, double in NAME.findall(stored.get("names", "")[: 2**20])}
+    nc = values - 5
+    named = class_names([names.get(i, str(i)) for i in range(nc)])
+    if height and width and rows:
+        for strides in LEVELS:
+            if all(side % strides[-1] == 0 for side in (height, width)) and rows == ANCHORS * sum(
+                (height // s) * (width // s) for s in strides
+            ):
+                return ExportFacts("unknown", path.stem, named, strides, (height, width), batch)
+    elif len(names) == nc and not (height or width):
+        stride = stored.get("stride", "")
+        largest = int(stride) if stride.isdecimal() and 8 <= int(stride) <= 128 else 32
+        return ExportFacts("unknown", path.stem, named, (largest,), None, batch)
+    raise refused

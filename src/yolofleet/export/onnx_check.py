@@ -1,0 +1,119 @@
+"""Is an ONNX file whole, and does it stay in its folder? Looked at before a runtime loads it.
+
+A file may name others that hold its tensors (external data); those must lie beside it or below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from yolofleet.errors import CheckpointError
+
+MAX_FILE = 2**31  # bytes, protobuf's limit
+MAX_NODES = 200_000
+MAX_DEPTH = 8  # of graphs inside nodes
+DOMAINS = ("", "ai.onnx", "com.microsoft")  # operations of onnxruntime itself
+
+
+def checked_model(path: Path) -> Any:
+    """The parsed file, an ``onnx.ModelProto``, without its external data.
+
+    Raises:
+        CheckpointError: broken, too large, or it names files outside its folder.
+    """
+    import onnx
+
+    try:
+        size = path.stat().st_size
+        if not 0 < size < MAX_FILE:
+            raise CheckpointError(f"{path} has {size:,} bytes; an ONNX file has 1 to {MAX_FILE:,}")
+        model = onnx.load_model_from_string(path.read_bytes())
+    except OSError as problem:
+        raise CheckpointError(
+            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception:  # protobuf's own, which differ between its implementations
+        raise CheckpointError(f"{path} is not a whole ONNX file", hint="use another copy") from None
+    if not model.HasField("graph") or not model.graph.node:
+        raise CheckpointError(f"{path} is not a whole ONNX file: it has no graph", hint="use another copy")
+    if model.functions:
+        raise CheckpointError(f"{path} defines functions, which no export of a detector needs")
+    for count, node in enumerate(_nodes(model.graph, path)):
+        if count >= MAX_NODES:
+            raise CheckpointError(f"{path} has more than {MAX_NODES:,} nodes")
+        if node.domain not in DOMAINS:
+            raise CheckpointError(
+                f"{path} needs operations of {node.domain[:80]!r}",
+                hint="export it without operations of its own",
+            )
+    for tensor in _tensors(model.graph, path):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external(path, {entry.key: entry.value for entry in tensor.external_data})
+    return model
+
+
+def _check_external(path: Path, values: dict[str, str]) -> None:
+    location = values.get("location", "")
+    folder = path.resolve().parent
+    windows = PureWindowsPath(location)
+    target = (folder / location).resolve()
+    if (
+        not location
+        or windows.drive
+        or windows.root
+        or ".." in windows.parts
+        or not target.is_relative_to(folder)
+    ):
+        raise CheckpointError(
+            f"{path} names the file {location[:200]!r} outside its folder", hint="do not use this file"
+        )
+    if not target.is_file():
+        raise CheckpointError(
+            f"{path} needs the file {location[:200]!r} beside it", hint="copy both files together"
+        )
+    try:
+        offset, length = (int(values.get(key) or 0) for key in ("offset", "length"))
+    except ValueError:
+        raise CheckpointError(f"{path} has a wrong offset or length for {location[:200]!r}") from None
+    if min(offset, length) < 0 or offset + length > target.stat().st_size:
+        raise CheckpointError(
+            f"{path} needs bytes {offset:,} to {offset + length:,} of {target.name}, which has "
+            f"{target.stat().st_size:,}",
+            hint="use another copy of both files",
+        )
+
+
+def _graphs(graph: Any, path: Path, depth: int = 0) -> Iterator[Any]:
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{path} has graphs inside graphs, {depth} deep")
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner, path, depth + 1)
+
+
+def _nodes(graph: Any, path: Path) -> Iterator[Any]:
+    for part in _graphs(graph, path):
+        yield from part.node
+
+
+def _tensors(graph: Any, path: Path) -> Iterator[Any]:
+    for part in _graphs(graph, path):
+        yield from part.initializer
+        for sparse in part.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        for node in part.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t
+                yield from attribute.tensors
+                for sparse in (
+                    *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+                    *attribute.sparse_tensors,
+                ):
+                    yield from (sparse.values, sparse.indices)

@@ -1,0 +1,57 @@
+"""OpenVINO: our ONNX graph in Intel's form, a folder with ``model.xml`` and ``model.bin``.
+
+OpenVINO's library reads ONNX itself; its converter (``ovc``), which can send usage data, is not called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from yolofleet.errors import CheckpointError
+from yolofleet.export import onnx as onnx_format
+from yolofleet.export.facts import KEY, ExportFacts
+from yolofleet.export.formats import FORMATS
+from yolofleet.export.graph import ExportJob
+from yolofleet.export.runtime import Runtime, cpu_only
+
+
+def write(job: ExportJob, path: Path) -> None:
+    """A folder; with ``half`` the weights are stored in 16 bits."""
+    import openvino
+
+    model = openvino.Core().read_model(onnx_format.model_of(job).SerializeToString())
+    model.set_rt_info(job.facts.to_json(), [KEY])
+    path.mkdir()
+    openvino.save_model(model, str(path / FORMATS["openvino"].marker), compress_to_fp16=job.facts.half)
+
+
+class OpenvinoRuntime(Runtime):
+    def __init__(self, path: Path, facts: ExportFacts, compiled: Any, place: str) -> None:
+        super().__init__(path, facts, place)
+        self._compiled = compiled
+
+    def _run(self, images: np.ndarray) -> np.ndarray:
+        return self._compiled(images)[0].copy()  # the runtime's own memory is used again
+
+
+def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+    """On the CPU, in 32 bits inside (its own choice would be less on some)."""
+    import openvino
+
+    cpu_only(device, "OpenVINO")
+    file = path / FORMATS["openvino"].marker if path.is_dir() else path
+    core = openvino.Core()
+    model = core.read_model(str(file))
+    if not model.has_rt_info([KEY]):
+        raise CheckpointError(
+            f"{path} is an OpenVINO file of another program: what it computes is not known",
+            hint="export the weights with yolofleet export",
+        )
+    facts = ExportFacts.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = core.compile_model(model, "CPU", settings)
+    return OpenvinoRuntime(path, facts, compiled, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU")

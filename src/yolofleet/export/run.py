@@ -1,0 +1,230 @@
+"""``yolofleet export``: write a file for another runtime, then compare what it gives with the network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from yolofleet.checkpoint.reader import load_weights, resolve_weights
+from yolofleet.checkpoint.weights import model_from_weights
+from yolofleet.config.schema import ExportConfig
+from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
+from yolofleet.export.graph import ExportGraph, ExportJob
+from yolofleet.export.runtime import first_line, open_exported
+from yolofleet.export.verify import batches_of, compare, generated_pictures, real_pictures
+from yolofleet.models.detector import Detector
+from yolofleet.models.fuse import fuse
+from yolofleet.report.console import Console
+from yolofleet.report.folder import make_folder, storage_error, write_json
+
+
+def export_command(config: ExportConfig) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        YolofleetError: anything foreseen; NumericsError when the file does not compute what the network does.
+    """
+    format = format_named(config.format)
+    check_abilities(format, config)
+    need(format, format.writes, f"--format {format.name}")
+    source = resolve_weights(config.weights)
+    if format_of(source) is not None:
+        raise ConfigError(f"{source} is an exported file", hint="export the weights that it was made from")
+    weights = load_weights(str(source), config.cfg)
+    model = model_from_weights(weights)
+    size_hw = size_of(config.img, weights.header.img, max(model.strides))
+    facts = facts_of(model, config, size_hw)
+    out = config.out or format.path_beside(source)
+    check_target(out, format)
+    with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
+        console.header(
+            "yolofleet export",
+            {
+                "weights": f"{source}: {facts.model}, {len(facts.names)} classes",
+                "format": f"{format.name}, {form_text(facts, size_hw)}",
+                "file": str(out),
+            },
+        )
+        figures = export(model, format, facts, size_hw, out, simplify=config.simplify, data=config.data)
+        console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
+    if config.json_out == "-":
+        print(json.dumps(figures), flush=True)
+    elif config.json_out:
+        write_json(Path(config.json_out), figures)
+    return 0
+
+
+def export(
+    model: Detector,
+    format: Format,
+    facts: ExportFacts,
+    size_hw: tuple[int, int],
+    out: Path,
+    *,
+    simplify: bool = False,
+    data: str = "",
+) -> dict[str, Any]:
+    """Write, compare, and only then put into place.
+
+    Args:
+        size_hw: of the images that are traced and compared, pixels.
+        data: data set whose pictures are compared; "" = generated ones.
+    Returns:
+        JSON-able figures: file, format, mib, verified, runtime, difference, ...
+
+    Raises:
+        NumericsError: the file differs from the network by more than rounding; it is removed.
+        ConfigError, CheckpointError: a package is missing or refuses. StorageError: the disk refused.
+    """
+    pictures = real_pictures(data) if data else generated_pictures()
+    job = ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)
+    make_folder(out.parent)
+    try:
+        with TemporaryDirectory(dir=out.parent, prefix=".yolofleet-export-") as temporary:
+            made = Path(temporary, out.name)
+            _write(format, job, made)
+            figures: dict[str, Any] = {
+                "file": str(out),
+                "format": format.name,
+                "mib": round(size_bytes(Path(temporary)) / 2**20, 2),
+                "facts": json.loads(facts.to_json()),
+                "pictures": data or "generated",
+                "verified": False,
+            }
+            figures |= _verified(format, made, model, facts, batches_of(facts, size_hw, pictures))
+            for file in Path(temporary).iterdir():
+                replace(file, out.parent / file.name)
+    except OSError as problem:
+        raise storage_error(problem, out) from None
+    return figures
+
+
+def _write(format: Format, job: ExportJob, path: Path) -> None:
+    try:
+        format.module.write(job, path)
+    except (YolofleetError, OSError):
+        raise
+    except Exception as problem:  # each converter has exceptions of its own
+        raise CheckpointError(
+            f"{' and '.join(format.writes) or 'torch'} cannot convert this network: {first_line(problem)}",
+            hint="--format onnx has the fewest limits; another version of the package may know more",
+        ) from problem
+
+
+def _verified(
+    format: Format, path: Path, model: Detector, facts: ExportFacts, batches: list[Any]
+) -> dict[str, Any]:
+    """What running the file showed, or why it was not run."""
+    if absent := missing(format.runs):
+        return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
+    try:
+        runtime = open_exported(path)
+    except ConfigError as problem:  # it runs elsewhere
+        return {"why_not": problem.what, "install": problem.hint}
+    difference = compare(runtime, fuse(model), batches)
+    difference.check(facts.half)
+    return {
+        "verified": True,
+        "runtime": runtime.place,
+        "images": difference.images,
+        "predictions": difference.boxes,
+        "box_px": difference.box_px,
+        "score": difference.score,
+    }
+
+
+def replace(made: Path, target: Path) -> None:
+    """Put a file or folder in the place of an older one."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    made.replace(target)
+
+
+def check_abilities(format: Format, config: ExportConfig) -> None:
+    """
+    Raises:
+        ConfigError: something was asked for that the format cannot do.
+    """
+    asked = {
+        "--dynamic": (config.dynamic != "none", format.dynamic, "dynamic"),
+        "--nms": (config.nms, format.nms, "nms"),
+        "--half": (config.half, format.half, "half"),
+        "--simplify": (config.simplify, format.simplify, "simplify"),
+    }
+    for flag, (wanted, possible, ability) in asked.items():
+        if wanted and not possible:
+            able = ", ".join(f.name for f in FORMATS.values() if getattr(f, ability))
+            raise ConfigError(
+                f"{flag} is not possible for {format.name}", hint=f"leave it out; {able} can do it"
+            )
+
+
+def size_of(img: str, trained_px: int, stride: int) -> tuple[int, int]:
+    """Height and width of ``--img``, rounded up to the stride."""
+    sides = [int(side) for side in img.split(",")] if img else [trained_px]
+    height, width = (-(-side // stride) * stride for side in (sides[0], sides[-1]))
+    return height, width
+
+
+def facts_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportFacts:
+    return ExportFacts(
+        family=model.description.family,
+        model=model.description.name,
+        names=model.names,
+        strides=model.strides,
+        size_hw=None if config.dynamic in ("size", "both") else size_hw,
+        batch=None if config.dynamic in ("batch", "both") else config.batch,
+        half=config.half,
+        nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
+    )
+
+
+def check_target(out: Path, format: Format) -> None:
+    """
+    Raises:
+        ConfigError: another suffix, or something else lies there.
+    """
+    if not format.marker and out.suffix.lower() != format.suffix:
+        raise ConfigError(
+            f"--out {out}: a {format.name} file ends in {format.suffix}", hint=f"--out {out}{format.suffix}"
+        )
+    if out.exists() and format_of(out) is not format and (out.is_dir() or format.marker):
+        raise ConfigError(f"--out {out} is there and no {format.name} export", hint="another name")
+
+
+def size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def form_text(facts: ExportFacts, size_hw: tuple[int, int]) -> str:
+    """``batch 1, 640 x 640 px``, with what is free and what is inside."""
+    size = f"{size_hw[0]} x {size_hw[1]} px (height x width)"
+    if facts.size_hw is None:
+        size = f"any size in steps of {facts.stride} px"
+    parts = [f"batch {facts.batch}" if facts.batch else "any batch", size]
+    if facts.half:
+        parts.append("16 bits inside")
+    if facts.nms:
+        parts.append(f"suppression inside (conf {facts.nms.conf:g}, iou {facts.nms.iou:g})")
+    return ", ".join(parts)
+
+
+def verdict_text(figures: dict[str, Any]) -> str:
+    """One line on what running the file showed."""
+    if not figures["verified"]:
+        return f"exported, NOT VERIFIED: {figures['why_not']} (to verify: {figures['install']})"
+    if not figures["predictions"]:
+        return (
+            f"exported; {figures['runtime']} runs it, but the {figures['images']} {figures['pictures']} pictures show no "
+            "boxes to compare: give --data"
+        )
+    return (
+        f"exported and verified: {figures['runtime']} against the network on {figures['images']} pictures "
+        f"({figures['pictures']}): boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
+    )

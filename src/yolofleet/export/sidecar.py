@@ -1,0 +1,36 @@
+"""The facts of a file whose format has no place for them: ``<file>.json`` beside it, or ``yolofleet.json`` in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from yolofleet.errors import CheckpointError
+from yolofleet.export.facts import KEY, MAX_TEXT, ExportFacts
+from yolofleet.report.folder import write_text
+
+
+def sidecar_of(path: Path) -> Path:
+    """Where the facts of an exported file or folder lie."""
+    return path / f"{KEY}.json" if path.is_dir() else path.with_name(path.name + ".json")
+
+
+def write_sidecar(path: Path, facts: ExportFacts) -> None:
+    write_text(sidecar_of(path), facts.to_json() + "\n")
+
+
+def read_sidecar(path: Path) -> ExportFacts:
+    """
+    Raises:
+        CheckpointError: it is not there, or not ours.
+    """
+    file = sidecar_of(path)
+    try:
+        if file.stat().st_size > 4 * MAX_TEXT:
+            raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: it is not ours")
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise CheckpointError(
+            f"{path} has no description: {file} cannot be read",
+            hint="copy it together with its file, or export the weights with yolofleet export",
+        ) from None
+    return ExportFacts.from_json(text, source=str(file))

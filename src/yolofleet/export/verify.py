@@ -1,0 +1,166 @@
+"""An exported file against our own network: the same pictures through both, the largest difference.
+
+N images, K predictions of an image, C classes, n boxes of an image.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.data.decode import read_image
+from yolofleet.data.index import build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import NumericsError
+from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.runtime import Runtime
+from yolofleet.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.geometry.letterbox import letterbox
+from yolofleet.geometry.nms import detections
+from yolofleet.models.detector import Detector
+
+LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: boxes px, scores
+PICTURES = 4  # real ones that are looked at, at least
+GENERATED_PX = 640
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences over all pictures.
+
+    Attributes:
+        box_px: of a side of a box. score: of objectness, of a class probability, and of their product.
+        images: how many were compared. boxes: predictions compared, or with suppression inside, boxes of ours.
+    """
+
+    box_px: float
+    score: float
+    images: int
+    boxes: int
+
+    def check(self, half: bool) -> None:
+        """
+        Raises:
+            NumericsError: beyond what rounding explains.
+        """
+        most_px, most_score = LIMITS[half]
+        if not (self.box_px <= most_px and self.score <= most_score):
+            raise NumericsError(
+                f"the exported file differs from the network: boxes by {self.box_px:.3g} px (at most {most_px:g}), "
+                f"scores by {self.score:.3g} (at most {most_score:g})",
+                hint="the file was removed; another --format, or without --half and --simplify, may be right",
+            )
+
+
+def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Difference:
+    """Run both.
+
+    Args:
+        network: fused, in evaluation mode, on the CPU.
+        batches: [N, 3, H, W] float32 RGB in 0..1 each.
+    """
+    worst_px, worst_score, count = 0.0, 0.0, 0
+    for images in batches:
+        with torch.inference_mode():
+            ours = network.decode(network(images))
+        theirs = runtime(images)
+        nms = runtime.facts.nms
+        if nms is None:
+            box_px, score, compared = decoded_difference(ours, theirs)
+        else:
+            box_px, score, compared = suppressed_difference(ours, theirs, nms)
+        worst_px, worst_score = max(worst_px, box_px), max(worst_score, score)
+        count += compared
+    return Difference(worst_px, worst_score, sum(map(len, batches)), count)
+
+
+def decoded_difference(ours: Tensor, theirs: Tensor) -> tuple[float, float, int]:
+    """Of two [N, K, 5 + C]: sides px, scores, number of predictions; infinity where they cannot be compared."""
+    if ours.shape != theirs.shape or not theirs.isfinite().all():
+        return float("inf"), float("inf"), 0
+    sides = xyxy_from_cxcywh(ours[..., :4]) - xyxy_from_cxcywh(theirs[..., :4])
+    products = [decoded[..., 4:5] * decoded[..., 5:] for decoded in (ours, theirs)]
+    score = max(
+        float((ours[..., 4:] - theirs[..., 4:]).abs().max()), float((products[0] - products[1]).abs().max())
+    )
+    return float(sides.abs().max()), score, ours.shape[0] * ours.shape[1]
+
+
+def suppressed_difference(decoded: Tensor, boxes: Tensor, nms: Suppression) -> tuple[float, float, int]:
+    """Of our boxes and [N, max_det, 6] of the file: each of ours has a partner of its class there, and each of
+    theirs here; those whose score is at the threshold may be missing."""
+    worst_px, worst_score, count = 0.0, 0.0, 0
+    ours, _ = detections(
+        decoded,
+        conf=nms.conf,
+        iou=nms.iou,
+        max_det=nms.max_det,
+        multi_label=False,
+        agnostic=nms.agnostic,
+    )
+    margin = LIMITS[False][1]
+    for mine, row in zip(ours, boxes, strict=True):
+        found = row[row[:, 4] > 0]
+        count += len(mine)
+        for some, others in ((mine, found), (found, mine)):
+            for box in some[some[:, 4] > nms.conf + margin]:
+                same = others[others[:, 5] == box[5]]
+                if not len(same):
+                    return float("inf"), float("inf"), count
+                off_px = (same[:, :4] - box[:4]).abs().amax(1)
+                partner = int(off_px.argmin())
+                worst_px = max(worst_px, float(off_px[partner]))
+                worst_score = max(worst_score, abs(float(same[partner, 4] - box[4])))
+    return worst_px, worst_score, count
+
+
+def forms(facts: ExportFacts, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
+    """(images, height and width) of the passes: every freedom of the file is used."""
+    counts = [facts.batch] if facts.batch else [1, 2]
+    sizes = [size_hw]
+    if facts.size_hw is None:
+        sizes.append((size_hw[0] + facts.stride, max(size_hw[1] - facts.stride, facts.stride)))
+    passes = list(itertools.product(counts, sizes))
+    while sum(count for count, _ in passes) < PICTURES:
+        passes += passes[:1]
+    return passes
+
+
+def batches_of(facts: ExportFacts, size_hw: tuple[int, int], pictures: Iterator[np.ndarray]) -> list[Tensor]:
+    """Pictures (uint8 [H, W, 3] BGR) letterboxed into batches of all :func:`forms`."""
+    batches = []
+    for count, size in forms(facts, size_hw):
+        pixels = [letterbox(picture, size)[0][..., ::-1] for picture in itertools.islice(pictures, count)]
+        batches.append(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255)
+    return batches
+
+
+def real_pictures(data: str) -> Iterator[np.ndarray]:
+    """Pictures of a data set's val split, spread over it, again and again.
+
+    Raises:
+        ConfigError, DataError: there are none.
+    """
+    index = build_index(load_dataset(data), "val")
+    step = max(len(index) // PICTURES, 1)
+    for i in itertools.cycle(range(0, len(index), step)):
+        yield read_image(index.path(i))
+
+
+def generated_pictures() -> Iterator[np.ndarray]:
+    """Coloured clouds with some grain."""
+    rng = np.random.default_rng(0)
+    while True:
+        clouds = cv2.resize(
+            rng.integers(0, 256, (9, 9, 3), np.uint8),
+            (GENERATED_PX, GENERATED_PX),
+            interpolation=cv2.INTER_CUBIC,
+        )
+        grain = rng.integers(0, 24, clouds.shape, np.uint8)
+        yield cv2.add(clouds, grain)

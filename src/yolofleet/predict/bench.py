@@ -1,0 +1,94 @@
+"""``yolofleet bench``: how fast weights or an exported file are on this machine, stage by stage."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from yolofleet.config.schema import BenchConfig
+from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.export.verify import generated_pictures
+from yolofleet.predict.predictor import Predictor, one_device
+from yolofleet.predict.run import place_text
+from yolofleet.report.console import Console
+from yolofleet.report.folder import write_json
+
+STAGES = ("letterbox", "forward", "nms")
+WARM_UP = 3  # passes
+
+
+def bench_command(config: BenchConfig) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        YolofleetError: anything foreseen.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = one_device(config.device)
+    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
+    predictor = Predictor(
+        model, device=device, img=config.img, precision=config.precision, batch=config.batch
+    )
+    figures = {"weights": config.weights, **measured(predictor, config.passes)}
+    with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
+        console.header(
+            "yolofleet bench",
+            {
+                "weights": f"{config.weights}, {len(predictor.names)} classes",
+                "where": f"{figures['where']}, {figures['threads']} threads",
+                "images": f"{config.batch} of {figures['height_px']} x {figures['width_px']} px a pass, "
+                f"{config.passes} passes",
+            },
+        )
+        rows = [
+            (stage, f"{ms:.2f}", f"{ms / config.batch:.2f}") for stage, ms in figures["median_ms"].items()
+        ]
+        console.table("medians", ("stage", "ms a pass", "ms an image"), rows)
+        console.summary(f"{figures['images_per_s']:.4g} images/s", {})
+    if config.json_out == "-":
+        print(json.dumps(figures), flush=True)
+    elif config.json_out:
+        write_json(Path(config.json_out), figures)
+    return 0
+
+
+def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
+    """Milliseconds of a pass by stage, medians, and what was measured; JSON-able."""
+    model = predictor.model
+    pictures = list(islice(generated_pictures(), predictor.batch))
+    ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "all")}
+    images: list[np.ndarray] = []
+    for number in range(WARM_UP + passes):
+        began_s = time.perf_counter()
+        images = [predictor.letterboxed(picture)[0] for picture in pictures]
+        ready_s = time.perf_counter()
+        decoded = predictor.forward(images)
+        decoded_s = time.perf_counter()
+        predictor.suppress(decoded)
+        done_s = time.perf_counter()
+        if number >= WARM_UP:
+            moments = (began_s, ready_s, decoded_s, done_s)
+            spans = [later - earlier for earlier, later in pairwise(moments)]
+            for stage, span in zip(ms, [*spans, done_s - began_s], strict=True):
+                ms[stage].append(1000 * span)
+    medians = {stage: statistics.median(values) for stage, values in ms.items()}
+    return {
+        "where": place_text(predictor),
+        "exported": isinstance(model, Runtime),
+        "threads": torch.get_num_threads(),
+        "height_px": images[0].shape[0],
+        "width_px": images[0].shape[1],
+        "batch": predictor.batch,
+        "passes": passes,
+        "median_ms": medians,
+        "images_per_s": 1000 * predictor.batch / medians["all"],
+    }
