@@ -1,10 +1,15 @@
-"""`yolofleet data`: what is in a data set and what is wrong with it."""
+"""`yolofleet data`: what is in a data set, what is wrong with it, and how to get one or give it another form."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,10 +20,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from yolofleet.data.index import DataIndex
+    from yolofleet.data.labels import Problem
     from yolofleet.data.sources import DatasetSpec
+    from yolofleet.data.stats import SplitFigures
 
-LOSSES = ("dropped", "image left out")  # what was done about a problem that costs labels or images
-SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's borders of object area
+NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
+ANCHOR_LABELS = 100_000  # a sample is enough to say how anchors fit
+ANCHOR_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
+COPIES_SHOWN = 20
 
 
 def show_built_in() -> int:
@@ -54,66 +63,296 @@ def make(what: str, out: str, **sizes: int) -> int:
     return 0
 
 
-def check(data: str, split: str, limit: int) -> int:
-    """Exit code 3 when images or labels are lost."""
+# check
+
+
+def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
+    """Exit code 3 when images or labels are lost, or an image is in two splits."""
     spec = _load(data)
-    table = _table("split", "images", "labels", "background", "problems")
-    problems: list[str] = []
-    is_bad = False
+    kept = sys.maxsize if limit == 0 or json_out else limit
+    indexes: list[DataIndex] = []
+    errors: dict[str, DataError] = {}
+    problems: dict[str, list[Problem]] = {}
+    kinds: dict[str, Counter[str]] = {}
     for name in _splits(spec, split):
         try:
-            index = _index(spec, name)
+            index = _index(spec, name, problems_kept=kept)
         except DataError as error:
-            is_bad = True
-            table.add_row(name, "", "", "", error.what.splitlines()[0])
-            problems.append(error.render())
+            errors[name] = error
             continue
-        counts = (len(index), int(index.class_counts().sum()), index.unlabelled, index.problem_count)
-        table.add_row(name, *map(str, counts))
-        problems += [str(problem) for problem in index.problems[:limit]]
-        if index.problem_count > limit:
-            problems.append(f"... and {index.problem_count - limit} more in {name}")
-        is_bad |= any(problem.action in LOSSES for problem in index.problems)
-    for note in (*spec.notes, *problems):
-        click.echo(note)
-    _print(table)
-    if is_bad:
-        lost = DataError(
-            f"{data} loses images or labels, as said above",
-            hint="correct these files; a training that is started all the same leaves out what is dropped",
+        indexes.append(index)
+        problems[name], kinds[name] = list(index.problems), Counter(index.problem_kinds)
+        if decode:
+            found = [problem.below(spec.root) for problem in _decoded(index)]
+            problems[name] += found
+            kinds[name].update(problem.kind for problem in found)
+    copies = _copies(spec, indexes) if duplicates else []
+    for group in copies:
+        kind = "image-in-two-splits" if len({name for name, _ in group}) > 1 else "image-copy"
+        for name in {name for name, _ in group}:
+            kinds[name][kind] += 1
+
+    notes = [*spec.notes, *_notes(indexes, kinds)]
+    if json_out:
+        _write_json(_check_as_json(spec, indexes, errors, problems, kinds, copies, notes), json_out)
+    if json_out != "-":
+        _show_check(indexes, errors, problems, kinds, copies, notes, limit)
+    from yolofleet.data.labels import KINDS, LOSSES
+
+    lost = {kind for counts in kinds.values() for kind in counts if KINDS[kind] in LOSSES}
+    if errors or lost or any("image-in-two-splits" in counts for counts in kinds.values()):
+        what = "loses images or labels" if errors or lost else "has the same images in several splits"
+        told = DataError(
+            f"{data} {what}, as said above",
+            hint="correct these files; a training that is started all the same leaves out what is dropped"
+            if errors or lost
+            else "keep each image in one split only: accuracy on images that were learned says nothing",
         )
-        print(lost.render(), file=sys.stderr)
-    return DataError.exit_code if is_bad else 0
-
-
-def stats(data: str, split: str) -> int:
-    spec = _load(data)
-    for name in _splits(spec, split):
-        _print(_class_table(_index(spec, name)))
+        print(told.render(), file=sys.stderr)
+        return DataError.exit_code
     return 0
 
 
-def _class_table(index: DataIndex) -> Table:
+def _decoded(index: DataIndex) -> list[Problem]:
+    from yolofleet.data.audit import decode_all
+
+    with _progress(f"decoding {index.split}") as told:
+        return decode_all(index, on_progress=told)
+
+
+def _copies(spec: DatasetSpec, indexes: Sequence[DataIndex]) -> list[list[tuple[str, str]]]:
+    """Groups of equal images; a split of the same files as an earlier one is passed over."""
+    from yolofleet.data.audit import same_images
+
+    distinct = [
+        index
+        for at, index in enumerate(indexes)
+        if not any(spec.splits[index.split] == spec.splits[other.split] for other in indexes[:at])
+    ]
+    with _progress("comparing images") as told:
+        return same_images(distinct, on_progress=told)
+
+
+def _notes(indexes: Sequence[DataIndex], kinds: dict[str, Counter[str]]) -> list[str]:
+    """What is no error, but worth a thought: classes without labels, sizes of images."""
+    notes = []
+    for index in indexes:
+        (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
+        sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
+        empty = [name for name, count in zip(index.names, index.class_counts(), strict=True) if not count]
+        few = f"; {len(empty)} of {len(index.names)} classes have no label: " if empty else ""
+        more = ", ..." if len(empty) > 8 else ""
+        notes.append(sizes + few + ", ".join(empty[:8]) + more)
+    if (
+        indexes
+        and not sum(index.class_counts()[0] for index in indexes)
+        and any(k["wrong-class"] for k in kinds.values())
+    ):
+        notes.append(
+            "no label is of class 0, and some are of a class that names does not have: are they numbered from 1?"
+        )
+    return notes
+
+
+def _show_check(
+    indexes: Sequence[DataIndex],
+    errors: dict[str, DataError],
+    problems: dict[str, list[Problem]],
+    kinds: dict[str, Counter[str]],
+    copies: list[list[tuple[str, str]]],
+    notes: Sequence[str],
+    limit: int,
+) -> None:
+    from yolofleet.data.labels import KINDS
+
+    table = _table("split", "images", "labels", "background", "problems")
+    for index in indexes:
+        found = problems[index.split]
+        shown = found[: limit or len(found)]
+        for problem in shown:
+            click.echo(str(problem))
+        reports = index.problem_count + len(found) - len(index.problems)
+        if reports > len(shown):
+            click.echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
+        total = sum(kinds[index.split].values())
+        counts = (len(index), int(index.class_counts().sum()), index.unlabelled, total)
+        table.add_row(index.split, *map(str, counts))
+    for group in copies[: limit or len(copies)]:
+        some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
+        click.echo(f"the same image {len(group)} times: {some}")
+    if limit and len(copies) > limit:
+        click.echo(
+            f"... and {len(copies) - limit} more images that are there several times (--limit 0 shows all)"
+        )
+    for name, error in errors.items():
+        click.echo(error.render())
+        table.add_row(name, "", "", "", error.what.splitlines()[0])
+    for note in notes:
+        click.echo(note)
+    _print(table)
+    if any(kinds.values()):
+        summary = _table("kind of problem", "done about it", *kinds)
+        for kind in KINDS:
+            if any(counts[kind] for counts in kinds.values()):
+                summary.add_row(kind, KINDS[kind], *(str(counts[kind]) for counts in kinds.values()))
+        _print(summary)
+
+
+def _check_as_json(
+    spec: DatasetSpec,
+    indexes: Sequence[DataIndex],
+    errors: dict[str, DataError],
+    problems: dict[str, list[Problem]],
+    kinds: dict[str, Counter[str]],
+    copies: list[list[tuple[str, str]]],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    splits = {
+        index.split: {
+            "images": len(index),
+            "labels": int(index.class_counts().sum()),
+            "background": index.unlabelled,
+            "crowd": int(index.crowd.sum()),
+            "labels_of_class": dict(zip(index.names, index.class_counts().tolist(), strict=True)),
+            "kinds": dict(kinds[index.split]),
+            "problems": [{**asdict(p), "action": p.action} for p in problems[index.split]],
+        }
+        for index in indexes
+    }
+    return {
+        "data": spec.origin,
+        "names": list(spec.names),
+        "splits": splits,
+        "unusable": {
+            name: {"what": e.what, "source": e.source, "hint": e.hint} for name, e in errors.items()
+        },
+        "same_images": [[{"split": split, "path": path} for split, path in group] for group in copies],
+        "notes": list(notes),
+    }
+
+
+# stats
+
+
+def stats(data: str, split: str, img: int, json_out: str) -> int:
+    from yolofleet.data.stats import advice, figures
+
+    spec = _load(data)
+    results: dict[str, Any] = {}
+    for name in _splits(spec, split):
+        index = _index(spec, name)
+        found = figures(index, img)
+        told = [*advice(found), *_anchor_advice(index, img)]
+        results[name] = {**asdict(found), "advice": told}
+        if json_out != "-":
+            _show_figures(found, told)
+    if json_out:
+        _write_json({"data": spec.origin, "splits": results}, json_out)
+    return 0
+
+
+def _anchor_advice(index: DataIndex, img: int) -> list[str]:
     import numpy as np
 
-    owner = np.repeat(np.arange(len(index)), np.diff(index.offsets))  # int64 [M], image of each label
-    sizes = index.sizes_wh[owner] * index.boxes_cxcywh_unit[:, 2:]  # float [M, 2] pixels
-    table = _table("class", "labels", "images", "small", "medium", "large", "median px")
-    width, height = np.median(index.sizes_wh, axis=0)
-    counts = np.diff(index.offsets)
-    table.title = f"{index.split}: {len(index)} images, median {width:.0f} x {height:.0f} px"
-    table.caption = (
-        f"{index.classes.size} labels, at most {counts.max(initial=0)} in an image; {int((counts == 0).sum())} images "
-        "have none; small: below 32 x 32 px, large: 96 x 96 px or more, in the image's own pixels"
+    from yolofleet.data.stats import learned, scales
+    from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
+    from yolofleet.models.rows import P5_ANCHORS
+
+    owner, _, sizes_px = learned(index)
+    if not len(owner):
+        return []
+    sizes_px = sizes_px * scales(index, img)[owner, None]
+    sample = sizes_px[:: max(1, len(sizes_px) // ANCHOR_LABELS)]
+    recall, per_label = anchor_fit(sample, np.array(P5_ANCHORS, float).reshape(-1, 2), ANCHOR_RATIO)
+    text = (
+        f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
     )
-    for number, name in enumerate(index.names):
-        mine = (index.classes == number) & ~index.crowd
-        area = index.area_px[mine]
-        small, large = int((area < SMALL_PX2).sum()), int((area >= MEDIUM_PX2).sum())
-        w, h = np.median(sizes[mine], axis=0) if mine.any() else (0, 0)
-        row = (int(mine.sum()), len(np.unique(owner[mine])), small, len(area) - small - large, large)
-        table.add_row(name, *map(str, row), f"{w:.0f} x {h:.0f}")
-    return table
+    return [
+        text if recall >= GOOD_ENOUGH else f"{text}: too few; another --img, or other anchors in a --cfg file"
+    ]
+
+
+def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
+    table = _table("class", "labels", "images", "small", "medium", "large", "median px")
+    table.title = f"{found.split}: {found.images} images, {found.labels} labels"
+    for row in found.classes:
+        median = "{:.0f} x {:.0f}".format(*row.median_wh_px)
+        numbers = (row.labels, row.images, row.small, row.medium, row.large)
+        table.add_row(row.name, *map(str, numbers), median)
+    if len(found.classes) > 1:
+        numbers = (
+            found.labels,
+            found.images - found.images_without_labels,
+            found.small,
+            found.medium,
+            found.large,
+        )
+        table.add_row("all", *map(str, numbers), "")
+    _print(table)
+    (least_w, median_w, most_w), (least_h, median_h, most_h) = found.image_wh_px
+    mean, median_count, many, most = found.labels_per_image
+    low, middle, high = found.aspect
+    frequent = ", ".join(f"{w} x {h} ({n})" for w, h, n in found.image_sizes[:3])
+    for line in (
+        f"sizes at --img {found.img_px}; small: below 32 x 32 px, large: 96 x 96 px or more",
+        f"images       {median_w} x {median_h} px, from {least_w} x {least_h} to {most_w} x {most_h}; most: {frequent}",
+        f"no labels    {found.images_without_labels} images"
+        + (f"; {found.crowd} crowd regions are not counted" if found.crowd else ""),
+        f"per image    {mean:g} labels; half have up to {median_count:g}, 95 % up to {many:g}, at most {most}",
+        f"width/height {middle:g}; 90 % from {low:g} to {high:g}",
+        *(f"- {line}" for line in told),
+        "",
+    ):
+        click.echo(line)
+
+
+# convert, download
+
+
+def convert(
+    data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any
+) -> int:
+    from yolofleet.data.convert import convert as run
+
+    spec = _load(data)
+    with _told() as told:
+        done = run(
+            spec, Path(out), to, splits=_listed(splits), names=_listed(names), images=images, on_progress=told
+        )
+    for note in (*spec.notes, *done.notes):
+        click.echo(note)
+    table = _table("split", "images", "labels")
+    for name, counts in done.splits.items():
+        table.add_row(name, *map(str, counts))
+    _print(table)
+    how = {"none": "no images", "symlink": "symbolic links", "copy": "copies", "link": "hard links"}[images]
+    some = f", {done.copied} copies where links are not possible" if images == "link" and done.copied else ""
+    click.echo(f"{done.folder / 'data.yaml'} ({how}{some})")
+    return 0
+
+
+def _listed(values: Sequence[str]) -> list[str]:
+    """``a,b`` and ``a`` ``b`` alike."""
+    return [item.strip() for value in values for item in value.split(",") if item.strip()]
+
+
+def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
+    from yolofleet.data.catalogue import datasets, download_dataset
+    from yolofleet.data.fetch import size_text
+
+    if not name:
+        table = _table("name", "size", "parts", "licence", "from")
+        for known in datasets():
+            size = known.size_bytes()
+            shown = "" if size is None else size_text(size)
+            table.add_row(known.name, shown, ", ".join(known.part_names), known.licence, known.origin)
+        _print(table)
+        return 0
+    click.echo(download_dataset(name, Path(out), parts=_listed(parts), keep_archives=keep_archives))
+    return 0
+
+
+# what the verbs share
 
 
 def _load(data: str) -> DatasetSpec:
@@ -128,31 +367,50 @@ def _splits(spec: DatasetSpec, asked: str) -> list[str]:
     return [name for name in ("train", "val", "test") if name in spec.splits or name in spec.missing]
 
 
-def _index(spec: DatasetSpec, split: str) -> DataIndex:
+def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
     from yolofleet.data.index import build_index
 
+    with _progress(f"reading {split}") as told:
+        return build_index(spec, split, strict=False, problems_kept=problems_kept, on_progress=told)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    with _told() as told:
+        yield lambda done, total: told(what, done, total)
+
+
+@contextmanager
+def _told() -> Iterator[Callable[[str, int, int], None]]:
+    """As ``_progress``, for work of several stages."""
     if not sys.stderr.isatty():
-        return build_index(spec, split, strict=False)
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(transient=True) as bar:
-        task = bar.add_task(split, total=None)
-        return build_index(
-            spec,
-            split,
-            strict=False,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _write_json(value: Any, json_out: str) -> None:
+    from yolofleet.report.folder import jsonable, write_json
+
+    if json_out == "-":
+        click.echo(json.dumps(jsonable(value), indent=2))
+    else:
+        write_json(Path(json_out), value)
 
 
 def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_justify="left")
     for column in columns:
-        right = column in ("images", "labels", "background", "small", "medium", "large", "median px")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
     return table
 
 
@@ -164,6 +422,9 @@ def _print(table: Table) -> None:
 
 DATA = click.Argument(["data"])
 SPLIT = click.Option(["--split"], type=click.Choice(["all", "train", "val", "test"]), default="all")
+JSON = click.Option(
+    ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
+)
 
 list_command = Command("list", callback=show_built_in, help="List the data sets that --data knows by name.")
 make_command = Command(
@@ -187,16 +448,66 @@ check_command = Command(
         DATA,
         SPLIT,
         click.Option(
-            ["--limit"], type=click.IntRange(0), default=50, help="problems shown of each split  [50]"
+            ["--limit"],
+            type=click.IntRange(0),
+            default=50,
+            help="problems shown of each split, 0 for all  [50]",
         ),
+        click.Option(["--decode"], is_flag=True, help="decode every image, too"),
+        click.Option(["--duplicates"], is_flag=True, help="look for images that are there several times"),
+        JSON,
     ],
     callback=check,
     help="Read every label and image header of DATA and say what is wrong, with file and line; exit code 3 if "
-    "images or labels are lost.",
+    "images or labels are lost, or with --duplicates if an image is in two splits.",
 )
 stats_command = Command(
     "stats",
-    params=[DATA, SPLIT],
+    params=[
+        DATA,
+        SPLIT,
+        click.Option(
+            ["--img"], type=click.IntRange(32, 8192), default=640, help="training size, pixels  [640]"
+        ),
+        JSON,
+    ],
     callback=stats,
-    help="Count images, labels and sizes of each class of DATA.",
+    help="Count images, labels and sizes of each class of DATA, and say what follows for a training.",
+)
+convert_command = Command(
+    "convert",
+    params=[
+        DATA,
+        click.Option(
+            ["--to"], type=click.Choice(["yolo", "coco", "voc"]), required=True, help="the new form"
+        ),
+        click.Option(["--out"], required=True, metavar="FOLDER", help="where to write it; must not be there"),
+        click.Option(["--splits"], multiple=True, metavar="A,B", help="only these  [all that are there]"),
+        click.Option(
+            ["--names"],
+            multiple=True,
+            metavar="A,B",
+            help="only these classes, in this order; CrowdHuman: person, visible, head",
+        ),
+        click.Option(
+            ["--images"],
+            type=click.Choice(["link", "copy", "symlink", "none"]),
+            default="link",
+            help="hard links (copies where the disk refuses), copies, symbolic links, or labels only  [link]",
+        ),
+    ],
+    callback=convert,
+    help="Write DATA as a new folder in YOLO, COCO or Pascal VOC form. The result is read back and compared before "
+    "it gets its name.",
+)
+download_command = Command(
+    "download",
+    params=[
+        click.Argument(["name"], default=""),
+        click.Option(["--out"], default="datasets", metavar="FOLDER", help="where to  [datasets]"),
+        click.Option(["--parts"], multiple=True, metavar="A,B", help="only these parts"),
+        click.Option(["--keep-archives"], is_flag=True, help="do not delete archives that are unpacked"),
+    ],
+    callback=download,
+    help="Fetch the public data set NAME, whole and verified; without NAME, list them.",
 )

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +330,7 @@ def _scan(
     size = sizes[raw.image[keep]].astype(np.float64)
     own_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
     area = raw.area_px[keep]
-    log.kept = [_relative(problem, str(spec.root)) for problem in log.kept]
+    log.kept = [problem.below(spec.root) for problem in log.kept]
     log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
     return _Part(
         images_read=stop - start,
@@ -365,13 +365,6 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
     return header.size_wh
 
 
-def _relative(problem: Problem, root: str) -> Problem:
-    prefix = root.rstrip(os.sep) + os.sep
-    if not problem.path.startswith(prefix):
-        return problem
-    return replace(problem, path=problem.path[len(prefix) :])
-
-
 def _join(
     parts: Sequence[_Part],
     groups: Sequence[_Files],
@@ -386,8 +379,8 @@ def _join(
     for group in groups:
         if isinstance(group, CocoFiles) and group.table.stray:
             what = f"{group.table.stray} annotations have no usable bbox or are of no listed image"
-            problem = _relative(Problem(group.table.path, None, what, "label-stray"), str(spec.root))
-            log.add(problem, group.table.stray)
+            problem = Problem(group.table.path, None, what, "label-stray")
+            log.add(problem.below(spec.root), group.table.stray)
     paths = [path for part in parts for path in part.paths]
     rows_read = sum(part.rows_read for part in parts)
     if len(paths) * 2 < total:

@@ -5,8 +5,10 @@ Legend: M label rows, C classes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,11 +18,16 @@ MAX_FRACTION = 2.0  # beyond it a number is taken for pixels, not for a fraction
 
 
 LEFT_OUT, DROPPED = "image left out", "dropped"
-LOSSES = (LEFT_OUT, DROPPED)  # what costs images or labels
+STOPS = "stops a training"
+LOSSES = (LEFT_OUT, DROPPED, STOPS)  # what costs images or labels
 KINDS = {  # what was done about each kind of problem
     "image-missing": LEFT_OUT,
     "image-unreadable": LEFT_OUT,
     "image-twice": "counted once",
+    "image-undecodable": STOPS,  # these four are looked for on request only (audit)
+    "image-damaged": "used as it is",
+    "image-in-two-splits": "used in both",
+    "image-copy": "used twice",
     "labels-unreadable": LEFT_OUT,  # without its labels an image would teach that nothing is there
     "label-unreadable": DROPPED,
     "label-stray": DROPPED,
@@ -58,6 +65,11 @@ class Problem:
     @property
     def wrong_class(self) -> bool:
         return self.kind == "wrong-class"
+
+    def below(self, root: Path) -> Problem:
+        """With a path relative to ``root`` where it lies inside."""
+        prefix = str(root).rstrip(os.sep) + os.sep
+        return replace(self, path=self.path.removeprefix(prefix))
 
     def __str__(self) -> str:
         path = self.path.encode("utf-8", "backslashreplace").decode()  # names that are no text stay printable

@@ -1,0 +1,133 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH116
+"""What reading labels and image headers does not show: images that do not decode, and images that are the same.
+
+OpenCV returns a damaged JPEG half grey and only prints a warning, so images are decoded in processes whose standard
+error is a file, which is looked at after each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from yolofleet.data.decode import read_image
+from yolofleet.data.index import DataIndex
+from yolofleet.data.labels import Problem
+from yolofleet.errors import DataError
+
+_CHUNK = 64
+_THREADS = 8  # they wait for the disk
+_MOST_PROCESSES = 16
+_BLOCK_BYTES = 1 << 20
+
+Progress = Callable[[int, int], None]  # images done, all
+
+
+def decode_all(index: DataIndex, *, on_progress: Progress = lambda done, total: None) -> list[Problem]:
+    """Decode every image, in several processes; one problem for each that fails, differs from its header, or that the
+    decoder complains of. Collective: no; the caller waits for all."""
+    paths = index.paths
+    sizes = [tuple(size) for size in index.sizes_wh.tolist()]
+    jobs = [(paths[at : at + _CHUNK], sizes[at : at + _CHUNK]) for at in range(0, len(paths), _CHUNK)]
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1, max(1, len(jobs)))
+    spawn = multiprocessing.get_context("spawn")
+    problems: list[Problem] = []
+    with _cancelled_early(ProcessPoolExecutor(processes, spawn, initializer=_catch_warnings)) as pool:
+        done = 0
+        for job, found in zip(jobs, pool.map(_decode_some, jobs), strict=True):
+            problems += found
+            done += len(job[0])
+            on_progress(done, len(paths))
+    return problems
+
+
+def _catch_warnings() -> None:
+    """Standard error of this process becomes a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+
+
+def _decode_some(job: tuple[Sequence[str], Sequence[tuple[int, ...]]]) -> list[Problem]:
+    problems = []
+    for path, (width, height) in zip(*job, strict=True):
+        try:
+            image = read_image(path)
+        except DataError as error:
+            _warning()
+            what = error.what.removeprefix(f"image {path} ")
+            problems.append(Problem(path, None, what, "image-undecodable"))
+            continue
+        warning = _warning()
+        if image.shape[:2] != (height, width):
+            what = f"is {image.shape[1]} x {image.shape[0]} pixels, its header says {width} x {height}"
+            problems.append(Problem(path, None, what, "image-undecodable"))
+        elif warning:
+            problems.append(Problem(path, None, f"the decoder says: {warning}", "image-damaged"))
+    return problems
+
+
+def _warning() -> str:
+    """The first line that was printed to standard error since the last call."""
+    if not os.lseek(2, 0, os.SEEK_CUR):
+        return ""
+    os.lseek(2, 0, os.SEEK_SET)
+    text = os.read(2, 4096)
+    os.lseek(2, 0, os.SEEK_SET)
+    os.ftruncate(2, 0)
+    lines = text.decode("utf-8", "replace").strip().splitlines()
+    return lines[0][:200] if lines else "something that cannot be shown"
+
+
+def same_images(
+    indexes: Sequence[DataIndex], *, on_progress: Progress = lambda done, total: None
+) -> list[list[tuple[str, str]]]:
+    """Groups of images with equal file content: [(split, path), ...], those in several splits first.
+
+    Only files of equal length are read. The same picture in another encoding is not noticed.
+    """
+    by_length: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for index in indexes:
+        for path in index.paths:
+            try:
+                by_length[os.stat(path).st_size].append((index.split, path))
+            except OSError:
+                continue
+    alike = [item for items in by_length.values() if len(items) > 1 for item in items]
+    groups: dict[bytes, list[tuple[str, str]]] = defaultdict(list)
+    with _cancelled_early(ThreadPoolExecutor(_THREADS, thread_name_prefix="hash")) as pool:
+        for done, (item, digest) in enumerate(zip(alike, pool.map(_digest, alike), strict=True), 1):
+            if digest:
+                groups[digest].append(item)
+            if done % _CHUNK == 0 or done == len(alike):
+                on_progress(done, len(alike))
+    found = [items for items in groups.values() if len(items) > 1]
+    return sorted(found, key=lambda items: (len({split for split, _ in items}) == 1, items))
+
+
+def _digest(item: tuple[str, str]) -> bytes | None:
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with open(item[1], "rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.digest()
+
+
+@contextmanager
+def _cancelled_early(pool: Executor) -> Iterator[Executor]:
+    """Leaves at once on an exception such as Ctrl-C, without working off the queue."""
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()

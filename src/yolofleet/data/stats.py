@@ -1,0 +1,194 @@
+"""What is in a split, in figures, and what follows from them for a training.
+
+Legend: N images, M labels (crowd regions left out), C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from yolofleet.data.index import DataIndex
+
+SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's borders of object area
+NARROW_PX = 8  # one cell of the finest level of the usual networks
+USUAL_IMG_PX = (320, 416, 512, 640, 768, 960, 1280, 1536)
+NARROW_SHARE = 0.05  # of labels may be narrower at the size that is advised
+FEW_LABELS = 20
+MAX_DETECTIONS = 300  # of an image in validation
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """
+    Attributes:
+        labels, images: labels, and images that have one.
+        small, medium, large: labels by area at the training size, COCO's borders.
+        median_wh_px: at the training size.
+    """
+
+    name: str
+    labels: int
+    images: int
+    small: int
+    medium: int
+    large: int
+    median_wh_px: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class SplitFigures:
+    """
+    Attributes:
+        img_px: training size: the longer side of each image becomes this long.
+        images_without_labels: background.
+        crowd: regions that are neither learned nor counted.
+        image_wh_px: (least, median, most) of width and of height.
+        image_sizes: the five most frequent, (width, height, images).
+        labels_per_image: mean, median, 95th percentile, most.
+        aspect: width / height of boxes: 5th, 50th, 95th percentile.
+        narrow: share of labels with a side below ``NARROW_PX``, by training size.
+    """
+
+    split: str
+    img_px: int
+    images: int
+    labels: int
+    images_without_labels: int
+    crowd: int
+    small: int
+    medium: int
+    large: int
+    image_wh_px: tuple[tuple[int, int, int], tuple[int, int, int]]
+    image_sizes: tuple[tuple[int, int, int], ...]
+    labels_per_image: tuple[float, float, float, int]
+    aspect: tuple[float, float, float]
+    narrow: dict[int, float]
+    classes: tuple[ClassFigures, ...]
+
+
+def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
+    owner, classes, sizes_px = learned(index)
+    at_training = sizes_px * scales(index, img_px)[owner, None]  # [M, 2]
+    area = at_training.prod(1)
+    size_class = (area >= SMALL_PX2).astype(int) + (area >= MEDIUM_PX2)  # [M] 0, 1, 2
+    counts = np.bincount(owner, minlength=len(index))
+    by_size = np.bincount(classes * 3 + size_class, minlength=3 * len(index.names)).reshape(-1, 3)
+
+    per_class = []
+    order = np.argsort(classes, kind="stable")
+    ends = np.searchsorted(classes[order], np.arange(len(index.names) + 1))
+    for number, name in enumerate(index.names):
+        mine = order[ends[number] : ends[number + 1]]
+        width, height = np.median(at_training[mine], axis=0) if len(mine) else (0.0, 0.0)
+        images = len(np.unique(owner[mine]))
+        small, medium, large = by_size[number].tolist()
+        median = (round(float(width), 1), round(float(height), 1))
+        per_class.append(ClassFigures(name, len(mine), images, small, medium, large, median))
+
+    sizes, times = np.unique(index.sizes_wh, axis=0, return_counts=True)
+    frequent = np.argsort(-times, kind="stable")[:5]
+    small, medium, large = by_size.sum(0).tolist()
+    return SplitFigures(
+        split=index.split,
+        img_px=img_px,
+        images=len(index),
+        labels=len(classes),
+        images_without_labels=int((counts == 0).sum()),
+        crowd=int(index.crowd.sum()),
+        small=small,
+        medium=medium,
+        large=large,
+        image_wh_px=(_range(index.sizes_wh[:, 0]), _range(index.sizes_wh[:, 1])),
+        image_sizes=tuple((*sizes[at].tolist(), int(times[at])) for at in frequent),
+        labels_per_image=(
+            round(float(counts.mean()), 2),
+            float(np.median(counts)),
+            float(np.percentile(counts, 95)),
+            int(counts.max()),
+        ),
+        aspect=_percentiles(sizes_px[:, 0] / np.maximum(sizes_px[:, 1], 1e-9)),
+        narrow={size: narrow_share(index, size) for size in sorted({img_px, *USUAL_IMG_PX})},
+        classes=tuple(per_class),
+    )
+
+
+def learned(index: DataIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels that are not crowd: image int64 [M], class int32 [M], width and height float64 [M, 2] in the image's
+    own pixels."""
+    keep = ~index.crowd
+    owner = np.repeat(np.arange(len(index)), np.diff(index.offsets))[keep]
+    return (
+        owner,
+        index.classes[keep],
+        index.boxes_cxcywh_unit[keep, 2:] * index.sizes_wh[owner].astype(np.float64),
+    )
+
+
+def scales(index: DataIndex, img_px: int) -> np.ndarray:
+    """float64 [N]: pixels at the training size per pixel of the image."""
+    return img_px / index.sizes_wh.max(1).astype(np.float64)
+
+
+def narrow_share(index: DataIndex, img_px: int) -> float:
+    """Share of labels with a side below ``NARROW_PX`` at this training size."""
+    owner, _, sizes_px = learned(index)
+    if not len(owner):
+        return 0.0
+    return round(float((sizes_px.min(1) * scales(index, img_px)[owner] < NARROW_PX).mean()), 4)
+
+
+def advice(found: SplitFigures) -> list[str]:
+    """What a person should think about before training on this split."""
+    if not found.labels:
+        return [f"{found.split} has no labels: nothing can be learned from it"]
+    lines = [_size_advice(found)]
+    share = found.images_without_labels / found.images
+    if share > 0.5:
+        lines.append(
+            f"{share:.0%} of the images have no labels: right for background, wrong if labels are missing"
+        )
+    empty = [figures.name for figures in found.classes if not figures.labels]
+    few = [f"{f.name} {f.labels}" for f in found.classes if 0 < f.labels < FEW_LABELS]
+    if empty:
+        lines.append(f"{len(empty)} classes without a label: {_some(empty)}")
+    if few:
+        lines.append(f"{len(few)} classes with less than {FEW_LABELS} labels: {_some(few)}")
+    if found.labels_per_image[3] > MAX_DETECTIONS:
+        most = found.labels_per_image[3]
+        lines.append(
+            f"an image has {most} labels, but only {MAX_DETECTIONS} detections of an image count: --max-det"
+        )
+    return [line for line in lines if line]
+
+
+def _size_advice(found: SplitFigures) -> str:
+    now = found.narrow[found.img_px]
+    longest = max(found.image_wh_px[0][1], found.image_wh_px[1][1])  # of most images
+    text = f"at --img {found.img_px}, {now:.1%} of the labels are less than {NARROW_PX} px wide or high"
+    if now > NARROW_SHARE:
+        larger = [size for size in USUAL_IMG_PX if found.img_px < size < 1.5 * longest]
+        enough = next(
+            (size for size in larger if found.narrow[size] <= NARROW_SHARE), larger[-1] if larger else 0
+        )
+        return f"{text}: hard to find; at --img {enough} {found.narrow[enough]:.1%}" if enough else text
+    whole = next((size for size in USUAL_IMG_PX if size >= longest), found.img_px)
+    if whole < found.img_px and found.narrow[whole] <= NARROW_SHARE:
+        return f"{text}; most images are no longer than {longest} px, so --img {whole} shows as much and is faster"
+    return text
+
+
+def _range(values: np.ndarray) -> tuple[int, int, int]:
+    return int(values.min()), int(np.median(values)), int(values.max())
+
+
+def _percentiles(values: np.ndarray) -> tuple[float, float, float]:
+    if not len(values):
+        return 0.0, 0.0, 0.0
+    low, middle, high = np.percentile(values, (5, 50, 95)).tolist()
+    return round(low, 3), round(middle, 3), round(high, 3)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
