@@ -24,7 +24,6 @@ DATA = Verbs(
         "list": ("yolofleet.cli.data:list_command", "the data sets that come with yolofleet"),
         "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
         "download": ("yolofleet.cli.data:download_command", "fetch a public data set, whole and verified"),
-        "download": ("yolofleet.cli.data:download_command", "fetch a public data set, whole and verified"),
         "check": ("yolofleet.cli.data:check_command", "read every label and image, and say what is wrong"),
         "stats": ("yolofleet.cli.data:stats_command", "images, labels and box sizes, and what follows from them"),
         "convert": ("yolofleet.cli.data:convert_command", "write a data set in YOLO, COCO or Pascal VOC form"),
