@@ -311,7 +311,7 @@ class _Download:
         failures = 0
         while True:
             before = self._have()
-            if before == self.item.size_bytes:
+            if before and before == self.item.size_bytes:
                 return
             if self.item.size_bytes is not None and before > self.item.size_bytes:
                 self.part.unlink()
@@ -345,16 +345,17 @@ class _Download:
             tag = answer.headers.get("ETag", "")
             if tag.startswith('"'):  # a weak one says nothing about bytes
                 self.tags[url] = tag
-            limit = self.item.size_bytes or total or MAX_UNSTATED_BYTES
-            _check_space(self.folder, (self.item.size_bytes or total or 0) - start)
+            expected = total if self.item.size_bytes is None else self.item.size_bytes
+            _check_space(self.folder, (expected or 0) - start)
             with self.part.open("r+b" if start else "wb") as file:
                 file.truncate(start)
                 file.seek(start)
                 self.answers = self.answers + 1 if start else 1
-                received = self._copy(answer, file, start, limit)
+                received = self._copy(
+                    answer, file, start, MAX_UNSTATED_BYTES if expected is None else expected
+                )
                 file.flush()
                 os.fsync(file.fileno())
-        expected = self.item.size_bytes or total
         if expected is not None and received < expected:
             raise _Transient(f"the connection ended after {received:,} of {expected:,} bytes")
 
@@ -437,9 +438,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _opened(url: str, headers: dict[str, str], timeout_s: float) -> Any:
     """An open answer: status below 300, or 416 (no such range). Raises _Transient or _Refused."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise _Refused("only http and https are asked")
     try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise _Refused("only http and https are asked")
         return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
     except urllib.error.HTTPError as problem:
         if problem.code == 416:
