@@ -36,6 +36,7 @@ from yolofleet.models.darknet_sections import (
 MAX_CFG_BYTES = 1_000_000
 MAX_LEVELS = 8
 MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
+SUPPORTED = "docs/models.md lists the sections and keys of .cfg files that are understood"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,17 @@ class DarknetDescription:
                 sections[i] = yolo = replace(section, classes=nc)
                 sections[i - 1] = replace(sections[i - 1], filters=yolo.outputs)  # type: ignore[call-arg]
         return replace(self, sections=tuple(sections))
+
+    def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> DarknetDescription:
+        """The same network with other anchors [L][A][2], pixels, finest level first."""
+        flat = tuple(float(side) for level in anchors_px for anchor in level for side in anchor)
+        sections = list(self.sections)
+        first = 0
+        for (i, yolo, _), level in zip(levels(layers(self)), anchors_px, strict=True):
+            mask = tuple(range(first, first + len(level)))
+            sections[i] = replace(yolo, anchors=flat, num=len(flat) // 2, mask=mask)
+            first += len(level)
+        return parse_cfg(replace(self, sections=tuple(sections)).cfg(), name=self.name, source=self.name)
 
     def cfg(self) -> str:
         """Text of a ``.cfg`` file; :func:`parse_cfg` reads it back."""
@@ -150,7 +162,9 @@ def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
 
 def _too_large(source: str) -> ConfigError:
     return ConfigError(
-        f"more than {MAX_CFG_BYTES} bytes: not a network description", source=source, hint="is it the right file?"
+        f"more than {MAX_CFG_BYTES} bytes: not a network description",
+        source=source,
+        hint="is it the right file?",
     )
 
 
@@ -168,7 +182,9 @@ def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, 
                     hint=nearest(kind, list(SECTIONS)),
                 )
             if len(parts) > MAX_SECTIONS:
-                raise ConfigError(f"line {number}: more than {MAX_SECTIONS} sections", source=source)
+                raise ConfigError(
+                    f"line {number}: more than {MAX_SECTIONS} sections", source=source, hint=SUPPORTED
+                )
             parts.append((kind, number, {}))
         elif line:
             name, equals, value = line.partition("=")
@@ -199,7 +215,7 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
             try:
                 values[attribute] = how.read(text)
             except ValueError as problem:
-                raise ConfigError(f"{where}: {name}: {problem}", source=source) from None
+                raise ConfigError(f"{where}: {name}: {problem}", source=source, hint=SUPPORTED) from None
         elif kind == "net" or name in TRAINING_EVERYWHERE or name in TRAINING.get(kind, ()):
             continue  # [net] is about training but for the image size
         elif text != SWITCHED_OFF.get(kind, {}).get(name):
@@ -303,14 +319,18 @@ def _check_levels(plan: Sequence[Layer], source: str) -> None:
     ):
         if len(set(values)) > 1:
             shown = ", ".join(str(value) for value in values)
-            raise ConfigError(f"the [yolo] sections have {shown} {what}; all need as many", source=source)
+            raise ConfigError(
+                f"the [yolo] sections have {shown} {what}; all need as many", source=source, hint=SUPPORTED
+            )
     wanted = {i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)}
     for i in range(len(plan) - 1, -1, -1):
         if i in wanted:
             wanted.update(plan[i].inputs)
         elif isinstance(plan[i].section, Convolutional):
             line = plan[i].section.line
-            raise ConfigError(f"line {line} [convolutional]: no [yolo] depends on it", source=source)
+            raise ConfigError(
+                f"line {line} [convolutional]: no [yolo] depends on it", source=source, hint="leave it out"
+            )
 
 
 # -- built-in ---------------------------------------------------------------------------------------------------

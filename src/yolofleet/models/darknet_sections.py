@@ -18,9 +18,9 @@ from yolofleet.models.checked import short
 
 MAX_SECTIONS = 1000
 MAX_CHANNELS = 16384
-MAX_OUTPUTS = 10_000_000  # channels of raw predictions
+MAX_OUTPUTS = 100_000_000  # channels of raw predictions
 MAX_KERNEL = 31
-MAX_ITEMS = 64  # of a list
+MAX_ITEMS = 512  # of a list
 MAX_CLASSES = 100_000
 ACTIVATIONS = ("leaky", "linear", "mish", "swish", "relu", "logistic")
 
@@ -59,7 +59,8 @@ class Key:
             if self.low <= value <= self.high:
                 return value
         kind = "a whole number" if self.whole else "a number"
-        raise ValueError(f"{short(text)} is not {kind} in {self.low:g}..{self.high:g}")
+        known = f"{kind} in {self.low:g}..{self.high:g}" if self.low < self.high else f"{self.low:g}"
+        raise ValueError(f"{short(text)} is not supported; known: {known}")
 
 
 def key(
@@ -120,7 +121,7 @@ class Net(Section):
     height: int = key(low=1, high=100_000)
     channels: int = key(3, 3, 3)
 
-    def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
+    def inputs(self, i: int) -> tuple[int, ...]:
         raise ValueError("only one [net] is possible, at the beginning")
 
 
