@@ -29,20 +29,15 @@ from yolofleet.train.step import train_step
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 
 JOB = [
-    "--model",
-    "yolov5n",
-    "--img",
-    "128",
-    "--micro-batch",
-    "2",
-    "--batch",
-    "16",
-    "--nominal-batch",
-    "16",
-    "--reduce",
-    "exact",
-    "--no-plots",
-]
+    "--img", "128", "--micro-batch", "2", "--batch", "16", "--nominal-batch", "16", "--reduce", "exact", "--no-plots",
+]  # fmt: skip
+YOLOV5 = ["--model", "yolov5n"]
+FAMILIES = {
+    "yolov5": YOLOV5,
+    "yolov3": ["--model", "yolov3-tiny"],
+    "darknet": ["--model", "darknet-yolov3-tiny"],
+    "ppyoloe": ["--model", "ppyoloe-s", "--set", "assigner_switch=0.1"],  # both assigners within a few steps
+}
 ALONE: list[str] = ["--device", "cpu"]
 FLEETS = {
     "two": ["--device", "cpu:2"],
@@ -79,26 +74,32 @@ def trained(folder: Path, name: str, steps: int, *more: str) -> str:
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 
-def test_one_hash_for_one_three_unequal_and_dataparallel(folder: Path) -> None:
-    alone = trained(folder, "alone", 4, *ALONE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_hash_for_one_three_unequal_and_dataparallel(folder: Path, family: str) -> None:
+    model = [*FAMILIES[family], "--img", "64"]
+    alone = trained(folder, f"{family} alone", 4, *model, *ALONE)
     for name in ("1,5,2", "dataparallel"):
-        assert trained(folder, name, 4, *FLEETS[name]) == alone, name
+        assert trained(folder, f"{family} {name}", 4, *model, *FLEETS[name]) == alone, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_one_hash_for_the_whole_matrix(folder: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "optimizer"), [("yolov5", "AdamW"), *((family, "SGD") for family in FAMILIES)]
+)
+def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str) -> None:
     more = ["--optimizer", optimizer, *(["--set", "lr0=0.001"] if optimizer == "AdamW" else [])]
-    alone = trained(folder, f"{optimizer} alone", 20, *ALONE, *more)
-    hashes = {name: trained(folder, f"{optimizer} {name}", 20, *args, *more) for name, args in FLEETS.items()}
-    print(f"\n{optimizer}: {alone}")
+    more += FAMILIES[family]
+    case = f"{family} {optimizer}"
+    alone = trained(folder, f"{case} alone", 20, *ALONE, *more)
+    hashes = {name: trained(folder, f"{case} {name}", 20, *args, *more) for name, args in FLEETS.items()}
+    print(f"\n{case}: {alone}")
     assert hashes == dict.fromkeys(FLEETS, alone)
 
 
 @needs_proc
 def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one(folder: Path) -> None:
     """4 -> 3 -> 2 -> 1 processes, killed in mid-epoch at random steps (an epoch is 3 steps of 16 images)."""
-    args = ["--data", folder / "shapes" / "data.yaml", *JOB, "--epochs", "4", "--save-steps", "1"]
+    args = ["--data", folder / "shapes" / "data.yaml", *YOLOV5, *JOB, "--epochs", "4", "--save-steps", "1"]
     kill_chain(folder, args, random.Random(11), steps=range(1, 4))
 
 
