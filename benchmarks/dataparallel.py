@@ -1,0 +1,70 @@
+"""Two devices in one process (DataParallel), in two processes (DistributedDataParallel's algorithm), and one process.
+
+    python benchmarks/dataparallel.py [--img 320] [--steps 12] [--rounds 3]
+
+Whole runs of ``yolofleet train`` on the built-in set, one thread a device, turn by turn; images per second of the
+steps alone (no start-up, no validation), median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+WAYS = {
+    "one process": ["--device", "cpu"],
+    "two processes": ["--device", "cpu:2"],
+    "two devices, one process": ["--device", "cpu:2", "--parallel", "dp"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="yolov5n")
+    parser.add_argument("--img", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    verb = [sys.executable, "-m", "yolofleet"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*verb, "data", "make", "shapes", "--out", f"{folder}/shapes"], check=True)
+        job = ["--data", f"{folder}/shapes/data.yaml", "--model", args.model, "--img", str(args.img)]
+        job += [
+            "--batch",
+            "16",
+            "--nominal-batch",
+            "16",
+            "--micro-batch",
+            "4",
+            "--max-steps",
+            str(args.steps),
+        ]
+        job += ["--val-period", "0", "--no-plots", "--workers", "0", "--project", folder]
+
+        def images_per_s(way: str, number: int) -> float:
+            # two devices of one process share its threads, each then has one
+            threads = "2" if "one process" in way and "two" in way else "1"
+            name = f"{way} {number}"
+            command = [*verb, "train", *job, *WAYS[way], "--threads", threads, "--name", name]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            with (Path(folder) / name / "results.csv").open(encoding="utf-8") as f:
+                return float(list(csv.DictReader(f))[-1]["images_per_s"])
+
+        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number in range(args.rounds):
+            for way, speeds in found.items():
+                speeds.append(images_per_s(way, number))
+    alone = median(found["one process"])
+    for way, speeds in found.items():
+        print(f"{way:<26} {median(speeds):6.2f} images/s, {median(speeds) / alone:.2f} of one process")
+
+
+if __name__ == "__main__":
+    main()
