@@ -7,7 +7,7 @@ M matches, C classes. Cells are numbered level after level as the head gives the
 Both rules give a cell to one label at most, and of equal candidates take the first. ATSS looks at labels alone, so
 it runs in loader processes (numpy); so do the pairs that task alignment, which looks at predictions, chooses from.
 
-Parity: tests/parity/test_ppyoloe_loss.py; against a plain form of the rules: tests/unit/test_ppyoloe_loss.py.
+Parity: tests/parity/test_ppyoloe_loss_parity.py; against a plain form of the rules: tests/unit/test_ppyoloe_loss.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ N images, G labels of the image that has most, T = N G labels, L levels, R cells
 C classes, B bins of a distance. Cells and labels are numbered as in ``assign``.
 
 The sums are to be divided by the scores of all matches of a step, which depend on predictions: their sum is
-returned last. Parity (value and gradient): tests/parity/test_ppyoloe_loss.py.
+returned last. Parity (value and gradient): tests/parity/test_ppyoloe_loss_parity.py.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class PpyoloeLoss:
         # no cell is picked twice, so the backward pass adds nothing up, in whatever order
         picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
         iou = (1 - _giou_pairs(_around(points, _expected(picked)), wanted)) * matches.scores
-        dfl = _distribution_focal(picked, points, wanted) * matches.scores
+        dfl = distribution_focal(picked, points, wanted) * matches.scores
 
         by_level = (
             part.split(matches.sizes) for part in (matches.cells, classes[matches.labels], matches.scores)
@@ -244,7 +244,7 @@ def _giou_pairs(pred_xyxy: Tensor, true_xyxy: Tensor, eps: float = 1e-10) -> Ten
     return intersection / union - (hull_area - union) / hull_area
 
 
-def _distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> Tensor:
+def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> Tensor:
     """Distribution focal loss (arXiv:2006.04388), mean of the four sides: [m].
 
     Args:
