@@ -96,11 +96,10 @@ def atss(boxes_xyxy_px: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]
     boxes = boxes_xyxy_px.reshape(-1, 1, 4)[real]  # [t, 1, 4]
     image = real // per_image
     levels = [_nearest(boxes, image, grid, level) for level in range(len(grid.strides))]
-    cells, centres, anchors = (
-        np.concatenate(parts, 1) for parts in zip(*levels, strict=True)
-    )  # [t, 9 L, ...]
+    # [t, k of all levels, ...]
+    cells, centres, anchors = (np.concatenate(parts, 1) for parts in zip(*levels, strict=True))
 
-    ious = _iou_numpy(boxes, anchors)  # [t, 9 L]
+    ious = _iou_numpy(boxes, anchors)  # [t, k of all levels]
     is_above = ious > ious.mean(1, keepdims=True) + ious.std(1, ddof=1, keepdims=True)
     is_inside = ((centres > boxes[..., :2]) & (centres < boxes[..., 2:])).all(-1)
     wanted = np.nonzero(is_above & is_inside)
@@ -187,7 +186,7 @@ def task_aligned(
     or not. Scores are the merit, scaled so that each label's best cell gets the label's best IoU. Every cell
     inside a label has an IoU above 0, because a predicted box holds its own cell's centre.
 
-    Host synchronisation: two, for how many cells match and on which levels.
+    Host synchronisation: three, for how many cells match, how many are contested, how many lie on each level.
 
     Args:
         boxes_xyxy_px: [N, G, 4].
