@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -416,6 +417,16 @@ def test_an_unreachable_network_is_explained(tmp_path):
     for part in (item.urls[0], "100.0 KiB", item.digest.replace(":", " "), str(tmp_path), item.name):
         assert part in said.hint
     assert "kept" not in said.hint
+
+
+def test_a_host_that_is_not_found_is_said_at_once(tmp_path, monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    patience = Patience(first_wait_s=100)
+    with pytest.raises(DownloadError, match=r"the name files\.invalid is not found"):
+        get(item_of(BODY, "http://files.invalid/file"), tmp_path, patience=patience)
 
 
 @pytest.mark.parametrize("value", ["1", "yes", "true"])

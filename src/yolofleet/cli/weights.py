@@ -171,17 +171,15 @@ def show_known(json_out: str) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", caption=f"here: in {weights_folder()}")
-    for column in ("name", "file", "MiB", "state", "licence"):
+    table = Table(
+        box=box.SIMPLE_HEAD, caption_justify="left", caption=CAPTION.format(folder=weights_folder())
+    )
+    for column in ("name", "MiB", "state", "licence"):
         table.add_column(column, justify="right" if column == "MiB" else "left", overflow="fold")
     for entry in known_weights():
         size, item = entry.item.size_bytes, entry.item
-        state = (
-            "here" if entry.is_here else "can be downloaded" if item.digest else "by hand (no digest known)"
-        )
-        table.add_row(
-            entry.name, item.name, f"{size / 2**20:.1f}" if size else "", state, item.licence.split(":")[0]
-        )
+        state = "here" if entry.is_here else "on request" if item.digest else "by hand"
+        table.add_row(entry.name, f"{size / 2**20:.1f}" if size else "", state, item.licence.split(" (")[0])
     Console(markup=False).print(table)
     return 0
 
@@ -221,6 +219,7 @@ def _write_json(value: Any, json_out: str) -> None:
         raise StorageError(f"{json_out} cannot be written: {problem.strerror}") from None
 
 
+CAPTION = "here: in {folder}; on request: downloaded and checked; by hand: no digest is known, so a person must get it"
 JSON = click.Option(
     ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
 )

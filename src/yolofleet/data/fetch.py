@@ -15,6 +15,7 @@ import http.client
 import os
 import re
 import shutil
+import socket
 import ssl
 import sys
 import time
@@ -453,6 +454,10 @@ def _opened(url: str, headers: dict[str, str], timeout_s: float) -> Any:
     except urllib.error.URLError as problem:
         if isinstance(problem.reason, ssl.SSLCertVerificationError):
             raise _Refused(f"its certificate is not trusted ({problem.reason.verify_message})") from None
+        if isinstance(problem.reason, socket.gaierror) and "Range" not in headers:  # no network, most likely
+            raise _Refused(
+                f"the name {urlsplit(url).hostname} is not found: {_reason(problem.reason)}"
+            ) from None
         raise _Transient(f"not reachable: {_reason(problem.reason)}") from None
     except (OSError, http.client.HTTPException) as problem:
         raise _Transient(f"no answer: {_reason(problem)}") from None
