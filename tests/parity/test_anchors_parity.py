@@ -1,4 +1,4 @@
-"""How anchors fit labels, against YOLOv5 v7.0's two figures (its random jitter of sizes fixed to 1)."""
+"""How anchors fit labels, against YOLOv5 v7.0's figures (its random jitter of sizes fixed to 1), and its search."""
 
 import json
 
@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 from reference import reference
 
-from yolofleet.models.anchors import anchor_fit
+from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, anchor_fitness, better_anchors
 from yolofleet.models.description import describe
+
+
+def answers():
+    return json.loads(reference("fixtures/yolov5/autoanchor.json").read_text())
+
+
+def sizes_px(name, img):
+    """[M, 2] of the set's labels, the longer side of each image scaled to ``img``."""
+    with np.load(reference("fixtures/yolov5/autoanchor.npz")) as sets:
+        sizes, labels = sets[f"{name}.shapes_wh"], sets[f"{name}.labels_flat"]
+    ratio = img / sizes.max(1, keepdims=True)
+    return labels[:, 4:] * (sizes * ratio)[labels[:, 0].astype(int)]
 
 
 @pytest.mark.parametrize(
@@ -15,13 +27,29 @@ from yolofleet.models.description import describe
     [("coco128_640", 1.0), ("coco128_320", 1.0), ("bccd_640", 1.0), ("bccd_320", 1.0), ("coco128_640_anchors_x0.1", 0.1)],
 )  # fmt: skip
 def test_recall_and_anchors_per_label_are_the_originals(case, scale):
-    answer = json.loads(reference("fixtures/yolov5/autoanchor.json").read_text())[case]
+    answer = answers()[case]
     name, img = case.split("_")[:2]
-    with np.load(reference("fixtures/yolov5/autoanchor.npz")) as sets:
-        sizes, labels = sets[f"{name}.shapes_wh"], sets[f"{name}.labels_flat"]
-    ratio = int(img) / sizes.max(1, keepdims=True)
-    sizes_px = labels[:, 4:] * (sizes * ratio)[labels[:, 0].astype(int)]
+    sizes = sizes_px(name, int(img))
     anchors = np.asarray(describe("yolov5n").anchors_px).reshape(-1, 2) * scale
-    recall, per_label = anchor_fit(sizes_px, anchors, 4.0)
+    recall, per_label = anchor_fit(sizes, anchors, 4.0)
     assert recall == pytest.approx(answer["bpr"], abs=1e-6)
     assert per_label == pytest.approx(answer["aat"], abs=1e-6)
+    if scale == 1:
+        assert len(sizes) == answer["n_labels"]
+        assert answer["threshold_for_rerun"] == GOOD_ENOUGH
+
+
+@pytest.mark.parametrize("name", ["coco128", "bccd"])
+def test_anchors_found_are_at_least_as_good_as_the_originals(name):
+    answer = answers()[f"{name}_kmeans_ga"]
+    sizes = sizes_px(name, answer["img_size"])
+    theirs = np.array(answer["anchors"])
+    seen = sizes[(sizes >= 2).any(1)]  # those it measured its own fitness on
+    assert anchor_fitness(seen, theirs, answer["thr"]) == pytest.approx(answer["fitness_final"], abs=2e-5)
+    assert anchor_fit(sizes, theirs, answer["thr"]) == pytest.approx((answer["bpr"], answer["aat"]), abs=1e-6)
+
+    given = np.array(describe("yolov5n").anchors_px)
+    for seed in range(3):
+        found = better_anchors(sizes, given, answer["thr"], seed).reshape(-1, 2)
+        assert anchor_fitness(seen, found, answer["thr"]) > answer["fitness_final"]
+        assert anchor_fit(sizes, found, answer["thr"])[0] >= answer["bpr"]
