@@ -47,6 +47,8 @@ def weights(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    for name in VERBS:
+        monkeypatch.setitem(WEIGHTS.members, name, (f"yolofleet.cli.weights:{name}_command", ""))
 
     def call(*argv: object) -> Outcome:
         capsys.readouterr()
