@@ -126,7 +126,7 @@ def _beside(path: Path) -> DarknetDescription:
     if not cfg.is_file():
         raise CheckpointError(
             f"{path} does not say of which network it is, and there is no {cfg.name} beside it",
-            hint="put its .cfg there under that name, or name it: --cfg FILE, or --model darknet-yolov3-tiny",
+            hint="put its .cfg there under that name, or name it: --cfg FILE, or --cfg with a built-in name such as darknet-yolov3-tiny",
         )
     try:
         return read_cfg(cfg)
