@@ -107,7 +107,10 @@ class _Text:
                     position = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
                     raise self.fault(what, position) from None
             else:
-                if end < len(self._text) or self._ended:  # at the very end a number may go on
+                rest = self._text[end : end + 4]
+                if (
+                    len(rest) == 4 or rest.strip(".eE+-") or self._ended
+                ):  # else a number may go on in the next block
                     self._at = end
                     return value
             self._more(len(self._text) - self._at)

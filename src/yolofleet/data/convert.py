@@ -113,6 +113,8 @@ def convert(
 
 def _check_free(out: Path) -> None:
     try:
+        if "\0" in str(out):
+            raise ValueError("it has a NUL character")
         if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(
                 f"--out {out} is not an empty folder", source="command line", hint="--out another"

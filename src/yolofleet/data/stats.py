@@ -105,7 +105,7 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
         labels_per_image=(
             round(float(counts.mean()), 2),
             float(np.median(counts)),
-            float(np.percentile(counts, 95)),
+            round(float(np.percentile(counts, 95)), 2),
             int(counts.max()),
         ),
         aspect=_percentiles(sizes_px[:, 0] / np.maximum(sizes_px[:, 1], 1e-9)),

@@ -1,0 +1,281 @@
+"""CrowdHuman, Objects365, and large JSON read entry by entry."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_data import write_picture
+
+from yolofleet.data import bigjson
+from yolofleet.data.bigjson import JsonFault, read_lists
+from yolofleet.data.convert import convert
+from yolofleet.data.index import build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def index_of(root, split="train", **choices):
+    return build_index(load_dataset(str(root)), split, **choices)
+
+
+# CrowdHuman
+
+
+def person(fbox, vbox=(1, 1, 2, 2), hbox=(3, 3, 2, 2), tag="person", **more):
+    return {"tag": tag, "fbox": list(fbox), "vbox": list(vbox), "hbox": list(hbox), **more}
+
+
+def crowdhuman(root: Path, lines: dict[str, list] | None = None) -> Path:
+    """Two images of 64 x 48 pixels."""
+    lines = lines or {
+        "273271,c9db": [
+            person((-16, 12, 48, 24), (0, 12, 16, 24), (4, 12, 8, 6)),  # a body that reaches out on the left
+            person((10, 10, 20, 20), extra={"ignore": 1, "occ": 1}, head_attr={"ignore": 0}),
+            person((30, 30, 10, 10), tag="mask", extra={"ignore": 1}),
+        ],
+        "282555,1ac": [person((2, 2, 4, 4), head_attr={"ignore": 1})],
+    }
+    for number, name in enumerate(lines):
+        write_picture(root / "Images" / f"{name}.jpg", seed=number)
+    text = "\n".join(json.dumps({"ID": name, "gtboxes": boxes}) for name, boxes in lines.items())
+    for split in ("train", "val"):
+        (root / f"annotation_{split}.odgt").write_text(text + "\n")
+    return root
+
+
+def test_crowdhumans_people_are_bodies_cut_at_the_border_and_the_ignored_are_crowds(tmp_path):
+    root = crowdhuman(tmp_path)
+    spec = load_dataset(str(root))
+    assert spec.names == ("person",) and set(spec.splits) == {"train", "val"}
+    index = build_index(spec, "train")
+    assert [Path(path).name for path in index.paths] == ["273271,c9db.jpg", "282555,1ac.jpg"]
+    assert index.crowd.tolist() == [False, True, True, False]
+    assert index.labels(0).tolist() == [[0, 16 / 64, 24 / 48, 32 / 64, 24 / 48]]  # x 0..32, y 12..36
+    assert index.image_ids.tolist() == [1, 2]  # lines
+    assert not index.problems
+
+
+def test_names_choose_crowdhumans_boxes(tmp_path):
+    root = crowdhuman(tmp_path / "set")
+    (root / "data.yaml").write_text("train: annotation_train.odgt\nnames: [head, visible]\n")
+    index = index_of(root)
+    assert index.names == ("head", "visible")
+    assert index.labels(0)[:2].tolist() == [
+        [1, 8 / 64, 24 / 48, 16 / 64, 24 / 48],
+        [0, 8 / 64, 15 / 48, 8 / 64, 6 / 48],
+    ]
+    # ignored: the second person but not its head, the mask's both, the head of the second image
+    assert index.crowd.tolist() == [False, False, True, False, True, True, False, True]
+    (root / "data.yaml").write_text("train: annotation_train.odgt\nnames: [person, dog]\n")
+    with pytest.raises(ConfigError, match="CrowdHuman has no class 'dog'") as caught:
+        load_dataset(str(root))
+    assert caught.value.hint == "person, visible, head"
+    (root / "data.yaml").unlink()
+    convert(load_dataset(str(root)), tmp_path / "out", "coco", names=["person", "head"])
+    index = index_of(tmp_path / "out")
+    assert index.names == ("person", "head") and len(index.classes) == 8
+
+
+def test_faults_of_odgt_are_named_by_line(tmp_path):
+    boxes = [person((1, 1, 5, 5)), person((1, 1, 0, 5)), {"tag": "person", "vbox": [1, 1, 2, 2]}]
+    boxes += [person((100, 1, 5, 5)), person(("a", 1, 5, 5))]
+    root = crowdhuman(tmp_path, {"a": boxes, "b": [person((1, 1, 5, 5))] * 6})
+    problems = index_of(root).problems
+    assert [(p.path, p.line, p.kind, p.what.split(":")[0]) for p in problems] == [
+        ("annotation_train.odgt", 1, "box-empty", "object 2"),
+        ("annotation_train.odgt", 1, "box-not-finite", "object 3"),
+        ("annotation_train.odgt", 1, "box-outside", "object 4"),
+        ("annotation_train.odgt", 1, "box-not-finite", "object 5"),
+    ]
+    file = root / "annotation_train.odgt"
+    for text in (
+        "x",
+        "[1]",
+        "{}",
+        '{"ID": 3}',
+        '{"ID": "a", "gtboxes": 3}',
+        '{"ID": "a", "gtboxes": [3]}',
+        "[" * 100_000,
+    ):
+        file.write_text(f'{{"ID": "b", "gtboxes": []}}\n\n{text}\n')
+        with pytest.raises(DataError, match=r"annotation_train\.odgt:3 "):
+            index_of(root)
+
+
+def test_an_odgt_file_may_stand_alone(tmp_path):
+    root = crowdhuman(tmp_path)
+    spec = load_dataset(str(root / "annotation_train.odgt"))
+    assert spec.notes == ("annotation_val.odgt is val",)
+    assert len(build_index(spec, "val")) == 2
+
+
+# Objects365
+
+
+@pytest.mark.parametrize("layout", ["train/patch8", "images/v1/patch8", "images/train", "train/images"])
+@pytest.mark.parametrize("at", ["annotations", "", "train"])
+def test_objects365_is_found_however_its_patches_lie(tmp_path, layout, at):
+    names = [f"objects365_v1_{number:08d}.jpg" for number in range(3)]
+    for number, name in enumerate(names[1:]):  # some images of the real set are missing, too
+        write_picture(tmp_path / layout / name, seed=number)
+    content = {
+        "images": [
+            {"id": 420917 + i, "file_name": f"images/v1/patch8/{name}", "width": 64, "height": 48}
+            for i, name in enumerate(names)
+        ],
+        "annotations": [
+            {
+                "id": 1,
+                "image_id": 420918,
+                "category_id": 2,
+                "bbox": [8, 8, 8, 8],
+                "iscrowd": 0,
+                "isfake": 0,
+                "area": 64,
+            }
+        ],
+        "categories": [{"id": 2, "name": "Sneakers"}, {"id": 1, "name": "Person"}],
+    }
+    file = tmp_path / at / "zhiyuan_objv2_train.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content))
+    index = index_of(tmp_path)
+    assert [Path(path).name for path in index.paths] == names[1:]
+    assert index.names == ("Person", "Sneakers") and index.class_counts().tolist() == [0, 1]
+    assert index.problem_kinds == {"image-missing": 1}
+
+
+# JSON by entries
+
+
+def listed(path: Path, *keys: str) -> dict[str, list]:
+    found: dict[str, list] = {}
+    for key, entry in read_lists(path, keys):
+        if key in found:
+            found[key].append(entry)
+        else:
+            assert entry is None
+            found[key] = []
+    return found
+
+
+def random_value(draw: random.Random, depth: int = 0):
+    kind = draw.randrange(9 if depth < 3 else 7)
+    if kind == 7:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 8:
+        return {
+            draw.choice(['a"', "é", "\\", "ids"]) + str(i): random_value(draw, depth + 1)
+            for i in range(draw.randrange(4))
+        }
+    text = "".join(draw.choice('a"\\é\U0001f600\n/,]}') for _ in range(draw.randrange(20)))
+    return (None, True, draw.randrange(-(10**20), 10**20), draw.uniform(-1, 1), text, 1e300, False)[kind]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+def test_entries_are_those_of_json_loads(tmp_path, monkeypatch, encoding):
+    path, draw = tmp_path / "x.json", random.Random(0)
+    for round_ in range(60):
+        monkeypatch.setattr(bigjson, "BLOCK_BYTES", draw.randrange(1, 40))
+        content = {"a": [random_value(draw) for _ in range(draw.randrange(5))], "x": random_value(draw)}
+        content |= {"b": [random_value(draw) for _ in range(draw.randrange(3))], "": 3}
+        text = json.dumps(content, ensure_ascii=bool(round_ % 2), indent=draw.choice([None, 1]))
+        path.write_bytes((draw.choice(["", "\r\n\t "]) + text + draw.choice(["", "\n "])).encode(encoding))
+        found = listed(path, "a", "b", "c")
+        assert found == {"a": content["a"], "b": content["b"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "'{' is missing"),
+        ("[]", "'{' is missing"),
+        ('{"a": [1', "']' is missing"),
+        ('{"a": [1 2]}', "']' is missing (line 1, character 10"),
+        ('{"a": [1]', "'}' is missing"),
+        ('{"a": [1],}', "(line 1, character 11"),
+        ('{"a": [1]} x', "more follows"),
+        ('{"a": 1}', "'a' is not a list"),
+        ('{"a": [],\n"a": []}', "'a' stands there twice (line 2"),
+        ('{3: []}', "is not a string"),
+        ('{"a" []}', "':' is missing"),
+        ('{"a": [{"b": 1,}]}', "line 1"),
+        ('{"a": [tru]}', "Expecting value (line 1, character 8"),
+        ('{"a": [' + "[" * 100_000, "nested too deeply"),
+        ('{"a": [' + "9" * 5000 + "]}", "digits"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_said_with_its_place(tmp_path, text, fault):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(JsonFault) as caught:
+        listed(path, "a")
+    assert fault in str(caught.value)
+
+
+def test_bytes_that_are_no_text_and_entries_without_end_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_bytes(b'{"a": ["\xff\xfe"]}')
+    with pytest.raises(JsonFault, match="not text"):
+        listed(path, "a")
+    monkeypatch.setattr(bigjson, "MAX_ENTRY_CHARS", 1000)
+    monkeypatch.setattr(bigjson, "BLOCK_BYTES", 100)
+    path.write_text('{"a": ["' + "x" * 100_000)
+    reads = []
+    real = bigjson._Text._more
+    monkeypatch.setattr(bigjson._Text, "_more", lambda self, n: reads.append(n) or real(self, n))
+    with pytest.raises(JsonFault, match="Unterminated string"):
+        listed(path, "a")
+    assert len(reads) < 10  # it did not read all of it, and grew by doubling
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no getrusage")
+def test_a_box_of_a_large_json_takes_little_memory(tmp_path):
+    """In a process of its own, whose peak is its own; 30,000 boxes."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "large.json"
+    boxes = rng.uniform(0, 100, (30_000, 4)).tolist()
+    with path.open("w") as file:
+        file.write(
+            '{"images": ['
+            + ",".join(
+                f'{{"id": {i}, "file_name": "{i}.jpg", "width": 640, "height": 480}}' for i in range(1000)
+            )
+        )
+        file.write('], "categories": [{"id": 1, "name": "x"}], "annotations": [')
+        file.write(
+            ",".join(
+                json.dumps(
+                    {
+                        "id": i,
+                        "image_id": i % 1000,
+                        "category_id": 1,
+                        "bbox": box,
+                        "area": 3.0,
+                        "segmentation": [box * 5],
+                    }
+                )
+                for i, box in enumerate(boxes)
+            )
+        )
+        file.write("]}")
+    code = (
+        "import sys, resource; from yolofleet.data.cocojson import parse_json;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "table = parse_json(sys.argv[1]); assert len(table.annotation_ids) == 30_000;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    kib = int(done.stdout) / (1024 if sys.platform == "darwin" else 1)
+    assert kib * 1024 < 14e6, "more than 200 bytes a box and 8 MB of buffers"  # json.loads takes 50 MB
