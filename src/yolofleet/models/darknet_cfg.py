@@ -227,7 +227,9 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
     for f in fields(SECTIONS[kind]):
         if f.default is MISSING and f.name not in values:
             raise ConfigError(
-                f"line {line} [{kind}]: {f.metadata['key'].name or f.name} is missing", source=source
+                f"line {line} [{kind}]: {f.metadata['key'].name or f.name} is missing",
+                source=source,
+                hint=SUPPORTED,
             )
     return SECTIONS[kind](line=line, **values)
 
@@ -266,7 +268,7 @@ def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
         except ValueError as problem:
             where = f"line {section.line}" if section.line else f"section {i}"
             raise ConfigError(
-                f"{where} [{section.kind}]: {problem}", source=source or description.name
+                f"{where} [{section.kind}]: {problem}", source=source or description.name, hint=SUPPORTED
             ) from None
     _check_levels(found, source or description.name)
     return found
@@ -283,7 +285,9 @@ def _layer(i: int, sections: Sequence[Section], found: Sequence[Layer]) -> Layer
         if _is_detection(j, sections) and not isinstance(section, Yolo):
             raise ValueError(f"it would read number {j}, which a [yolo] reads")
     if isinstance(section, Yolo) and not _is_detection(i - 1, sections):
-        raise ValueError("before it must come [convolutional] with activation=linear and groups=1")
+        raise ValueError(
+            "before it must come [convolutional] with activation=linear, without groups and batch_normalize"
+        )
     strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
     if len(set(strides)) > 1:
         raise ValueError(f"it joins maps of strides {', '.join(str(s) for s in strides)}")
@@ -299,7 +303,7 @@ def _is_detection(i: int, sections: Sequence[Section]) -> bool:
     conv = sections[i] if i >= 0 else None
     return (
         isinstance(conv, Convolutional)
-        and (conv.activation, conv.groups) == ("linear", 1)
+        and (conv.activation, conv.groups, conv.batch_normalize) == ("linear", 1, 0)
         and i + 1 < len(sections)
         and isinstance(sections[i + 1], Yolo)
     )
