@@ -22,8 +22,9 @@ from yolofleet.checkpoint.catalogue import find_or_download, import_weights, kno
 from yolofleet.config.suggest import nearest
 from yolofleet.data import catalogue
 from yolofleet.data.catalogue import Part, PublicDataset, datasets, download_dataset
-from yolofleet.data.fetch import DIGESTS, DownloadError, Patience, exclusive
+from yolofleet.data.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.data.index import build_index
+from yolofleet.data.lock import exclusive
 from yolofleet.data.sources import load_dataset
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.models.darknet_cfg import preset, read_cfg

@@ -19,7 +19,9 @@ import pytest
 from web import Answer, Web, in_turn, item_of, status, web, whole
 
 from yolofleet.data import fetch as fetch_module
+from yolofleet.data import request
 from yolofleet.data.fetch import DownloadError, Item, Patience, adopt, fetch, size_text
+from yolofleet.data.lock import exclusive
 from yolofleet.errors import StorageError
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
@@ -172,6 +174,12 @@ def test_a_whole_part_needs_no_network(tmp_path):
     assert get(item_of(BODY, "http://127.0.0.1:9/file"), tmp_path).read_bytes() == BODY
 
 
+def test_a_whole_part_that_is_damaged_is_fetched_anew(server, tmp_path):
+    (tmp_path / ".file.bin.part").write_bytes(bytes(len(BODY)))
+    item = item_of(BODY, server.put("/file", whole(BODY)))
+    assert get(item, tmp_path).read_bytes() == BODY and server.ranges() == [""]
+
+
 def test_an_answer_that_starts_elsewhere_is_not_appended(server, tmp_path):
     def elsewhere(answer: Answer) -> None:
         answer.head(206, Content_Length=10, Content_Range=f"bytes 0-9/{len(BODY)}")
@@ -219,6 +227,15 @@ def test_a_final_status_is_not_asked_again(code, server, tmp_path):
     assert f"HTTP {code}" in said.what and len(server.asked) == 1
 
 
+def test_what_a_server_says_cannot_command_the_terminal(server, tmp_path):
+    def rude(answer: Answer) -> None:
+        answer.send_response(404, "\x1b[2Jgone")
+        answer.end_headers()
+
+    said = refusal(item_of(BODY, server.put("/file", rude)), tmp_path).what
+    assert "HTTP 404 ?[2Jgone" in said and said.isprintable()
+
+
 @pytest.mark.parametrize("code", [429, 500, 502, 503, 504])
 def test_a_passing_status_is_asked_again_then_given_up(code, server, tmp_path):
     item = item_of(BODY, server.put("/file", in_turn(status(code), status(code), whole(BODY))))
@@ -240,7 +257,7 @@ def test_a_passing_status_is_asked_again_then_given_up(code, server, tmp_path):
     ],
 )
 def test_retry_after_is_read_as_seconds_or_date(text, seconds):
-    assert fetch_module._retry_after_s(text) == seconds
+    assert request.retry_after_s(text) == seconds
 
 
 def test_retry_after_is_waited_for_but_not_for_ever(server, tmp_path):
@@ -355,8 +372,8 @@ def test_redirects_to_other_schemes_are_refused(target, server, tmp_path):
 
 
 def test_a_redirect_from_https_to_http_is_refused():
-    redirects = fetch_module._Redirects()
-    with pytest.raises(fetch_module._Refused, match="from https to 'http://a/'"):
+    redirects = request.Redirects()
+    with pytest.raises(request.Refused, match="from https to 'http://a/'"):
         redirects.redirect_request(Request("https://a/"), None, 302, "", {}, "http://a/")
     assert redirects.redirect_request(Request("https://a/"), None, 302, "", {}, "https://b/")
 
@@ -512,7 +529,7 @@ def test_of_many_threads_one_downloads(server, tmp_path):
 
 def test_the_one_that_waits_takes_over_when_the_other_fails(server, tmp_path):
     item = item_of(BODY, server.put("/file", in_turn(status(404), whole(BODY))))
-    with fetch_module.exclusive(tmp_path / ".file.bin.lock") as is_mine:
+    with exclusive(tmp_path / ".file.bin.lock") as is_mine:
         assert is_mine
         waiting = threading.Thread(target=lambda: get(item, tmp_path))
         waiting.start()
@@ -527,7 +544,7 @@ def test_the_one_that_waits_takes_over_when_the_other_fails(server, tmp_path):
 
 def test_one_that_makes_no_progress_is_not_waited_for_for_ever(server, tmp_path):
     item = item_of(BODY, server.put("/file", whole(BODY)))
-    held = fetch_module.exclusive(tmp_path / ".file.bin.lock")
+    held = exclusive(tmp_path / ".file.bin.lock")
     with held, pytest.raises(DownloadError, match="has made no progress for 1 s"):
         get(item, tmp_path)
     assert get(item, tmp_path).read_bytes() == BODY

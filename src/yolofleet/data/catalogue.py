@@ -20,12 +20,12 @@ from yolofleet.data.fetch import (
     Item,
     Patience,
     by_hand,
-    exclusive,
     fetch,
     size_text,
     to_stderr,
 )
 from yolofleet.data.index import build_index
+from yolofleet.data.lock import exclusive
 from yolofleet.data.sources import load_dataset
 from yolofleet.data.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError

@@ -9,42 +9,28 @@ that has no digest. Proxies are taken from the environment, as usual (``https_pr
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import hashlib
 import http.client
 import os
 import re
 import shutil
-import socket
-import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from yolofleet import __version__
+from yolofleet.data.lock import exclusive
+from yolofleet.data.request import Refused, Transient, open_url, reason_text, whole_number
 from yolofleet.errors import DataError, StorageError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-try:
-    import msvcrt
-except ImportError:
-    msvcrt = None  # type: ignore[assignment]
 
 OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
 MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the server says
 MIN_BYTES_PER_TIMEOUT = 1024  # a slower answer has stalled
 SPARE_BYTES = 16 << 20  # a disk is never filled to the brim
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes of which another attempt may be better
 _CHUNK_BYTES = 256 << 10
 
 
@@ -161,15 +147,15 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
         StorageError: the disk refused.
     """
     target = folder / item.name
-    part = _part(target)
+    fresh = target.with_name(f".{item.name}.{os.getpid()}.tmp")
     try:
         _check_present(item, source)
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, part)
-        _give_name(part, target)
+        shutil.copyfile(source, fresh)
+        _give_name(fresh, target)
     except OSError as problem:
         with contextlib.suppress(OSError):
-            part.unlink()
+            fresh.unlink()
         raise _refused_by_disk(problem, target) from None
     return target
 
@@ -231,30 +217,18 @@ def _check_present(item: Item, path: Path) -> None:
             )
 
 
-class _Refused(Exception):
-    """This url is no good, however often it is asked."""
-
-
-class _Transient(Exception):
-    """Another attempt may be better."""
-
-    def __init__(self, what: str, wait_s: float | None = None) -> None:
-        super().__init__(what)
-        self.wait_s = wait_s
-
-
 class _Download:
     """One file on its way into ``folder``; the caller holds the lock.
 
     Attributes:
-        answers: of how many answers of a server ``part`` is made.
+        is_of_one_answer: ``part`` came in one piece from one server, now.
     """
 
     def __init__(self, item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> None:
         self.item, self.folder, self.patience, self.tell = item, folder, patience, tell
         self.target = folder / item.name
         self.part = _part(self.target)
-        self.answers = 0
+        self.is_of_one_answer = False
         self.tags: dict[str, str] = {}  # ETag of each url
         self.line = _ProgressLine(item.name)
 
@@ -268,7 +242,7 @@ class _Download:
                 self._from_url(url)
                 _give_name(self.part, self.target)
                 return
-            except _Refused as problem:
+            except Refused as problem:
                 problems.append(f"{url}: {problem}")
             finally:
                 self.line.close()
@@ -294,18 +268,18 @@ class _Download:
             return 0
 
     def _from_url(self, url: str) -> None:
-        """Fill the part and check it. Raises _Refused."""
+        """Fill the part and check it. Raises Refused."""
         assert self.item.digest
         kind, wanted = self.item.digest.split(":")
         for is_last in (False, True):
-            self.answers = 1 if self._have() else 0
+            self.is_of_one_answer = False
             self._fill(url)
             found = digest_of(self.part, kind)
             if found == wanted:
                 return
             self.part.unlink()
-            if is_last or self.answers == 1:
-                raise _Refused(f"its {kind} is {found}, not {wanted}")
+            if is_last or self.is_of_one_answer:
+                raise Refused(f"its {kind} is {found}, not {wanted}")
             self.tell(f"{self.item.name}: the pieces do not fit together; once more from the beginning")
 
     def _fill(self, url: str) -> None:
@@ -320,11 +294,11 @@ class _Download:
             try:
                 self._one_answer(url, before)
                 return
-            except _Transient as problem:
+            except Transient as problem:
                 enough = max(1, (self.item.size_bytes or 0) // 100)
                 failures = 1 if self._have() - before >= enough else failures + 1
                 if failures >= self.patience.attempts:
-                    raise _Refused(f"{problem} ({failures} attempts)") from None
+                    raise Refused(f"{problem} ({failures} attempts)") from None
                 wait_s = self.patience.first_wait_s * 2 ** (failures - 1)
                 wait_s = min(problem.wait_s or wait_s, self.patience.longest_wait_s)
                 self.line.close()
@@ -332,16 +306,16 @@ class _Download:
                 time.sleep(wait_s)
 
     def _one_answer(self, url: str, have: int) -> None:
-        """Ask once for what is missing. Raises _Transient or _Refused."""
+        """Ask once for what is missing. Raises Transient or Refused."""
         headers = {"User-Agent": f"yolofleet/{__version__}", "Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
             if url in self.tags:
                 headers["If-Range"] = self.tags[url]
-        with _opened(url, headers, self.patience.timeout_s) as answer:
+        with open_url(url, headers, self.patience.timeout_s) as answer:
             if answer.status == 416:
                 self.part.unlink(missing_ok=True)
-                raise _Transient("the server has less than is here already")
+                raise Transient("the server has less than is here already")
             start, total = self._checked_start(answer, have)
             tag = answer.headers.get("ETag", "")
             if tag.startswith('"'):  # a weak one says nothing about bytes
@@ -351,34 +325,34 @@ class _Download:
             with self.part.open("r+b" if start else "wb") as file:
                 file.truncate(start)
                 file.seek(start)
-                self.answers = self.answers + 1 if start else 1
+                self.is_of_one_answer = start == 0
                 received = self._copy(
                     answer, file, start, MAX_UNSTATED_BYTES if expected is None else expected
                 )
                 file.flush()
                 os.fsync(file.fileno())
         if expected is not None and received < expected:
-            raise _Transient(f"the connection ended after {received:,} of {expected:,} bytes")
+            raise Transient(f"the connection ended after {received:,} of {expected:,} bytes")
 
     def _checked_start(self, answer: Any, have: int) -> tuple[int, int | None]:
         """At which byte the answer starts, and the size of the whole file if it says so."""
         kind = answer.headers.get_content_type()
         if kind in ("text/html", "application/xhtml+xml"):
-            raise _Refused("a web page came instead of the file")
-        total, start = _whole_number(answer.headers.get("Content-Length")), 0
+            raise Refused("a web page came instead of the file")
+        total, start = whole_number(answer.headers.get("Content-Length")), 0
         if answer.status == 206:
             match = re.fullmatch(
                 r"bytes (\d{1,18})-\d+/(\d{1,18}|\*)", answer.headers.get("Content-Range", "")
             )
             if not match or int(match[1]) != have:
                 self.part.unlink(missing_ok=True)
-                raise _Transient("the server sent another part of the file than was asked for")
-            start, total = have, _whole_number(match[2])
+                raise Transient("the server sent another part of the file than was asked for")
+            start, total = have, whole_number(match[2])
         elif answer.status != 200:
-            raise _Refused(f"HTTP status {answer.status}")
+            raise Refused(f"HTTP status {answer.status}")
         size = self.item.size_bytes
         if size is not None and total is not None and total != size:
-            raise _Refused(f"it offers {total:,} bytes; the file has {size:,}")
+            raise Refused(f"it offers {total:,} bytes; the file has {size:,}")
         return start, total
 
     def _copy(self, answer: Any, file: IO[bytes], start: int, limit: int) -> int:
@@ -388,102 +362,22 @@ class _Download:
             try:
                 chunk = answer.read1(_CHUNK_BYTES)
             except (OSError, http.client.HTTPException) as problem:
-                raise _Transient(f"the connection broke: {_reason(problem)}") from None
+                raise Transient(f"the connection broke: {reason_text(problem)}") from None
             if not chunk:
                 return received
             if not received and re.match(rb"\s*<(!doctype\s+)?html", chunk[:200], re.IGNORECASE):
-                raise _Refused("a web page came instead of the file")
+                raise Refused("a web page came instead of the file")
             if received + len(chunk) > limit:
                 file.truncate(0)
-                raise _Refused(f"it sends more than the {limit:,} bytes that the file has")
+                raise Refused(f"it sends more than the {limit:,} bytes that the file has")
             file.write(chunk)
             received += len(chunk)
             self.line.show(received, limit)
             window += len(chunk)
             if time.monotonic() > window_ends_s:
                 if window < MIN_BYTES_PER_TIMEOUT:
-                    raise _Transient(f"only {window} bytes came in {self.patience.timeout_s:.0f} s")
+                    raise Transient(f"only {window} bytes came in {self.patience.timeout_s:.0f} s")
                 window, window_ends_s = 0, time.monotonic() + self.patience.timeout_s
-
-
-# -- HTTP ----------------------------------------------------------------------------------------------------
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to http and https only, and never from https to http; at most ten."""
-
-    def redirect_request(
-        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        old, new = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
-        if new not in ("http", "https") or (old == "https" and new == "http"):
-            raise _Refused(f"it redirects from {old} to {newurl[:200]!r}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    """HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.UnknownHandler(),
-        _Redirects(),
-    ):
-        opener.add_handler(handler)
-    return opener
-
-
-def _opened(url: str, headers: dict[str, str], timeout_s: float) -> Any:
-    """An open answer: status below 300, or 416 (no such range). Raises _Transient or _Refused."""
-    try:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise _Refused("only http and https are asked")
-        return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
-    except urllib.error.HTTPError as problem:
-        if problem.code == 416:
-            return problem
-        what = f"HTTP {problem.code} {problem.reason}".splitlines()[0][:200]
-        problem.close()
-        if problem.code in TRANSIENT:
-            raise _Transient(what, _retry_after_s(problem.headers.get("Retry-After"))) from None
-        raise _Refused(what) from None
-    except urllib.error.URLError as problem:
-        if isinstance(problem.reason, ssl.SSLCertVerificationError):
-            raise _Refused(f"its certificate is not trusted ({problem.reason.verify_message})") from None
-        if isinstance(problem.reason, socket.gaierror) and "Range" not in headers:  # no network, most likely
-            raise _Refused(
-                f"the name {urlsplit(url).hostname} is not found: {_reason(problem.reason)}"
-            ) from None
-        raise _Transient(f"not reachable: {_reason(problem.reason)}") from None
-    except (OSError, http.client.HTTPException) as problem:
-        raise _Transient(f"no answer: {_reason(problem)}") from None
-    except ValueError as problem:  # an address that is none
-        raise _Refused(str(problem)[:200]) from None
-
-
-def _reason(problem: Any) -> str:
-    text = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
-    return str(text).splitlines()[0][:200]
-
-
-def _whole_number(text: str | None) -> int | None:
-    return int(text) if text and re.fullmatch(r"\d{1,18}", text) else None
-
-
-def _retry_after_s(text: str | None) -> float | None:
-    """Seconds, or a date, as RFC 9110 has them."""
-    if not text:
-        return None
-    if re.fullmatch(r"\d{1,9}", text):
-        return float(text)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 # -- disk ----------------------------------------------------------------------------------------------------
@@ -520,44 +414,6 @@ def _refused_by_disk(problem: OSError, target: Path) -> StorageError:
         hint="free some space, or set YOLOFLEET_CACHE or the folder to one that can be written; what came so far "
         "is kept",
     )
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[bool]:
-    """Whether this process holds the lock file ``path`` inside the block; does not wait.
-
-    The system frees the lock when the process ends, however it ends.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    is_mine = False
-    try:  # the file may have been removed between open and lock
-        is_mine = _try_lock(handle) and (os.name != "posix" or _is_same(handle, path))
-        yield is_mine
-    finally:
-        if is_mine:
-            with contextlib.suppress(OSError):  # Windows: it is open
-                path.unlink()
-        os.close(handle)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        if fcntl:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        elif msvcrt:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:  # a file system without locks: two downloads at once are wasteful, not wrong
-        return True
-    return True
-
-
-def _is_same(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -1,0 +1,57 @@
+"""One process at a time: lock files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:
+    msvcrt = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[bool]:
+    """Whether this process holds the lock file ``path`` inside the block; does not wait.
+
+    The system frees the lock when the process ends, however it ends.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    is_mine = False
+    try:  # the file may have been removed between open and lock
+        is_mine = _try_lock(handle) and (not fcntl or _is_same(handle, path))
+        yield is_mine
+    finally:
+        with contextlib.suppress(OSError):  # Windows: another process has it open
+            if is_mine and fcntl:
+                path.unlink()
+            os.close(handle)
+            if is_mine and not fcntl:
+                path.unlink()
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        if fcntl:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        elif msvcrt:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks: two downloads at once are wasteful, not wrong
+        return True
+    return True
+
+
+def _is_same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

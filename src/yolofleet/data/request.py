@@ -1,0 +1,111 @@
+"""One HTTP request with the proxies of the environment: an open answer, or why there is none."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import re
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes of which another attempt may be better
+
+
+class Refused(Exception):
+    """This url is no good, however often it is asked."""
+
+
+class Transient(Exception):
+    """Another attempt may be better."""
+
+    def __init__(self, what: str, wait_s: float | None = None) -> None:
+        super().__init__(what)
+        self.wait_s = wait_s
+
+
+class Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows to http and https only, and never from https to http; at most ten."""
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        old, new = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
+        if new not in ("http", "https") or (old == "https" and new == "http"):
+            raise Refused(f"it redirects from {old} to {newurl[:200]!r}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+        Redirects(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
+    """An open answer: status below 300, or 416 (no such range). Raises Transient or Refused."""
+    try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise Refused("only http and https are asked")
+        return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
+    except urllib.error.HTTPError as problem:
+        if problem.code == 416:
+            return problem
+        what = f"HTTP {problem.code} {_plain(problem.reason)}"
+        problem.close()
+        if problem.code in TRANSIENT:
+            raise Transient(what, retry_after_s(problem.headers.get("Retry-After"))) from None
+        raise Refused(what) from None
+    except urllib.error.URLError as problem:
+        if isinstance(problem.reason, ssl.SSLCertVerificationError):
+            raise Refused(f"its certificate is not trusted ({problem.reason.verify_message})") from None
+        if isinstance(problem.reason, socket.gaierror) and "Range" not in headers:  # no network, most likely
+            raise Refused(
+                f"the name {urlsplit(url).hostname} is not found: {reason_text(problem.reason)}"
+            ) from None
+        raise Transient(f"not reachable: {reason_text(problem.reason)}") from None
+    except (OSError, http.client.HTTPException) as problem:
+        raise Transient(f"no answer: {reason_text(problem)}") from None
+    except ValueError as problem:  # an address that is none
+        raise Refused(_plain(problem)) from None
+
+
+def reason_text(problem: Any) -> str:
+    """Why a connection failed."""
+    return _plain(getattr(problem, "strerror", None) or str(problem) or type(problem).__name__)
+
+
+def _plain(text: Any) -> str:
+    """The first line of what may come from a server, without what a terminal would obey."""
+    first = (str(text).splitlines() or [""])[0][:200]
+    return "".join(c if c.isprintable() else "?" for c in first)
+
+
+def whole_number(text: str | None) -> int | None:
+    return int(text) if text and re.fullmatch(r"\d{1,18}", text) else None
+
+
+def retry_after_s(text: str | None) -> float | None:
+    """Seconds, or a date, as RFC 9110 has them."""
+    if not text:
+        return None
+    if re.fullmatch(r"\d{1,9}", text):
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return None
