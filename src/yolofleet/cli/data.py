@@ -42,8 +42,7 @@ def show_built_in() -> int:
             spec = load_dataset(file.stem)
             table.add_row(file.stem, str(len(spec.names)), ", ".join(spec.splits), str(spec.root))
         except YolofleetError:
-            first_line = file.read_text(encoding="utf-8").splitlines()[0]
-            table.add_row(file.stem, "", "not here", first_line.lstrip("# "))
+            table.add_row(file.stem, "", "not here", f"yolofleet data download {file.stem}")
     _print(table)
     return 0
 
@@ -369,7 +368,9 @@ def _splits(spec: DatasetSpec, asked: str) -> list[str]:
 
 def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
     from yolofleet.data.index import build_index
+    from yolofleet.data.labels import MAX_PROBLEMS_KEPT
 
+    problems_kept = max(problems_kept, MAX_PROBLEMS_KEPT)  # what is stored serves a training, too
     with _progress(f"reading {split}") as told:
         return build_index(spec, split, strict=False, problems_kept=problems_kept, on_progress=told)
 

@@ -179,6 +179,8 @@ def _from_yaml(path: Path, *, name: str = "", is_built_in: bool = False) -> Data
         try:
             found = tuple(_source(entry, split, bases, file) for entry in file.texts(split))
         except DataError as error:
+            if is_built_in:
+                error.hint = f"yolofleet data download {path.stem}; {error.hint}"
             missing[split] = error
             continue
         if found:
