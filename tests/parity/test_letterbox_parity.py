@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from reference import parity
 
+from yolofleet.export.run import size_of
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 
 CASES = json.loads(parity("letterbox/cases.json").read_text())
@@ -28,6 +29,11 @@ def test_shapes_ratios_and_borders_are_the_originals():
         assert [box.ratio, box.ratio] == case["ratio"], case
         assert [box.pad_left, box.pad_top] == case["pad_dw_dh"], case
         assert (top, bottom, left, right) == tuple(case[s] for s in ("top", "bottom", "left", "right")), case
+
+
+def test_sizes_are_rounded_up_to_the_stride_as_the_originals():
+    for side, stride, rounded in CASES["check_img_size"]:
+        assert size_of(str(side), 0, stride) == (rounded, rounded)
 
 
 @pytest.mark.parametrize(("number", "enlarge"), [(0, True), (1, True), (2, False)])

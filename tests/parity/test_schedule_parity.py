@@ -41,7 +41,9 @@ def test_rates_of_every_batch_equal_the_originals(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_steps_end_at_the_same_batches(case: str) -> None:
     trace, schedule = TRACES[case], schedule_of(TRACES[case])
+    assert [schedule.accumulate(k) for k in range(len(trace["accumulate"]))] == trace["accumulate"]
     recorded = sorted(set(trace["last_opt_step"]))  # batch index of each optimizer step
+    assert trace["ema_updates"][-1] == len(recorded)
     batch, mine = trace["args"]["batch_size"], []
     for plan in schedule.steps():
         if plan.end_image > len(trace["lr"]) * batch:

@@ -8,6 +8,7 @@ import torch
 from reference import parity
 
 from yolofleet.config.schema import Recipe
+from yolofleet.errors import ConfigError
 from yolofleet.losses.yolov5 import Yolov5Loss
 
 FACTS = json.loads(parity("yolov5_loss/cases.json").read_text())
@@ -78,9 +79,24 @@ def test_matches_are_the_originals_in_its_order(name, numbers):
         np.testing.assert_array_equal(getattr(targets, ours), rows)
 
 
-def test_crowded_case_has_cells_that_several_labels_own(numbers):
-    case = CASES["crowded_collisions"]
-    targets = loss_of(case).match(numbers["crowded_collisions.targets"], case["batch"], tuple(case["hw"]))
-    assert len(targets.winners) == len(targets.cells) - (
-        87 + 71 + 21
-    )  # the original's own count of collisions
+@pytest.mark.parametrize("name", CASES)
+def test_matches_and_collisions_are_as_many_as_the_originals(name, numbers):
+    case = CASES[name]
+    targets = loss_of(case).match(numbers[f"{name}.targets"], case["batch"], tuple(case["hw"]))
+    assert list(targets.matches) == case["matches_per_level"]
+    collisions = [
+        len(c) - len(np.unique(c)) for c in np.split(targets.cells, np.cumsum(targets.matches)[:-1])
+    ]
+    assert collisions == case["collisions_per_level"]
+    assert len(targets.cells) - len(targets.winners) == sum(collisions)
+
+
+def test_moving_balance_is_refused():
+    with pytest.raises(ConfigError, match="autobalance"):
+        Yolov5Loss(
+            anchors_px=torch.ones(3, 3, 2),
+            strides=(8, 16, 32),
+            nc=3,
+            recipe=Recipe(autobalance=True),
+            img=640,
+        )

@@ -2,11 +2,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from reference import reference
 
 from yolofleet.evaluate.confusion import confusion_matrix
 from yolofleet.evaluate.matching import Labels, ScoredBoxes, match_detections, unpacked
 from yolofleet.evaluate.precision_recall import precision_recall
+from yolofleet.geometry.iou import iou_matrix
 
 
 def curves_of(hit, score, class_idx, labels_per_class):
@@ -64,6 +66,13 @@ def test_figures_equal_those_of_the_original(name):
     np.testing.assert_allclose(curves.f1, answer["f1"], rtol=0, atol=1e-12)
     assert curves.mean_precision == pytest.approx(answer["mp"], abs=1e-12)
     assert curves.mean_recall == pytest.approx(answer["mr"], abs=1e-12)
+    map50, map50_95 = curves.ap[:, 0].mean(), curves.ap.mean()
+    assert (map50, map50_95) == pytest.approx((answer["map50"], answer["map"]), abs=1e-12)
+    assert 0.1 * map50 + 0.9 * map50_95 == pytest.approx(answer["fitness"], abs=1e-12)
+    found = np.round(curves.recall * labels[curves.class_idx])  # hits at the best confidence
+    assert found.tolist() == answer["tp"]
+    alarms = np.round(found / (curves.precision + 1e-16) - found)
+    assert alarms.tolist() == answer["fp"]
 
 
 def one_image(case) -> tuple[Labels, ScoredBoxes]:
@@ -90,6 +99,8 @@ def one_image(case) -> tuple[Labels, ScoredBoxes]:
 def test_hits_of_one_image_equal_those_of_the_original():
     case = json.loads(reference("fixtures/metrics/results.json").read_text())["process_batch_case"]
     labels, found = one_image(case)
+    overlap = iou_matrix(torch.tensor(case["labels"])[:, 1:], torch.tensor(case["detections"])[:, :4])
+    np.testing.assert_allclose(overlap, case["iou"], rtol=0, atol=1e-6)
     records = match_detections(labels, found, classes=2, images_seen=1)
     order = np.lexsort((-found.score, found.class_idx))  # rows of the records
     hits = unpacked(records.hit)[:, 0].T  # [D, T], every area

@@ -46,10 +46,11 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
         CheckpointError: damaged, unsafe, of another family, not finite.
     """
     with TorchFile(path) as file:
-        return _from_torch_file(file, description)
+        return from_torch_file(file, description)
 
 
-def _from_torch_file(file: TorchFile, description: ModelDescription | None) -> Weights:
+def from_torch_file(file: TorchFile, description: ModelDescription | None = None) -> Weights:
+    """As :func:`read`, from an opened file."""
     root, source = file.root, str(file.path)
     found = _model_of(root)
     if isinstance(found, PickledObject):
