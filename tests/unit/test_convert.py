@@ -205,6 +205,8 @@ def test_names_choose_classes_and_their_order(tmp_path):
     with pytest.raises(ConfigError, match="no class dgo") as caught:
         converted(source, tmp_path / "no", "coco", names=["dgo"])
     assert caught.value.hint == "did you mean dog?"
+    with pytest.raises(ConfigError, match="dog is there twice"):
+        converted(source, tmp_path / "no", "yolo", names=["dog", "dog"])
 
 
 @pytest.mark.parametrize("target", TARGETS)

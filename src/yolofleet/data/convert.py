@@ -104,7 +104,10 @@ def convert(
     except OSError as problem:
         shutil.rmtree(partial, ignore_errors=True)
         hint = "--images copy" if images == "symlink" else None
-        raise StorageError(f"{out} cannot be written: {problem}", hint=hint) from None
+        place = f" ({problem.filename})" if problem.filename else ""
+        raise StorageError(
+            f"{out} cannot be written: {problem.strerror or problem}{place}", hint=hint
+        ) from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -165,7 +168,7 @@ class _Work:
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
         if names and not _is_crowdhuman(self.spec):
-            keep = [self._class_number(name) for name in names]
+            keep = [self._class_number(name, names) for name in names]
             ids = tuple(ids[number] for number in keep)
             self.indexes = {split: _selected(index, keep) for split, index in self.indexes.items()}
         self.category_ids = _distinct(ids)
@@ -178,8 +181,10 @@ class _Work:
                         f"{split}: {specks} boxes of less than a millionth of a pixel: left out"
                     )
 
-    def _class_number(self, name: str) -> int:
+    def _class_number(self, name: str, names: Sequence[str]) -> int:
         known = self.spec.names
+        if names.count(name) > 1 or known.count(name) > 1:
+            raise ConfigError(f"--names: class {shown(name)} is there twice", source=self.spec.origin)
         if name not in known:
             near = nearest(name, known)
             raise ConfigError(
