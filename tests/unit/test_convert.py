@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -212,6 +213,8 @@ def test_names_choose_classes_and_their_order(tmp_path):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("images", ["link", "copy", "symlink"])
 def test_images_are_linked_or_copied(tmp_path, target, images):
+    if images == "symlink" and sys.platform == "win32":
+        pytest.skip("symbolic links need a privilege there")
     yolo_set(tmp_path / "set", {"a": GOOD})
     done = converted(tmp_path / "set", tmp_path / "out", target, images=images)
     source, path = tmp_path / "set" / "images" / "train" / "a.jpg", Path(index_of(tmp_path / "out").path(0))
@@ -249,6 +252,7 @@ def test_labels_alone_are_refused_where_images_would_need_new_names(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="these names exist on Linux only")
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_file_name_finds_its_place(tmp_path, target):
     """Names that a layout cannot have are changed; every image keeps its labels."""
@@ -540,7 +544,7 @@ def test_any_source_is_converted_right_or_refused_with_our_error(tmp_path, kind)
         out = tmp_path / "out"
         try:
             spec = load_dataset(str(data))
-            convert(spec, out, TARGETS[round_ % 3], splits=["train"], images="symlink")
+            convert(spec, out, TARGETS[round_ % 3], splits=["train"])
         except YolofleetError:
             outcomes["refused"] += 1
             assert not out.exists()
