@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from yolofleet.checkpoint.store import CheckpointStore
@@ -28,7 +27,7 @@ from yolofleet.config.load import Resolved, dump_config, load_job
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, Where
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.index import build_index
 from yolofleet.data.loader import train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.data.sources import load_dataset
@@ -44,12 +43,11 @@ from yolofleet.errors import (
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.export.runtime import Runtime, open_weights
-from yolofleet.families import build_model, family_of
+from yolofleet.families import build_model, family_of, outline
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
 from yolofleet.models.description import description_from_dict
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -71,7 +69,7 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
 from yolofleet.train.agreement import all_alike, check_settings
 from yolofleet.train.loop import StepSplitter, TrainingRun
-from yolofleet.train.network import build_network, freeze
+from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors
 from yolofleet.train.pictures import draw_evaluation
 from yolofleet.train.report import TrainReport, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
@@ -210,14 +208,18 @@ def _train(
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
     resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
-    model = build_network(config, index.names, console, resumed)
-    family = family_of(model.description)
+    description, weights = start_of(config, resumed)
+    family = family_of(description)
     recipe_sourced = with_default(recipe_sourced, family.recipe_name)
     recipe = recipe_sourced.value
+    stride = max(outline(description, len(index.names)).strides)
+    img = -(-config.img // stride) * stride
+    anchors = ""
+    if config.autoanchor and not resumed:
+        description, anchors = with_fitting_anchors(description, index, recipe.anchor_t, img, config.seed)
+    model = build_network(description, weights, index.names, config.seed, console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.size_low, recipe.size_high)
     set_kernels(config, sizes_vary=sizes != (1, 1))
-    stride = max(model.strides)
-    img = -(-config.img // stride) * stride
     mark = fingerprint(config, recipe, index, model, world)
     header = WeightsHeader.of(model, img=img)
     loss = family.loss(model, recipe, img)
@@ -272,7 +274,6 @@ def _train(
         header=header,
         dataset_images=len(index),
     )
-    anchors, anchors_hint = anchor_text(index, model, recipe, img)
 
     def evaluate_average(loss: DetectionLoss) -> Evaluation:
         return evaluate(
@@ -282,6 +283,7 @@ def _train(
             device=world.device,
             precision=precision,
             img=img,
+            size_hw=square_of(model, img),
             batch=config.val_batch,
             single_cls=config.single_cls,
             workers=workers,
@@ -343,7 +345,7 @@ def _train(
             "image": f"{img} px"
             + ("" if img == config.img else f" (--img {config.img} rounded up to stride {stride})"),
             "loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}",
-            **({"anchors": anchors} if anchors and config.autoanchor else {}),
+            **({"anchors": anchors} if anchors else {}),
         },
         settings=[
             (
@@ -356,7 +358,6 @@ def _train(
         ],
         versions=versions(),
         resumed=snapshot is not None,
-        advice=anchors_hint if config.autoanchor else "",
     )
     try:
         training.train()
@@ -364,21 +365,6 @@ def _train(
     finally:
         cache.close()
         val_cache.close()
-
-
-def anchor_text(index: DataIndex, model: Detector, recipe: Recipe, img: int) -> tuple[str, str]:
-    """How the anchors fit the labels at the training size, and what to do about it; '' = nothing to say."""
-    anchors_px = model.anchors_px
-    if anchors_px is None:
-        return "", ""
-    image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
-    longest = index.sizes_wh.max(1, keepdims=True)
-    sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]
-    recall, per_label = anchor_fit(sizes_px, anchors_px.reshape(-1, 2).cpu().numpy(), recipe.anchor_t)
-    text = f"{recall:.1%} of the labels can be matched, by {per_label:.1f} anchors each"
-    if recall >= GOOD_ENOUGH:
-        return text, ""
-    return text, f"the anchors match {recall:.1%} of the labels only: give better ones in a --cfg file"
 
 
 # -- val -----------------------------------------------------------------------------------------------------
@@ -405,6 +391,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         device, size_hw, where = torch.device("cpu"), model.facts.size_hw, f"{where}; {model.place}"
     else:
         precision = resolve_precision(config.precision, device)
+        size_hw = square_of(model, config.img, config.fit)
         model = fuse(model).to(device)
     if model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(

@@ -124,6 +124,8 @@ def test_a_file_that_only_looks_like_a_video_is_a_problem(tmp_path):
 class Oracle(torch.nn.Module):
     """Stands in the place of a network: one sure box at the same place of the letterboxed image."""
 
+    pads_to_square = False
+
     def __init__(self, box_cxcywh_px, class_idx=1):
         super().__init__()
         self.names, self.strides, self.training = NAMES, (8, 16, 32), False

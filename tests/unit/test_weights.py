@@ -20,6 +20,7 @@ from yolofleet.checkpoint.weights import (
     write_weights,
 )
 from yolofleet.checkpoint.yolov5_pt import description_by_shapes
+from yolofleet.data.fetch import DownloadError
 from yolofleet.errors import CheckpointError, StorageError
 from yolofleet.families import build_model, outline
 from yolofleet.models import rows
@@ -497,11 +498,10 @@ def test_files_of_other_kinds_are_refused(tmp_path):
 def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError) as problem:
+    with pytest.raises(DownloadError) as problem:  # tests run offline
         resolve_weights("yolov5s.pt")
-    assert str(tmp_path / "weights") in str(problem.value)
-    assert "--model yolov5s" in str(problem.value)
-    (tmp_path / "weights").mkdir()
+    assert str(tmp_path / "weights") in problem.value.render()
+    (tmp_path / "weights").mkdir(exist_ok=True)
     cached = tmp_path / "weights" / "yolov5s.pt"
     cached.touch()
     assert resolve_weights("yolov5s.pt") == cached

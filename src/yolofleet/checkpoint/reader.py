@@ -10,23 +10,23 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from yolofleet.checkpoint import darknet, paddle, yolov5_pt
+from yolofleet.checkpoint.catalogue import find_or_download
 from yolofleet.checkpoint.format import DIGEST, decode_tensors
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit
-from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError
 from yolofleet.models.darknet_cfg import DarknetDescription
-from yolofleet.models.description import ModelDescription, describe, preset_names
+from yolofleet.models.description import ModelDescription, describe
 
-SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
 DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # the first layers of a network, such as darknet53.conv.74
 PADDLE = (".pdparams", ".pdema", ".pdopt")
 
 
 def resolve_weights(name: str) -> Path:
-    """A path, or a bare file name in the cache's ``weights`` folder (with or without its suffix).
+    """A path, or a name of published weights, which come from the cache or are downloaded into it.
 
     Raises:
         CheckpointError: nothing there; says where to put the file.
+        DownloadError, StorageError: the download failed.
     """
     path = Path(name)
     if path.is_file():
@@ -37,15 +37,7 @@ def resolve_weights(name: str) -> Path:
         )
     if path.name != name:
         raise CheckpointError(f"weights file {name} does not exist", hint="check the path")
-    folder = cache_root() / "weights"
-    for candidate in (folder / name, *(folder / f"{name}{suffix}" for suffix in SUFFIXES)):
-        if candidate.is_file():
-            return candidate
-    known = f"; or start from scratch with --model {path.stem}" if path.stem in preset_names() else ""
-    raise CheckpointError(
-        f"weights {name} are neither here nor in {folder}",
-        hint=f"this version downloads nothing: put the file into {folder}, or give its path{known}",
-    )
+    return find_or_download(name)
 
 
 def read_weights(path: Path, description: ModelDescription | None = None) -> Weights:

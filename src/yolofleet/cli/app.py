@@ -25,20 +25,30 @@ DATA = Verbs(
         "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
         "download": ("yolofleet.cli.data:download_command", "fetch a public data set, whole and verified"),
         "check": ("yolofleet.cli.data:check_command", "read every label and image, and say what is wrong"),
-        "stats": ("yolofleet.cli.data:stats_command", "images, labels and box sizes, and what follows from them"),
-        "convert": ("yolofleet.cli.data:convert_command", "write a data set in YOLO, COCO or Pascal VOC form"),
+        "stats": (
+            "yolofleet.cli.data:stats_command",
+            "images, labels and box sizes, and what follows from them",
+        ),
+        "convert": (
+            "yolofleet.cli.data:convert_command",
+            "write a data set in YOLO, COCO or Pascal VOC form",
+        ),
     },
     help="Get, look at and convert data sets.",
 )
 WEIGHTS = Verbs(
     "weights",
     {
-        "inspect": (
-            "yolofleet.cli.weights:inspect_command",
-            "what a weights file holds; nothing in it is executed",
-        )
+        "list": ("yolofleet.cli.weights:list_command", "published weights that --weights knows by name"),
+        "download": (
+            "yolofleet.cli.weights:download_command",
+            "put published weights into the cache, checked",
+        ),
+        "inspect": ("yolofleet.cli.weights:inspect_command", "what a file holds; nothing in it is executed"),
+        "verify": ("yolofleet.cli.weights:verify_command", "check digest, values and origin of a file"),
+        "convert": ("yolofleet.cli.weights:convert_command", "write weights in another form"),
     },
-    help="Look at weights files.",
+    help="Get, look at and convert weights files.",
 )
 CHECKPOINTS = Verbs(
     "checkpoints",
@@ -57,7 +67,7 @@ APP = Verbs(
         "export": ("yolofleet.cli.export:command", "write a network as a file for other runtimes, and verify it"),
         "bench": ("yolofleet.cli.bench:command", "measure how fast weights or an exported file are here"),
         "data": (DATA, "get, make, check, convert data sets and count what is in them"),
-        "weights": (WEIGHTS, "look into weights files"),
+        "weights": (WEIGHTS, "list, fetch, look into, check and convert weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
         "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),
     },

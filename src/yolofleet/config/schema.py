@@ -118,7 +118,9 @@ class TrainConfig(Where):
         "", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how"
     )
     seed: int = setting(0, "seed of data order, augmentation and initialisation", ge=0, group="how")
-    autoanchor: bool = setting(True, "check how the anchors fit the labels, and say so", group="how")
+    autoanchor: bool = setting(
+        True, "fit the anchors to the labels where they match less than 98 % of them", group="how"
+    )
     sync_bn: bool = setting(False, "batch-norm statistics over --batch images, across devices", group="how")
 
     # where
@@ -183,6 +185,11 @@ class ValConfig(Where):
     split: Literal["train", "val", "test"] = setting("val", "which split", group="what")
     img: int = setting(640, "longest image side, pixels", ge=32, group="what")
     single_cls: bool = setting(False, "treat all classes as one", group="what")
+    fit: Literal["auto", "rect", "square"] = setting(
+        "auto",
+        "pad an image to whole strides (rect) or to a square; auto: as its family's own evaluation does",
+        group="how",
+    )
     conf: Unit = setting(0.001, "lowest score kept", group="how")
     iou: Unit = setting(0.6, "NMS overlap", group="how")
     max_det: Natural = setting(300, "most boxes per image", group="how")
@@ -212,6 +219,11 @@ class PredictConfig(Where):
     cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
     source: str = setting("", "image, folder, glob, list file (.txt) or video", group="what")
     img: int = setting(640, "longest image side, pixels", ge=32, group="what")
+    fit: Literal["auto", "rect", "square"] = setting(
+        "auto",
+        "pad an image to whole strides (rect) or to a square; auto: as its family's own evaluation does",
+        group="how",
+    )
     conf: Unit = setting(0.25, "lowest score kept", group="how")
     iou: Unit = setting(0.45, "NMS overlap", group="how")
     max_det: Natural = setting(1000, "most boxes per image", group="how")

@@ -126,6 +126,7 @@ class DarknetNetwork(Detector):
     """
 
     description: DarknetDescription
+    pads_to_square = True
 
     def __init__(self, description: DarknetDescription, nc: int) -> None:
         super().__init__(description, nc)

@@ -26,10 +26,12 @@ class Detector(nn.Module):
         names: class names, [C]; numbers until somebody knows better.
         strides: of each level of the raw predictions, pixels per cell.
         backbone_groups: how many of ``freeze_groups`` are the backbone.
+        pads_to_square: so does the family's own evaluation; else each image gets the least padding.
     """
 
     strides: tuple[int, ...]
     backbone_groups: int
+    pads_to_square = False
 
     def __init__(self, description: ModelDescription, nc: int) -> None:
         super().__init__()
@@ -81,3 +83,16 @@ class Detector(nn.Module):
     def freeze_groups(self) -> list[str]:
         """Prefixes of parameter names, such as ``model.0.``, in the order in which ``--freeze N`` counts."""
         raise NotImplementedError
+
+
+def square_of(model: Detector, img: int, fit: str = "auto") -> tuple[int, int] | None:
+    """Height and width that every image is padded to, pixels; None = each gets the least padding.
+
+    Args:
+        img: longest side of the image; rounded up to the stride.
+        fit: rect | square | auto, as the family's own evaluation does.
+    """
+    if fit == "rect" or (fit == "auto" and not model.pads_to_square):
+        return None
+    side = -(-img // max(model.strides)) * max(model.strides)
+    return side, side

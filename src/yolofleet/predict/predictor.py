@@ -24,7 +24,7 @@ from yolofleet.export.facts import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import device_of
@@ -152,6 +152,7 @@ class Predictor:
         max_det: most boxes per image.
         classes: keep only these, by number or name; empty = all.
         agnostic: suppress over all classes together.
+        fit: rect | square padding, or auto: as the family's own evaluation pads.
         precision: auto | fp32 | fp16 | bf16 of the forward pass.
         batch: images per forward pass, where neighbours have the same shape.
 
@@ -166,6 +167,7 @@ class Predictor:
         *,
         device: str | torch.device = "auto",
         img: int = 640,
+        fit: str = "auto",
         conf: float = 0.25,
         iou: float = 0.45,
         max_det: int = 1000,
@@ -179,7 +181,7 @@ class Predictor:
         self.img = -(-img // self.stride) * self.stride
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
         self.classes = class_numbers(classes, self.names) or None
-        self.size_hw: tuple[int, int] | None = None  # of every image, where an exported file demands it
+        self.size_hw: tuple[int, int] | None = None  # of every image, where the model asks for one
         self.suppressed = False  # an exported file does that, too
         self.model: Network
         if isinstance(model, Runtime):
@@ -191,6 +193,7 @@ class Predictor:
             return
         self.device = device if isinstance(device, torch.device) else one_device(device)
         self.precision = resolve_precision(precision, self.device)
+        self.size_hw = square_of(model, img, fit)
         self.model = fuse(model).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:

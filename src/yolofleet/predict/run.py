@@ -42,6 +42,7 @@ def predict_command(config: PredictConfig) -> int:
         open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device),
         device=device,
         img=config.img,
+        fit=config.fit,
         conf=config.conf,
         iou=config.iou,
         max_det=config.max_det,

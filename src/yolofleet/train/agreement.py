@@ -29,7 +29,7 @@ from yolofleet.train.state import TrainState
 OF_ONE_MACHINE = {
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
     *("device", "threads", "workers", "cache", "prefetch", "pin_memory", "timeout_s"),
-    *("plots", "tensorboard", "verbose", "autoanchor", "keep_last"),
+    *("plots", "tensorboard", "verbose", "keep_last"),
 }
 ROUNDING = 1e-4  # relative difference of the weights' norm that mixed hardware may make
 

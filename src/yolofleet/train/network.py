@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from yolofleet.checkpoint.reader import read_weights, resolve_weights
-from yolofleet.checkpoint.weights import transfer
+from yolofleet.checkpoint.weights import Weights, transfer
 from yolofleet.config.schema import TrainConfig
+from yolofleet.data.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
+from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
 from yolofleet.models.description import ModelDescription, describe
 from yolofleet.models.detector import Detector
+from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.report.console import NullConsole
 
 
-def build_network(
-    config: TrainConfig, names: tuple[str, ...], console: NullConsole, resumed: ModelDescription | None
-) -> Detector:
-    """The network with its starting weights, equal on every rank.
+def start_of(
+    config: TrainConfig, resumed: ModelDescription | None
+) -> tuple[ModelDescription, Weights | None]:
+    """What network the run has, and with which weights it starts.
 
     Args:
-        resumed: of the checkpoint that will fill it: start weights are not needed, and not read, any more.
+        resumed: of the checkpoint that will fill the network: start weights are not needed, and not read, any more.
 
     Raises:
         ConfigError, CheckpointError: no such model, unreadable weights.
     """
     if resumed is not None:
-        model = build_model(resumed, len(names), seed=config.seed)
-        model.names = names
-        return model
-    description = describe(config.cfg or config.model) if config.cfg or config.model else None
-    weights = read_weights(resolve_weights(config.weights), description) if config.weights else None
-    if description is None:
-        assert weights is not None
-        description = weights.description
-    model = build_model(description, len(names), seed=config.seed)
+        return resumed, None
+    described = describe(config.cfg or config.model) if config.cfg or config.model else None
+    weights = read_weights(resolve_weights(config.weights), described) if config.weights else None
+    if described is None:
+        assert weights is not None  # config/checks.py
+        described = weights.description
+    return described, weights
+
+
+def with_fitting_anchors(
+    description: ModelDescription, index: DataIndex, threshold: float, img: int, seed: int
+) -> tuple[ModelDescription, str]:
+    """The description with other anchors where its own match too few labels, and what to say about them ('' for
+    networks without anchors). Every rank finds the same.
+
+    Args:
+        threshold: largest side ratio of a match (``anchor_t``).
+        img: training size, pixels.
+    """
+    if isinstance(description, PpyoloeDescription):
+        return description, ""
+    image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
+    longest = index.sizes_wh.max(1, keepdims=True)
+    sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]
+    anchors = np.array(description.anchors_px)  # [L, A, 2]
+
+    def text() -> str:
+        return f"{recall:.1%} of the labels can be matched, by {per_label:.1f} anchors each"
+
+    recall, per_label = anchor_fit(sizes_px, anchors.reshape(-1, 2), threshold)
+    if recall >= GOOD_ENOUGH or not len(sizes_px):
+        return description, text()
+    before, better = recall, better_anchors(sizes_px, anchors, threshold, seed)
+    if better is anchors:
+        return description, f"{text()}; no better ones found"
+    recall, per_label = anchor_fit(sizes_px, better.reshape(-1, 2), threshold)
+    return description.with_anchors(better.tolist()), f"fitted to the labels: {text()}; before {before:.1%}"
+
+
+def build_network(
+    description: ModelDescription,
+    weights: Weights | None,
+    names: tuple[str, ...],
+    seed: int,
+    console: NullConsole,
+) -> Detector:
+    """The network with its starting weights, equal on every rank."""
+    model = build_model(description, len(names), seed=seed)
     model.names = names
     if weights is not None:
-        console.fact(f"start weights {config.weights}: {transfer(model, weights).text()}")
+        console.fact(f"start weights of {weights.description.name}: {transfer(model, weights).text()}")
     return model
 
 

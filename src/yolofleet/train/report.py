@@ -92,7 +92,6 @@ class TrainReport:
         settings: Sequence[tuple[str, str, str]],
         versions: Mapping[str, str],
         data_notes: Sequence[str],
-        advice: str,
         resumed: bool,
     ) -> None:
         """Say what will run where; training starts or continues."""
@@ -103,8 +102,6 @@ class TrainReport:
             "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
         )
         show_data_notes(self.console, data_notes, [index, val_index])
-        if advice:
-            self.console.warn(advice)
         bits = kernels(self.world.device)
         self.events.write("start", world=self.world.size, step=state.step, versions=versions, kernels=bits)
         if resumed:
