@@ -37,6 +37,15 @@ TINY = textwrap.dedent("""
 """)
 
 
+COUNTED = TINY.replace(
+    """anchors:
+  - [10,13, 16,30]
+  - [30,61, 62,45]
+""",
+    "anchors: 3\n",
+)
+
+
 @pytest.fixture
 def tiny_yaml(tmp_path):
     path = tmp_path / "my tiny ü.yaml"
@@ -60,6 +69,15 @@ def test_descriptions_survive_json(name):
     again = description_from_dict(json.loads(json.dumps(description.to_dict())))
     assert again == description
     assert layers(again) == layers(description)
+
+
+def test_a_number_of_anchors_gives_plain_ones_by_stride(tmp_path):
+    path = tmp_path / "counted.yaml"
+    path.write_text(COUNTED)
+    anchors = describe(str(path)).anchors_px
+    for level, stride in zip(anchors, (8, 16), strict=True):
+        assert [w * h for w, h in level] == pytest.approx([16 * stride**2] * 3)
+        assert [w / h for w, h in level] == pytest.approx([0.5, 1, 2])
 
 
 POOLS = textwrap.dedent("""
@@ -146,6 +164,7 @@ def replaced(old, new):
         (replaced("width_multiple", "with_multiple"), ["with_multiple", "did you mean width_multiple"]),
         (replaced("[30,61, 62,45]", "[30,61, 62]"), ["anchors"]),
         (replaced("[30,61, 62,45]", "[30,-61, 62,45]"), ["level 1", "-61"]),
+        (COUNTED.replace("anchors: 3", "anchors: 100"), ["anchors is 100"]),
         (replaced("nearest", "bilinear"), ["row 7", "bilinear", "nearest"]),
         (TINY + "activation: nn.ReLU()\n", ["unknown key", "activation"]),
         (TINY + "ch: 1\n", ["ch is 1", "3 channels"]),

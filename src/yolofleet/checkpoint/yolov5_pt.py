@@ -57,7 +57,6 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
         tensors, values = _module_tensors(found, source)
         mapping = values.get("yaml")
         if isinstance(mapping, dict):
-            mapping = _with_anchors(mapping, tensors)
             origin = values.get("yaml_file")
             name = Path(origin).stem[:100] if isinstance(origin, str) else "model"
             try:
@@ -99,16 +98,6 @@ def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
         if isinstance(found, dict) and any(isinstance(v, StoredTensor) for v in found.values()):
             return found
     return None
-
-
-def _with_anchors(mapping: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> dict[Any, Any]:
-    """With pairs where ``anchors`` is their number, as YOLOv5's hyperparameter of that name leaves it; their values
-    are in the tensor."""
-    shapes = [t.shape for name, t in tensors.items() if name.endswith(".anchors")]
-    if type(mapping.get("anchors")) is not int or len(shapes) != 1 or len(shapes[0]) != 3:
-        return mapping
-    levels, per_level, _ = shapes[0]
-    return {**mapping, "anchors": [[1] * min(2 * per_level, 1000)] * min(levels, 1000)}
 
 
 def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:

@@ -271,12 +271,19 @@ def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     return tuple(backbone), tuple(head)
 
 
+def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
+    """``count`` boxes of 4 x 4 cells in area, from upright to lying ones of 1 : 2, pixels."""
+    turns = [2 * i / (count - 1) - 1 for i in range(count)] if count > 1 else [0.0]
+    return tuple((4 * stride * 2 ** (t / 2), 4 * stride * 2 ** (-t / 2)) for t in turns)
+
+
 # -- a user's YAML, or the `yaml` mapping inside a YOLOv5 checkpoint -------------------------------------
 
 
 def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescription:
     """YOLOv5's layout: nc, depth_multiple, width_multiple, anchors, backbone, head. ``nc`` is read from the
-    data set instead, as there; and as there, anchors that run against the strides are turned round.
+    data set instead, as there; and as there, anchors may be a number per level, for others to be found, and those
+    that run against the strides are turned round.
 
     Raises:
         ConfigError: names the key or row that is wrong and ``source``.
@@ -288,11 +295,12 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
     if values.get("ch", 3) != 3:
         raise check.error(f"ch is {short(values['ch'])}", "images have 3 channels here")
     anchors = values["anchors"]
-    if isinstance(anchors, int):
-        raise check.error(
-            f"anchors is the number {anchors}", "write out width,height pairs in pixels, one list a level"
-        )
-    if isinstance(anchors, list) and all(
+    counted = type(anchors) is int
+    if counted:
+        per_level = int(check.number("anchors", anchors, 1, MAX_ANCHORS))
+        detect = check.rows("head", values["head"], first=0)[-1]
+        anchors = [[(1, 1)] * per_level] * len(detect.inputs)
+    elif isinstance(anchors, list) and all(
         isinstance(level, list) and len(level) % 2 == 0 for level in anchors
     ):
         anchors = [list(zip(level[::2], level[1::2], strict=True)) for level in anchors]
@@ -310,6 +318,8 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
     )
     plan = layers(description)
     strides = [plan[i].stride for i in plan[-1].inputs]
+    if counted:
+        return replace(description, anchors_px=tuple(plain_anchors(int(s), per_level) for s in strides))
     areas = [sum(w * h for w, h in level) for level in description.anchors_px]
     if (areas[-1] - areas[0]) * (strides[-1] - strides[0]) < 0:
         return replace(description, anchors_px=description.anchors_px[::-1])
