@@ -51,7 +51,9 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     import coremltools
 
     if sys.platform != "darwin":
-        raise ConfigError(f"{path} runs on macOS only", hint="export to ONNX for this machine")
+        raise ConfigError(
+            "Core ML runs on macOS only", hint="yolofleet predict or val with the file on a Mac"
+        )
     cpu_only(device, "Core ML")
     model = coremltools.models.MLModel(str(path), compute_units=coremltools.ComputeUnit.CPU_ONLY)
     if KEY not in model.user_defined_metadata:

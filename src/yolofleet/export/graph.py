@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from yolofleet.export.facts import ExportFacts
 from yolofleet.models.blocks import Upsample
+from yolofleet.models.darknet import Pool
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 
@@ -31,7 +32,7 @@ class ExportGraph(nn.Module):
         super().__init__()
         self.network = fuse(model)
         self.half_inside = half
-        _use_plain_upsampling(self.network)
+        _use_plain_modules(self.network, lowest=-6e4 if half else -1e30)
         if half:
             self.network.half()
 
@@ -40,13 +41,41 @@ class ExportGraph(nn.Module):
         return self.network.decode(self.network(images.half() if self.half_inside else images))
 
 
-def _use_plain_upsampling(module: nn.Module) -> None:
-    """Ours is made for training; every runtime has a kernel for this one, with equal values."""
+class ZeroBorder(nn.Module):
+    """``nn.ZeroPad2d`` with whole sides, by joining: ONNX Runtime (1.17 to 1.31 at least) merges a padding with zeros
+    into the max pooling after it, whose own border is no zero."""
+
+    def __init__(self, padding: tuple[int, int, int, int]) -> None:
+        super().__init__()
+        self.left, self.right, self.top, self.bottom = padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        for axis, before, after in ((3, self.left, self.right), (2, self.top, self.bottom)):
+            x = torch.cat([*self._zeros(x, axis, before), x, *self._zeros(x, axis, after)], axis)
+        return x
+
+    @staticmethod
+    def _zeros(x: Tensor, axis: int, width: int) -> list[Tensor]:
+        shape = [*x.shape[:axis], width, *x.shape[axis + 1 :]]
+        return [x.new_zeros(shape)] if width else []
+
+
+def _use_plain_modules(module: nn.Module, lowest: float) -> None:
+    """Put modules that every runtime knows in the place of some of ours, with equal values.
+
+    Args:
+        lowest: a number below every activation; ncnn's files cannot hold infinity.
+    """
     for name, child in module.named_children():
-        if isinstance(child, Upsample):
+        if isinstance(child, Upsample):  # ours is made for training
             setattr(module, name, nn.Upsample(scale_factor=2.0, mode="nearest"))
+        elif isinstance(child, nn.ZeroPad2d):
+            setattr(module, name, ZeroBorder(child.padding))
+        elif isinstance(child, Pool) and child.before != child.after:
+            border = nn.ConstantPad2d((child.before, child.after) * 2, lowest)
+            setattr(module, name, nn.Sequential(border, nn.MaxPool2d(child.size, child.stride)))
         else:
-            _use_plain_upsampling(child)
+            _use_plain_modules(child, lowest)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     """
     import onnxruntime
 
+    onnxruntime.disable_telemetry_events()  # builds for Windows have some
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in stored:

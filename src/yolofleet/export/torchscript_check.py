@@ -19,16 +19,13 @@ PARTS = ("data.pkl", "constants.pkl", "version", "byteorder", ".format_version",
 FOLDERS = ("code", "constants", "data", "extra", ".data")
 
 ARITHMETIC = (
-    *("_convolution", "adaptive_avg_pool2d", "add", "add_", "arange", "avg_pool2d", "cat", "chunk"),
-    *("clamp", "conv2d", "contiguous", "device", "div", "div_", "elu", "exp", "expand", "flatten"),
-    *("floor_divide", "gelu", "hardsigmoid", "hardsigmoid_", "hardswish", "hardtanh", "leaky_relu"),
-    *("leaky_relu_", "linear", "matmul", "max_pool2d", "mean", "mish", "mul", "mul_", "new_full"),
-    *("ones_like", "pad", "permute", "pow", "relu", "relu_", "repeat", "repeat_interleave", "reshape"),
-    *("select", "sigmoid", "sigmoid_", "silu", "silu_", "size", "slice", "softmax", "softplus", "split"),
-    *("split_with_sizes", "square", "squeeze", "stack", "sub", "sub_", "sum", "tanh", "to", "transpose"),
-    *("unbind", "unflatten", "unsqueeze", "upsample_nearest2d", "view", "zeros_like"),
+    *("_convolution", "conv2d", "max_pool2d", "upsample_nearest2d", "pad", "constant_pad_nd", "mean", "sum"),
+    *("leaky_relu_", "mish", "mish_", "relu_", "silu", "silu_", "hardsigmoid", "sigmoid", "softmax"),
+    *("add", "sub", "mul", "div", "square", "exp", "clamp", "arange", "device", "to"),
+    *("new_full", "new_zeros", "ones_like", "repeat", "repeat_interleave", "expand", "size"),
+    *("cat", "stack", "chunk", "split", "slice", "permute", "reshape", "unflatten", "unsqueeze", "view"),
 )
-CALLS = {"int", "float", "annotate", "ops.prim.NumToTensor"} | {f"torch.{name}" for name in ARITHMETIC}
+CALLS = {"int", "ops.prim.NumToTensor"} | {f"torch.{name}" for name in ARITHMETIC}
 SYNTAX = (
     *(
         ast.Module,

@@ -111,7 +111,7 @@ def distances_cells(bins: Tensor) -> Tensor:
     """
     probabilities = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
     # not a matrix product, which autocast would do in 16 bits
-    return (probabilities * torch.arange(REG_BINS, device=bins.device)).sum(-1)
+    return (probabilities * torch.arange(REG_BINS, device=bins.device, dtype=torch.float32)).sum(-1)
 
 
 def centres_cells(height: int, width: int, device: torch.device | None = None) -> Tensor:
