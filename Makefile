@@ -8,7 +8,7 @@ EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
 
-.PHONY: env demo test test-slow contract lint bench clean
+.PHONY: env demo test test-slow test-cluster contract lint bench clean
 
 env: $(VENV)/.made
 
@@ -33,11 +33,15 @@ test: env
 	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py
 	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu and not cluster"
 
 # kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
 test-slow: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --timeout 3600
+
+# several machines for real: network namespaces with sshd (Linux, root, openssh-server)
+test-cluster: env
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
 
 # one hash for every fleet: the whole matrix
 contract: env
