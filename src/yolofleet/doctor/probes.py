@@ -1,0 +1,347 @@
+"""What can be asked of a host, by name: plain values in, plain values out. Standard library alone.
+
+``PROBES`` is the whole list of what somebody at the other end of a connection may have done here. Everything
+ends by itself within its deadline, and nothing is changed: the only writes are nameless files that measure the
+disk, the index of a data set in the cache, and bytes to those who know the token of :func:`listen`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from yolofleet.doctor import facts as seen
+from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
+from yolofleet.doctor.machine import Machine
+from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
+
+Json = dict[str, Any]
+
+APART_S = {"libraries": 12.0, "data": 30.0, "all_reduce": 45.0}
+CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
+LONGEST_LISTEN_S = 120.0
+MEASURE_S, MEASURE_BYTES, PIECE_BYTES, ECHOES = 1.0, 32 << 20, 1 << 18, 15
+REFUSES_AT_ONCE_S = 0.8  # the kernel gives up a neighbour that does not answer after 3 s
+_TOKEN_BYTES = 16
+
+
+def run_probe(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Raises LookupError: there is no such probe."""
+    if name not in PROBES:
+        raise LookupError(f"no probe {name[:40]!r}")
+    return PROBES[name](arguments)
+
+
+# -- what is here --------------------------------------------------------------------------------------------
+
+
+def all_facts(arguments: Mapping[str, Any]) -> Json:
+    """Everything about this computer that needs nobody else.
+
+    Args:
+        arguments: ``folders``: whose disks to look at; ``port`` of the rendezvous; ``cheap``: only what takes
+            milliseconds (no torch, no writing).
+    """
+    machine, cheap = Machine(), bool(arguments.get("cheap"))
+    host = socket.gethostname()
+    folders = [Path(str(folder)) for folder in arguments.get("folders", ())]
+    with ThreadPoolExecutor(8) as pool:
+        waiting: dict[str, Any] = {
+            "names": pool.submit(resolve, host, 1.0 if cheap else 3.0),
+            "disks": pool.submit(lambda: [seen.disk(folder, measure=not cheap) for folder in folders]),
+        }
+        if not cheap:
+            waiting |= {
+                "libraries": pool.submit(apart, "libraries", {}),
+                "software": pool.submit(seen.software),
+                "gpus": pool.submit(seen.gpus, machine),
+                "firewall": pool.submit(firewall, machine),
+                "clock": pool.submit(seen.clock, machine),
+                "infiniband": pool.submit(seen.infiniband, machine),
+            }
+        found: Json = {
+            "host": host,
+            "platform": machine.platform,
+            "memory": seen.memory(machine),
+            "shm": seen.shared_memory(machine),
+            "cores": seen.cores(machine),
+            "limits": seen.limits(),
+            "variables": seen.variables(machine.environment),
+            "cards": cards(machine),
+            "port": port_facts(machine, int(arguments.get("port") or 0)) if arguments.get("port") else None,
+            "ephemeral_ports": ephemeral_ports(machine),
+        }
+        return found | {name: value.result() for name, value in waiting.items()}
+
+
+def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Json:
+    """A probe of ``apart.py``; where it gives no answer, ``problem`` says why and ``late`` whether for its time."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "yolofleet.doctor.apart", name],
+            input=json.dumps(arguments).encode(),
+            capture_output=True,
+            timeout=APART_S[name],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"no answer within {APART_S[name]:.0f} s", "late": True}
+    except OSError as problem:
+        return {"problem": f"{sys.executable}: {problem}", "late": False}
+    if done.returncode == 0:
+        answer: Json = json.loads(done.stdout.splitlines()[-1])
+        return answer
+    words = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return {"problem": f"{words[0] if words else 'nothing said'} ({ended})", "late": False}
+
+
+def data(arguments: Mapping[str, Any]) -> Json:
+    """Digests of the data set ``data``."""
+    return apart("data", {"data": str(arguments["data"]), "single_cls": bool(arguments.get("single_cls"))})
+
+
+def now(_: Mapping[str, Any]) -> Json:
+    return {"time_s": time.time()}
+
+
+def look_up(arguments: Mapping[str, Any]) -> Json:
+    """Addresses of ``names`` as seen from here."""
+    names = [str(name) for name in arguments["names"]]
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(names, pool.map(resolve, names), strict=True))
+
+
+# -- can others be reached -----------------------------------------------------------------------------------
+
+
+class _Listener:
+    """Answers those who know the token, on some ports, until its time is over."""
+
+    def __init__(self, address: str, ports: Sequence[int], token: bytes, seconds: float) -> None:
+        self.token = token
+        self.ends_at_s = time.monotonic() + min(seconds, LONGEST_LISTEN_S)
+        self.sockets: list[socket.socket] = []
+        self.problems: dict[int, str] = {}
+        for port in ports:
+            listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            if os.name == "posix":
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listening.bind((address, port))
+                listening.listen(64)
+            except OSError as problem:
+                listening.close()
+                self.problems[port] = problem.strerror or str(problem)
+                continue
+            self.sockets.append(listening)
+            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+
+    @property
+    def ports(self) -> list[int]:
+        return [int(s.getsockname()[1]) for s in self.sockets]
+
+    def close(self) -> None:
+        self.ends_at_s = 0.0
+        for listening in self.sockets:
+            listening.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        with listening:
+            listening.settimeout(0.2)
+            while time.monotonic() < self.ends_at_s:
+                try:
+                    caller, _ = listening.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # closed
+                    return
+                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
+
+    def _serve(self, caller: socket.socket) -> None:
+        with caller, suppress(OSError):
+            caller.settimeout(CONNECT_S)
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not secrets.compare_digest(_receive(caller, _TOKEN_BYTES), self.token):
+                return
+            caller.sendall(b"y")
+            while (wish := caller.recv(1)) and time.monotonic() < self.ends_at_s:
+                if wish == b"s":  # a stream of so many bytes
+                    left = int.from_bytes(_receive(caller, 8), "big")
+                    while left and (piece := caller.recv(min(left, PIECE_BYTES))):
+                        left -= len(piece)
+                caller.sendall(b"y")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        data += piece
+    return data
+
+
+_listeners: dict[str, _Listener] = {}
+
+
+def listen(arguments: Mapping[str, Any]) -> Json:
+    """Listen on ``ports`` (0: one that the kernel chooses) of ``address`` for ``seconds``, for who sends ``token``.
+
+    Returns:
+        ``ports`` that are open now; ``problems``: port -> why it is not.
+    """
+    token = str(arguments["token"])
+    ports = [int(port) for port in arguments["ports"]][:8]
+    unlisten({"token": token})
+    made = _Listener(str(arguments["address"]), ports, bytes.fromhex(token), float(arguments["seconds"]))
+    _listeners[token] = made
+    return {"ports": made.ports, "problems": {str(port): why for port, why in made.problems.items()}}
+
+
+def unlisten(arguments: Mapping[str, Any]) -> Json:
+    listener = _listeners.pop(str(arguments["token"]), None)
+    if listener is not None:
+        listener.close()
+    return {}
+
+
+def reach(arguments: Mapping[str, Any]) -> list[Json]:
+    """Try to connect to every one of ``targets`` (``address``, ``port``, ``token``), at the same time.
+
+    Returns:
+        for each target its ``address`` and ``port`` and what :func:`reach_one` found.
+    """
+    targets = [dict(target) for target in arguments["targets"]][:1024]
+    with ThreadPoolExecutor(32) as pool:
+        return list(
+            pool.map(lambda t: reach_one(str(t["address"]), int(t["port"]), str(t["token"])), targets)
+        )
+
+
+def reach_one(address: str, port: int, token: str) -> Json:
+    """``outcome``, one of
+
+    connected; refused: somebody answered "no"; prohibited: a machine or router answered "no way", though there is
+    a route; dropped: no answer at all; silent: no machine with this address answers on its network; no-route:
+    this machine knows no way; self: the address is this machine's own; other: something else answered.
+
+    And ``own``, the own address, ``card``, its card, ``elapsed_s``, and ``said``, the system's words.
+    """
+    machine = Machine()
+    own, no_way = route_to(address)
+    card = card_with(cards(machine) or [], own)
+    found = {"address": address, "port": port, "own": own, "card": card and card["name"], "said": no_way}
+    if no_way:
+        return {**found, "outcome": "no-route", "elapsed_s": 0.0}
+    if own == address:
+        return {**found, "outcome": "self", "elapsed_s": 0.0}
+    began_s = time.monotonic()
+    outcome, said = _try(address, port, token)
+    elapsed_s = time.monotonic() - began_s
+    if outcome in ("dropped", "unreachable") and neighbour_state(machine, address) == "silent":
+        outcome = "silent"
+    elif outcome == "unreachable":
+        outcome = "prohibited" if elapsed_s < REFUSES_AT_ONCE_S else "silent"
+    return {**found, "outcome": outcome, "elapsed_s": elapsed_s, "said": said}
+
+
+def _try(address: str, port: int, token: str) -> tuple[str, str]:
+    try:
+        with socket.create_connection((address, port), CONNECT_S) as connection:
+            try:
+                connection.sendall(bytes.fromhex(token))
+                return ("connected", "") if connection.recv(1) == b"y" else ("other", "it does not know us")
+            except OSError as problem:
+                return "other", str(problem)
+    except ConnectionRefusedError as problem:
+        return "refused", problem.strerror or str(problem)
+    except TimeoutError:
+        return "dropped", f"no answer within {CONNECT_S:.1f} s"
+    except OSError as problem:
+        return "unreachable", problem.strerror or str(problem)
+
+
+def measure(arguments: Mapping[str, Any]) -> Json:
+    """Latency and bandwidth to a listener (``address``, ``port``, ``token``): a second, at most 32 MiB.
+
+    Returns:
+        ``round_trip_s``, the median; ``bytes_per_s``; ``problem``: "" or what broke; ``stalled``: short messages
+        pass and long ones do not.
+    """
+    found: Json = {"round_trip_s": None, "bytes_per_s": None, "problem": "", "stalled": False}
+    address, port = str(arguments["address"]), int(arguments["port"])
+    try:
+        with socket.create_connection((address, port), CONNECT_S) as connection:
+            connection.settimeout(CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(bytes.fromhex(str(arguments["token"])))
+            _receive(connection, 1)
+            taken = sorted(_timed(connection, b"e") for _ in range(ECHOES))
+            found["round_trip_s"] = taken[len(taken) // 2]
+            try:
+                found["bytes_per_s"] = _bandwidth(connection)
+            except OSError as problem:
+                found |= {"problem": str(problem), "stalled": isinstance(problem, TimeoutError)}
+    except OSError as problem:
+        found["problem"] = str(problem)
+    return found
+
+
+def _timed(connection: socket.socket, message: bytes) -> float:
+    began_s = time.perf_counter()
+    connection.sendall(message)
+    _receive(connection, 1)
+    return time.perf_counter() - began_s
+
+
+def _bandwidth(connection: socket.socket) -> float:
+    """Doubles what it sends until that takes a third of the time there is."""
+    size = PIECE_BYTES
+    while True:
+        payload = b"s" + size.to_bytes(8, "big") + bytes(size)
+        taken_s = _timed(connection, payload)
+        if taken_s > MEASURE_S / 3 or size >= MEASURE_BYTES:
+            return size / taken_s
+        size *= 2
+
+
+def free_port(arguments: Mapping[str, Any]) -> Json:
+    """A port that is free on ``address`` now."""
+    address = str(arguments["address"])
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+        trial.bind((address, 0))
+        return {"port": int(trial.getsockname()[1])}
+
+
+def all_reduce(arguments: Mapping[str, Any]) -> Json:
+    """One rank of a sum over all hosts through torch's gloo, bound to ``card``; see ``apart.py``."""
+    wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "timeout_s")}
+    return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": str(arguments["card"])})
+
+
+PROBES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "facts": all_facts,
+    "data": data,
+    "time": now,
+    "look_up": look_up,
+    "listen": listen,
+    "unlisten": unlisten,
+    "reach": reach,
+    "measure": measure,
+    "free_port": free_port,
+    "all_reduce": all_reduce,
+}
