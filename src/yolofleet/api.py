@@ -28,7 +28,7 @@ from yolofleet.errors import (
 )
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
-from yolofleet.launch import is_worker, processes_to_start, resumed_folder, run_processes
+from yolofleet.launch.start import is_worker, processes_to_start, resumed_folder, run_processes
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.report.folder import RunFolder
 

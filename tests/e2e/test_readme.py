@@ -19,7 +19,7 @@ import pytest
 from commands import environment
 
 import yolofleet
-import yolofleet.launch
+import yolofleet.launch.start
 import yolofleet.predict.run
 from yolofleet import errors
 from yolofleet.cli.app import APP, run
@@ -166,8 +166,8 @@ def test_every_command_is_understood(
     if "--resume" in argv:  # wants a run
         argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
     started = []
-    monkeypatch.setattr(yolofleet.launch, "start", lambda *_: started.append("train") or 0)
-    monkeypatch.setattr(yolofleet.launch, "start_val", lambda *_: started.append("val") or 0)
+    monkeypatch.setattr(yolofleet.launch.start, "start", lambda *_: started.append("train") or 0)
+    monkeypatch.setattr(yolofleet.launch.start, "start_val", lambda *_: started.append("val") or 0)
     monkeypatch.setattr(yolofleet.predict.run, "predict_command", lambda *_: started.append("predict") or 0)
     if argv[0] in ("train", "val", "predict"):
         assert run(argv) == 0, capsys.readouterr().err

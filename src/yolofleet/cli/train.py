@@ -21,7 +21,7 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool) -> int:
     if dry_run:
         click.echo(plan(config, recipe))
         return 0
-    from yolofleet.launch import start
+    from yolofleet.launch.start import start
 
     return start(config, recipe)
 

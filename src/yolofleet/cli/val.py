@@ -11,7 +11,7 @@ from yolofleet.config.schema import ValConfig
 
 def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_val(given, config_file=config_file)
-    from yolofleet.launch import start_val
+    from yolofleet.launch.start import start_val
 
     return start_val(config)
 

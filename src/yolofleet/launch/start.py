@@ -1,0 +1,98 @@
+"""Where a run runs. No torch here: ``worker.py`` is imported only when this process becomes a worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.errors import ConfigError, DataError, Stopped
+from yolofleet.launch.job import JobSpec
+from yolofleet.report.folder import RunFolder, write_text
+
+
+def start(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> int:
+    """Train: in this process for one device or under somebody's torchrun, else in one process per device.
+
+    Returns:
+        The exit code of a launched job; 0 otherwise.
+    Raises:
+        YolofleetError: from a run in this process.
+    """
+    return _start("train", config, recipe)
+
+
+def start_val(config: Resolved[ValConfig]) -> int:
+    """Validate, like :func:`start`."""
+    return _start("val", config, None)
+
+
+def _start(
+    verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
+) -> int:
+    settings = config.value
+    processes = processes_to_start(settings)
+    if processes == 1 or is_worker():
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
+        from yolofleet.worker import run
+
+        resumed = resumed_folder(settings)
+        run(config, recipe, RunFolder(resumed) if resumed else None)
+        return 0
+    from yolofleet.launch.local import stoppable
+
+    with stoppable():
+        resumed = resumed_folder(settings)
+        folder = (
+            RunFolder(resumed)
+            if resumed
+            else RunFolder.create(
+                verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+            )
+        )
+        return run_processes(config, recipe, folder, processes)
+
+
+def run_processes(
+    config: Resolved[TrainConfig] | Resolved[ValConfig],
+    recipe: Resolved[Recipe] | None,
+    folder: RunFolder,
+    processes: int,
+) -> int:
+    """One process per device on this machine; returns the exit code. They have said why it is not 0.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    from yolofleet.launch.local import run_agent
+
+    code = None
+    try:
+        write_text(folder.job, dump_config(config, recipe))
+        code = run_agent(JobSpec(folder.path.resolve(), processes))
+    finally:
+        if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
+            folder.discard_unless_used()
+    return code
+
+
+def processes_to_start(settings: TrainConfig | ValConfig) -> int:
+    """One per device, or one for all of them (``--parallel dp``)."""
+    if isinstance(settings, TrainConfig) and settings.parallel == "dp":
+        return 1
+    return processes_of(settings.device)
+
+
+def is_worker() -> bool:
+    """Somebody's launcher started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def resumed_folder(settings: TrainConfig | ValConfig) -> Path | None:
+    """The folder of the run that ``--resume`` continues (``config/resume.py`` has found it)."""
+    if not isinstance(settings, TrainConfig) or not settings.resume:
+        return None
+    path = Path(settings.resume)
+    return path if path.is_dir() else path.parent.parent
