@@ -9,10 +9,10 @@ from reference import reference
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import SPELLINGS, rewrite
-from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import ExportConfig, PredictConfig, TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 
-MODELS = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig}
+MODELS = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig, "export": ExportConfig}
 
 
 def flags_of(verb):

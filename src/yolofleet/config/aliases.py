@@ -99,6 +99,20 @@ def _txt_format(values: list[str]) -> list[str]:
     return [f"--txt-format={ {'0': 'yolo', '1': 'voc'}.get(values[0], values[0]) }"]
 
 
+def _height_width(values: list[str]) -> list[str]:
+    return [f"--img={','.join(values)}"]
+
+
+def _one_format(values: list[str]) -> list[str]:
+    if len(values) > 1:
+        raise ConfigError(
+            f"--include with {len(values)} formats: one file is written at a time",
+            hint=f"--format {values[0]}, and again for each",
+        )
+    names = {"engine": "tensorrt"}
+    return [f"--format={names.get(values[0], values[0])}"]
+
+
 LATER = "is not available yet"
 EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
 TTA = refused(f"test-time augmentation {LATER}", "leave it out")
@@ -185,6 +199,32 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
         "--dnn": ONNX,
     },
+}
+SPELLINGS["export"] = {
+    "--img": Spelling("some", _height_width),
+    "--imgsz": Spelling("some", _height_width),
+    "--img-size": Spelling("some", _height_width),
+    "--batch-size": same("--batch"),
+    "--weights": Spelling("some", _one_model),
+    "--include": Spelling("some", _one_format, note=True),
+    "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
+    "--conf-thres": now("--conf"),
+    "--iou-thres": now("--iou"),
+    "--opset": refused("files have opset 17", "leave it out", "one"),
+    "--inplace": Spelling(note="has no effect: it changes nothing that is computed"),
+    "--verbose": Spelling(note="has no effect: TensorRT says what is worth knowing"),
+    "--device": refused("files are written on the CPU; TensorRT takes the first GPU", "leave it out", "one"),
+    "--optimize": refused(
+        "there is no form of TorchScript for phones any more", "--format ncnn, tflite or coreml"
+    ),
+    "--int8": refused(f"8 bits {LATER}", "--half"),
+    "--per-tensor": refused(f"8 bits {LATER}", "leave it out"),
+    "--keras": refused("TensorFlow is not used to write TensorFlow Lite", "leave it out"),
+    "--mlmodel": refused("Core ML files are packages (.mlpackage)", "leave it out"),
+    "--cache": refused("TensorRT builds without a cache of timings", "leave it out", "one"),
+    "--workspace": refused("TensorRT chooses its own workspace", "leave it out", "one"),
+    "--topk-per-class": refused("there is one limit for all classes", "--max-det", "one"),
+    "--topk-all": refused("it has another name here", "--max-det", "one"),
 }
 VERBS = {"detect": "predict", "test": "val", "inspect": "weights inspect"}
 

@@ -74,7 +74,7 @@ def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> D
         if nms is None:
             box_px, score, compared = decoded_difference(ours, theirs)
         else:
-            box_px, score, compared = suppressed_difference(ours, theirs, nms)
+            box_px, score, compared = suppressed_difference(ours, theirs, nms, LIMITS[runtime.facts.half][1])
         worst_px, worst_score = max(worst_px, box_px), max(worst_score, score)
         count += compared
     return Difference(worst_px, worst_score, sum(map(len, batches)), count)
@@ -92,9 +92,14 @@ def decoded_difference(ours: Tensor, theirs: Tensor) -> tuple[float, float, int]
     return float(sides.abs().max()), score, ours.shape[0] * ours.shape[1]
 
 
-def suppressed_difference(decoded: Tensor, boxes: Tensor, nms: Suppression) -> tuple[float, float, int]:
-    """Of our boxes and [N, max_det, 6] of the file: each of ours has a partner of its class there, and each of
-    theirs here; those whose score is at the threshold may be missing."""
+def suppressed_difference(
+    decoded: Tensor, boxes: Tensor, nms: Suppression, margin: float
+) -> tuple[float, float, int]:
+    """Of our boxes and [N, max_det, 6] of the file: see :func:`partners_difference`; number of ours.
+
+    Args:
+        margin: a box whose score is so near the threshold may be missing.
+    """
     worst_px, worst_score, count = 0.0, 0.0, 0
     ours, _ = detections(
         decoded,
@@ -104,20 +109,30 @@ def suppressed_difference(decoded: Tensor, boxes: Tensor, nms: Suppression) -> t
         multi_label=False,
         agnostic=nms.agnostic,
     )
-    margin = LIMITS[False][1]
     for mine, row in zip(ours, boxes, strict=True):
-        found = row[row[:, 4] > 0]
+        box_px, score = partners_difference(mine, row[row[:, 4] > 0], above=nms.conf + margin)
+        worst_px, worst_score = max(worst_px, box_px), max(worst_score, score)
         count += len(mine)
-        for some, others in ((mine, found), (found, mine)):
-            for box in some[some[:, 4] > nms.conf + margin]:
-                same = others[others[:, 5] == box[5]]
-                if not len(same):
-                    return float("inf"), float("inf"), count
-                off_px = (same[:, :4] - box[:4]).abs().amax(1)
-                partner = int(off_px.argmin())
-                worst_px = max(worst_px, float(off_px[partner]))
-                worst_score = max(worst_score, abs(float(same[partner, 4] - box[4])))
     return worst_px, worst_score, count
+
+
+def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[float, float]:
+    """Of two sets of boxes [n, 6] of an image (x1, y1, x2, y2, score, class): sides px and scores of partners.
+
+    The partner of a box is the nearest one of its class on the other side; infinity where a box whose score is
+    ``above`` has none.
+    """
+    worst_px, worst_score = 0.0, 0.0
+    for some, others in ((ours, theirs), (theirs, ours)):
+        for box in some[some[:, 4] > above]:
+            same = others[others[:, 5] == box[5]]
+            if not len(same):
+                return float("inf"), float("inf")
+            off_px = (same[:, :4] - box[:4]).abs().amax(1)
+            partner = int(off_px.argmin())
+            worst_px = max(worst_px, float(off_px[partner]))
+            worst_score = max(worst_score, abs(float(same[partner, 4] - box[4])))
+    return worst_px, worst_score
 
 
 def forms(facts: ExportFacts, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:

@@ -1,0 +1,227 @@
+"""Does an exported file find what the network finds, on a whole data set, and how fast is it?
+
+    python benchmarks/exports.py --weights yolov5n.pt --data coco128.yaml --formats onnx,torchscript,openvino,ncnn
+    python benchmarks/exports.py --model ppyoloe-s --data coco128.yaml --images 16
+
+Each format is exported, once for images of one size and once, where it can, for any. Then all images pass the network
+and the file: the largest difference of predictions, of boxes after suppression (conf 0.25, iou 0.45), COCO's figures
+of both, and milliseconds of CPU time an image at batch 1 on one thread, turn by turn. Exit code 1 when boxes differ by
+more than 0.5 px, scores by more than 0.001, or figures in the third digit.
+
+``--model`` takes a network with drawn weights, for families of which there are none at hand; its figures are 0 then,
+and only predictions are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.checkpoint.reader import load_weights
+from yolofleet.checkpoint.weights import model_from_weights
+from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.loader import val_batches, val_loader
+from yolofleet.data.sources import load_dataset
+from yolofleet.evaluate.run import evaluate
+from yolofleet.export.facts import ExportFacts
+from yolofleet.export.formats import FORMATS
+from yolofleet.export.run import export
+from yolofleet.export.runtime import Runtime, open_exported
+from yolofleet.export.verify import decoded_difference, partners_difference
+from yolofleet.families import build_model
+from yolofleet.geometry.nms import detections
+from yolofleet.models.description import describe
+from yolofleet.models.detector import Detector
+from yolofleet.models.fuse import fuse
+from yolofleet.report.console import aligned
+
+LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3
+PASSES = 15
+COLUMNS = (
+    *("format", "size", "runtime", "predictions off px", "scores off", "boxes", "boxes off px", "scores off"),
+    *("mAP50-95", "network's", "ms", "network's ms"),
+)
+
+
+class Alone:
+    """The one process of an evaluation."""
+
+    rank, size = 0, 1
+
+    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]:
+        return [payload]
+
+
+@dataclass
+class Row:
+    """What was found out about one file; differences are the largest over all images."""
+
+    format: str
+    size: str
+    runtime: str
+    box_px: float = 0.0
+    score: float = 0.0
+    boxes: int = 0
+    kept_px: float = 0.0
+    kept_score: float = 0.0
+    map_file: float = 0.0
+    map_network: float = 0.0
+    ms_file: float = 0.0
+    ms_network: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        return (
+            max(self.box_px, self.kept_px) <= LIMIT_PX
+            and max(self.score, self.kept_score) <= LIMIT_SCORE
+            and round(self.map_file, 3) == round(self.map_network, 3)
+        )
+
+    def cells(self) -> list[str]:
+        off = [f"{self.box_px:.1e}", f"{self.score:.1e}", f"{self.boxes}", f"{self.kept_px:.1e}"]
+        figures = [f"{self.kept_score:.1e}", f"{self.map_file:.4f}", f"{self.map_network:.4f}"]
+        return [
+            self.format,
+            self.size,
+            self.runtime,
+            *off,
+            *figures,
+            f"{self.ms_file:.0f}",
+            f"{self.ms_network:.0f}",
+        ]
+
+
+def drawn(name: str, nc: int) -> Detector:
+    """A network whose every tensor is drawn, also those that start as zeros, so that all parts count."""
+    model = build_model(describe(name), nc)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None and module.running_var is not None
+                module.running_mean.normal_(0, 0.1, generator=generator)
+                module.running_var.uniform_(0.5, 1.5, generator=generator)
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(0, 0.05, generator=generator)
+    return model.eval()
+
+
+def compare(network: Detector, runtime: Runtime, index: DataIndex, images: int, img: int, row: Row) -> None:
+    """Predictions and boxes of the first ``images``."""
+    batches = val_batches(index, img, 1, max(network.strides))[:images]
+    size_hw = runtime.facts.size_hw
+    if size_hw is not None:
+        batches = [type(b)(b.ordinal, b.image_idx, size_hw) for b in batches]
+    with val_loader(index, batches, img, workers=0) as loaded:
+        for _, pixels, _ in loaded:
+            given = pixels.float() / 255
+            with torch.inference_mode():
+                ours = network.decode(network(given))
+            theirs = runtime(given)
+            box_px, score, _ = decoded_difference(ours, theirs)
+            row.box_px, row.score = max(row.box_px, box_px), max(row.score, score)
+            mine, found = (kept(decoded) for decoded in (ours, theirs))
+            row.boxes += len(mine)
+            box_px, score = partners_difference(mine, found, above=0.25 + LIMIT_SCORE)
+            row.kept_px, row.kept_score = max(row.kept_px, box_px), max(row.kept_score, score)
+
+
+def kept(decoded: Tensor) -> Tensor:
+    """[1, K, 5 + C] -> [n, 6] after suppression."""
+    return detections(decoded, conf=0.25, iou=0.45, max_det=1000, multi_label=False)[0][0]
+
+
+def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | None) -> float:
+    result = evaluate(
+        model, index, world=Alone(), device=torch.device("cpu"), img=img, size_hw=size_hw, batch=8
+    )
+    return float(result.metrics.figures["mAP50-95"])
+
+
+def cpu_ms(network: Detector, runtime: Runtime, size_hw: tuple[int, int], row: Row) -> None:
+    """Medians of CPU time, turn by turn."""
+    images = torch.rand(1, 3, *size_hw, generator=torch.Generator().manual_seed(0))
+    plain = images.to(memory_format=torch.channels_last)
+    times: dict[str, list[float]] = {"network": [], "file": []}
+    for _ in range(PASSES):
+        for name, model, given in (("network", network, plain), ("file", runtime, images)):
+            began_s = time.process_time()
+            with torch.inference_mode():
+                model.decode(model(given))
+            times[name].append(1000 * (time.process_time() - began_s))
+    row.ms_network, row.ms_file = (statistics.median(times[name][3:]) for name in ("network", "file"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--weights", default="")
+    parser.add_argument("--cfg", default="")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--formats", default="onnx,torchscript,openvino,ncnn")
+    parser.add_argument("--img", type=int, default=640)
+    parser.add_argument(
+        "--images", type=int, default=0, help="compare only so many; 0 = all, and COCO's figures"
+    )
+    parser.add_argument("--json", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    index = build_index(load_dataset(options.data), "val")
+    model = (
+        model_from_weights(load_weights(options.weights, options.cfg))
+        if options.weights
+        else drawn(options.model, len(index.names))
+    )
+    network = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size_hw = (options.img, options.img)
+    rows: list[Row] = []
+    of_network: dict[bool, float] = {}
+    for name in options.formats.split(","):
+        for free in (False, True) if FORMATS[name].dynamic else (False,):
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder, "model" + FORMATS[name].suffix)
+                facts = ExportFacts(
+                    family=model.description.family,
+                    model=model.description.name,
+                    names=model.names,
+                    strides=model.strides,
+                    size_hw=None if free else size_hw,
+                    batch=None if free else 1,
+                )
+                figures = export(model, FORMATS[name], facts, size_hw, out)
+                if not figures["verified"]:
+                    print(f"{name}: exported, not run: {figures['why_not']}", flush=True)
+                    continue
+                runtime = open_exported(out, threads=1)
+                row = Row(name, "any" if free else f"{size_hw[0]} x {size_hw[1]}", runtime.place)
+                compare(network, runtime, index, options.images or len(index), options.img, row)
+                if not options.images:
+                    if free not in of_network:
+                        of_network[free] = map_of(network, index, options.img, None if free else size_hw)
+                    row.map_network = of_network[free]
+                    row.map_file = map_of(runtime, index, options.img, facts.size_hw)
+                cpu_ms(network, runtime, size_hw, row)
+                rows.append(row)
+                print("\n".join(aligned(COLUMNS, [r.cells() for r in rows])), flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
+    wrong = [f"{row.format} ({row.size})" for row in rows if not row.is_equal]
+    print(f"differ: {', '.join(wrong)}" if wrong else "all equal within 0.5 px, 0.001 and three digits")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
