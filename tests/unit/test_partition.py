@@ -2,7 +2,7 @@ import pytest
 
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.world import place_from_environment
+from yolofleet.parallel.place import place_from_environment
 
 
 def test_ranges_cover_every_micro_batch_once_in_order() -> None:

@@ -13,7 +13,7 @@ ASK = """
 import json, sys, torch
 from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.process import prepare_process, set_kernels
-from yolofleet.parallel.world import Place
+from yolofleet.parallel.place import Place
 config = TrainConfig(**json.loads(sys.argv[1]))
 prepare_process(config, Place(0, 1, 0, int(sys.argv[2])))
 set_kernels(config)

@@ -98,7 +98,9 @@ class Command(click.Command):
 
 def say(notes: Iterable[str]) -> None:
     """Tell the user something once, not once per process."""
-    if os.environ.get("RANK", "0") == "0":
+    from yolofleet.parallel.place import is_first
+
+    if is_first(os.environ):
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
 

@@ -14,7 +14,8 @@ from yolofleet import __version__
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import TrainConfig, Where
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.parallel.world import Place, World, device_of
+from yolofleet.parallel.place import Place
+from yolofleet.parallel.world import World, device_of
 
 
 def prepare_process(where: Where, place: Place) -> torch.device:
@@ -26,7 +27,7 @@ def prepare_process(where: Where, place: Place) -> torch.device:
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
-    return device_of(where.device, place.local_rank)
+    return device_of(where.device, 0 if place.sees_one_device else place.local_rank)
 
 
 def usable_cores() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,42 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yolofleet.errors import ClusterError, ConfigError
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one process stands, as its launcher says: no torch, no device yet."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    source: str = "alone"
-
-
-def place_from_environment(environment: Mapping[str, str]) -> Place:
-    """Read the place from torchrun's variables; a partial set (a stray ``RANK``) is ignored.
-
-    Raises:
-        ConfigError: the variables contradict each other.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if any(name not in environment for name in names):
-        return Place()
-    try:
-        rank, size, local_rank = (int(environment[name]) for name in names[:3])
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-    except ValueError as problem:
-        raise ConfigError(
-            f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({problem})", source="environment"
-        ) from None
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise ConfigError(
-            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot be",
-            source="environment",
-            hint="start with yolofleet or torchrun, or unset these variables",
-        )
-    return Place(rank, size, local_rank, local_size, "torchrun")
+from yolofleet.parallel.place import Place
 
 
 def device_of(spec: str, local_rank: int) -> torch.device:
@@ -118,16 +82,22 @@ class World:
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if place.size > 1:
+        if place.size > 1 and not dist.is_initialized():  # Ray has met them already
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            host, port = place.address, place.port
+            method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if host else None
             try:
                 dist.init_process_group(
-                    backend, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+                    backend,
+                    init_method=method,
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=timedelta(seconds=timeout_s),
                 )
             except (RuntimeError, ValueError) as problem:
-                address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                where = f"{host or os.environ.get('MASTER_ADDR')}:{port or os.environ.get('MASTER_PORT')}"
                 raise ClusterError(
-                    f"rank {place.rank} could not meet the others at {address} within {timeout_s:.0f} s",
+                    f"rank {place.rank} could not meet the others at {where} within {timeout_s:.0f} s",
                     source=str(problem).splitlines()[0],
                     hint="is the address reachable from every machine, and the port open?",
                 ) from None

@@ -1,0 +1,319 @@
+"""Where a process stands in its fleet, as the variables of its launcher say. No torch, no device yet.
+
+Three kinds of launchers: torchrun (and what imitates it) gives everything; ``mpirun`` and ``srun`` give ranks, and
+the address and port of rank 0 follow from what they say about hosts and jobs. The innermost wins: torchrun under
+srun is torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` win over what is derived.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from yolofleet.errors import ConfigError
+
+PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
+MOST_NODES = 65536
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among ``size``.
+
+    Attributes:
+        address, port: where rank 0 waits for the others; "" and 0: in MASTER_ADDR and MASTER_PORT.
+        sees_one_device: the launcher hides the devices of the other processes of this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    source: str = "alone"
+    address: str = ""
+    port: int = 0
+    sees_one_device: bool = False
+
+
+def place_from_environment(environment: Mapping[str, str]) -> Place:
+    """The place that the innermost launcher gave; alone when there is none, or when it started one process.
+
+    An incomplete set of torchrun's variables (a stray ``RANK``) is ignored.
+
+    Raises:
+        ConfigError: the variables contradict each other, or a launcher's are incomplete.
+    """
+    torchrun = _torchrun(environment)
+    if torchrun and "TORCHELASTIC_RUN_ID" in environment:
+        return torchrun
+    scheduled = scheduled_place(environment)
+    if scheduled.size == 1:
+        return torchrun or scheduled
+    if torchrun is None:
+        return scheduled
+    if (torchrun.rank, torchrun.size) != (scheduled.rank, scheduled.size):
+        raise ConfigError(
+            f"RANK={torchrun.rank} WORLD_SIZE={torchrun.size}, but {scheduled.source} says rank {scheduled.rank} of "
+            f"{scheduled.size}",
+            source="environment",
+            hint=f"unset RANK and WORLD_SIZE: {scheduled.source} has started this process",
+        )
+    return torchrun
+
+
+def scheduled_place(environment: Mapping[str, str]) -> Place:
+    """As :func:`place_from_environment`, of ``mpirun`` or ``srun`` alone: one of several tasks, whatever they are.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return _mpirun(environment) or _srun(environment) or _unplaced(environment) or Place()
+
+
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 or alone, as far as can be told without looking at all."""
+    names = ("RANK", *(launcher.rank for launcher in MPI_LAUNCHERS), "SLURM_PROCID")
+    return next((environment[name] for name in names if name in environment), "0") == "0"
+
+
+# -- torchrun ------------------------------------------------------------------------------------------------
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in environment for name in names):
+        return None
+    rank, size, local_rank = (_number(environment, name) for name in names[:3])
+    local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
+    return _checked(Place(rank, size, local_rank, local_size, "torchrun"))
+
+
+# -- mpirun --------------------------------------------------------------------------------------------------
+
+
+class MpiLauncher(NamedTuple):
+    """What it is called, and its variables."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+MPI_LAUNCHERS = (
+    MpiLauncher("Open MPI", *(f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    MpiLauncher("MVAPICH", *(f"MV2_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    MpiLauncher("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    MpiLauncher("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)  # fmt: skip
+
+
+def _mpirun(environment: Mapping[str, str]) -> Place | None:
+    """None too for ``srun --mpi=pmi2``, which sets PMI_RANK but no local rank: that is srun's."""
+    for launcher in MPI_LAUNCHERS:
+        if launcher.rank in environment and launcher.local_rank in environment:
+            rank, size, local_rank, local_size = (_number(environment, name) for name in launcher[1:])
+            if size == 1:
+                return Place()
+            address = environment.get("MASTER_ADDR") or (
+                "127.0.0.1" if local_size == size else _mpi_host(launcher, environment, rank)
+            )
+            job = environment.get("PMIX_NAMESPACE", "")  # Hydra gives its processes no number of the job
+            port = _port(environment, zlib.crc32(job.encode()))
+            source = f"mpirun ({launcher.name})"
+            return _checked(Place(rank, size, local_rank, local_size, source, address, port))
+    return None
+
+
+def _mpi_host(launcher: MpiLauncher, environment: Mapping[str, str], rank: int) -> str:
+    """The address of rank 0. MPI does not tell it; Open MPI 4 tells that of mpirun, where rank 0 most often is.
+
+    Raises:
+        ConfigError: it cannot be known.
+    """
+    mpirun = environment.get("OMPI_MCA_orte_hnp_uri", "")  # 123.0;tcp://10.0.0.1,192.168.0.1:41234;tcp6://...
+    match = re.search(r";tcp://([0-9.]+)", mpirun)
+    if match and (rank or environment.get("OMPI_MCA_orte_local_daemon_uri") == mpirun):
+        return match[1]
+    where = ", and rank 0 is not on the machine of mpirun" if match else ""
+    raise ConfigError(
+        f"mpirun ({launcher.name}) does not say where rank 0 is{where}",
+        source="environment",
+        hint="mpirun -x MASTER_ADDR=HOST (Open MPI), mpirun -genv MASTER_ADDR HOST (others); HOST runs rank 0",
+    )
+
+
+def _unplaced(environment: Mapping[str, str]) -> Place | None:
+    """A process manager that gives a rank and too little else."""
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE")):
+        if rank in environment and environment.get(size) != "1":
+            missing = "on this machine" if size in environment else "of how many"
+            raise ConfigError(
+                f"{rank}={environment[rank]} says that this is one of several processes, but nothing says which {missing}",
+                source="environment",
+                hint="start with srun, torchrun, or the mpirun of Open MPI, MPICH or Intel MPI",
+            )
+    return None
+
+
+# -- srun ----------------------------------------------------------------------------------------------------
+
+
+def _srun(environment: Mapping[str, str]) -> Place | None:
+    """None outside of a step: in the script of sbatch or the shell of salloc nobody has started several of us."""
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if size == 1:
+        return Place()
+    job, step = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID"), _number(environment, "SLURM_STEP_ID")
+    node_list = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        if not node_list:
+            raise _missing("SLURM_STEP_NODELIST")
+        address = next(iter(_nodes(node_list)))
+    place = Place(
+        rank=_number(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_size=_tasks_here(environment),
+        source="srun",
+        address=address,
+        port=_port(environment, job + 1009 * step),
+        sees_one_device=_sees_one_gpu(environment),
+    )
+    return _checked(place)
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """This node's entry in ``2(x3),1``: three nodes with two tasks each, then one with one."""
+    name = (
+        "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environment else "SLURM_TASKS_PER_NODE"
+    )
+    if name not in environment:
+        raise _missing(name)
+    node = _number(environment, "SLURM_NODEID")
+    for part in environment[name].split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if not match:
+            break
+        count = int(match[2] or 1)
+        if node < count:
+            return int(match[1])
+        node -= count
+    raise ConfigError(
+        f"{name}={environment[name]} has no entry for node {environment['SLURM_NODEID']}",
+        source="environment",
+    )
+
+
+def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
+    """``--gpus-per-task`` and ``--gpu-bind`` leave each task its own; else all tasks of a node see all."""
+    bound = (
+        "SLURM_GPUS_PER_TASK" in environment
+        or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+        or environment.get("SLURM_GPU_BIND", "").startswith(("single", "per_task", "map_gpu", "mask_gpu"))
+    )
+    return bound and re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", "")) is not None
+
+
+def expand_nodes(node_list: str) -> list[str]:
+    """The hosts of SLURM's short form: ``n[1-2,07],gpu3`` is n1, n2, n07, gpu3.
+
+    Raises:
+        ConfigError: not such a list, or of more than 65,536 nodes.
+    """
+    hosts = list(itertools.islice(_nodes(node_list), MOST_NODES + 1))
+    if len(hosts) > MOST_NODES:
+        raise ConfigError(f"the node list names more than {MOST_NODES} nodes", source=node_list[:200])
+    return hosts
+
+
+_RANGES = r"\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\]"
+_ENTRY = rf"(?:[A-Za-z0-9_.-]+|{_RANGES})+"
+
+
+def _nodes(node_list: str) -> Iterator[str]:
+    if not re.fullmatch(rf"{_ENTRY}(?:,{_ENTRY})*", node_list):
+        raise ConfigError("this is not a list of SLURM's nodes", source=node_list[:200] or "empty")
+    for entry in re.findall(_ENTRY, node_list):
+        parts = [part for part in re.split(rf"({_RANGES})", entry) if part]
+        yield from map("".join, _product([_Numbers(p) if p.startswith("[") else (p,) for p in parts]))
+
+
+class _Numbers:
+    """The numbers of ``[8-10,007]`` as texts, made anew for each walk; a first number's zeros are kept."""
+
+    def __init__(self, text: str) -> None:
+        ends = [part.split("-") for part in text[1:-1].split(",")]
+        self.ranges = [(first_last[0], first_last[-1]) for first_last in ends]
+        if any(int(first) > int(last) for first, last in self.ranges):
+            raise ConfigError(f"{text} counts backwards: this is not a list of SLURM's nodes")
+
+    def __iter__(self) -> Iterator[str]:
+        for first, last in self.ranges:
+            yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+
+
+def _product(parts: list[_Numbers | tuple[str]]) -> Iterator[tuple[str, ...]]:
+    """As itertools.product, without making the factors first."""
+    if not parts:
+        yield ()
+        return
+    for first in parts[0]:
+        for rest in _product(parts[1:]):
+            yield (first, *rest)
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+
+def _checked(place: Place) -> Place:
+    if 0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size:
+        return place
+    raise ConfigError(
+        f"{place.source} says rank {place.rank} of {place.size}, and {place.local_rank} of {place.local_size} on "
+        "this machine: that cannot be",
+        source="environment",
+        hint="start with yolofleet, torchrun, srun or mpirun, or unset these variables",
+    )
+
+
+def _port(environment: Mapping[str, str], job: int) -> int:
+    """``MASTER_PORT``, or one that follows from the job, so that jobs of one machine do not meet."""
+    if "MASTER_PORT" not in environment:
+        return PORTS[job % len(PORTS)]
+    port = _number(environment, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        raise ConfigError(
+            f"MASTER_PORT={port} is no port", source="environment", hint="1024 to 65535, or unset it"
+        )
+    return port
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int:
+    """Of the first of ``names`` that is there."""
+    name = next((name for name in names if name in environment), None)
+    if name is None:
+        raise _missing(names[0])
+    if not re.fullmatch(r"[0-9]{1,12}", environment[name]):
+        raise ConfigError(
+            f"{name}={environment[name][:40]!r} is not a number",
+            source="environment",
+            hint=f"unset {name}, or start with yolofleet, torchrun, srun or mpirun",
+        )
+    return int(environment[name])
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is missing, but other variables say that this is one of several processes",
+        source="environment",
+        hint="start all processes with one srun, mpirun or torchrun, and let it pass its variables on",
+    )

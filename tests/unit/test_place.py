@@ -1,0 +1,193 @@
+"""A process finds its place in what torchrun, srun or mpirun say, and starts nothing of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from yolofleet.errors import ConfigError
+from yolofleet.parallel.place import Place, expand_nodes, is_first, place_from_environment
+
+# of `srun -N2 --ntasks-per-node=2` under SLURM 22.05
+SRUN = dict(
+    SLURM_JOB_ID="41",
+    SLURM_STEP_ID="1",
+    SLURM_PROCID="2",
+    SLURM_NTASKS="4",
+    SLURM_STEP_NUM_TASKS="3",
+    SLURM_LOCALID="0",
+    SLURM_NODEID="1",
+    SLURM_STEP_NODELIST="gpu[07-08]",
+    SLURM_JOB_NODELIST="gpu[05-08]",
+    SLURM_STEP_TASKS_PER_NODE="2,1",
+)
+# of `mpirun -np 2` of Open MPI 4.1
+MPIRUN = dict(
+    OMPI_COMM_WORLD_RANK="1",
+    OMPI_COMM_WORLD_SIZE="2",
+    OMPI_COMM_WORLD_LOCAL_RANK="1",
+    OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    OMPI_MCA_orte_hnp_uri="1945174016.0;tcp://192.0.2.2:34079;tcp6://[fd00::2]:55615",
+    OMPI_MCA_orte_local_daemon_uri="1945174016.0;tcp://192.0.2.2:34079;tcp6://[fd00::2]:55615",
+    PMIX_NAMESPACE="1945174017",
+    PMIX_RANK="1",
+)
+TWO_MACHINES = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+HYDRA = dict(PMI_RANK="1", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+TORCHRUN = dict(
+    RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1"
+)
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def test_a_task_of_srun() -> None:
+    # job 41, step 1: 15000 + 41 + 1009
+    assert place_from_environment(SRUN) == Place(2, 3, 0, 1, "srun", "gpu07", 16050)
+    first_node = SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    assert place_from_environment(first_node) == Place(1, 3, 1, 2, "srun", "gpu07", 16050)
+
+
+def test_an_address_and_a_port_that_are_given_win() -> None:
+    place = place_from_environment(SRUN | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "2345"})
+    assert (place.address, place.port) == ("10.0.0.9", 2345)
+    assert place_from_environment(MPIRUN | {"MASTER_PORT": "2345"}).port == 2345
+
+
+def test_the_script_of_sbatch_and_one_task_are_alone() -> None:
+    assert place_from_environment(without(SRUN, "SLURM_STEP_ID")) == Place()
+    assert place_from_environment(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"]
+)
+def test_a_missing_piece_of_srun_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"SLURM_.* is missing"):
+        place_from_environment(without(SRUN, name))
+
+
+def test_nodes_of_srun_are_needed_unless_the_address_is_given() -> None:
+    bare = without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST is missing"):
+        place_from_environment(bare)
+    assert place_from_environment(bare | {"MASTER_ADDR": "a"}).address == "a"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"SLURM_PROCID": "3"},  # of 3
+        {"SLURM_PROCID": "x"},
+        {"SLURM_STEP_NUM_TASKS": "-3"},
+        {"SLURM_LOCALID": "1"},  # of 1
+        {"SLURM_NODEID": "2"},
+        {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+        {"SLURM_STEP_NODELIST": "gpu[07"},
+        {"MASTER_PORT": "0"},
+        {"MASTER_PORT": "http"},
+    ],
+)
+def test_nonsense_of_srun_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        place_from_environment(SRUN | wrong)
+
+
+def test_a_task_that_sees_only_its_own_gpu() -> None:
+    own = SRUN | {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert place_from_environment(own).sees_one_device
+    assert not place_from_environment(own | {"CUDA_VISIBLE_DEVICES": "0,1"}).sees_one_device
+    assert not place_from_environment(without(own, "SLURM_GPUS_PER_TASK")).sees_one_device
+
+
+@pytest.mark.parametrize(
+    ("short", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("a,b-2.x,c", ["a", "b-2.x", "c"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11,2],x", ["n08", "n09", "n10", "n11", "n2", "x"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
+        ("n[1-2]-ib,m7", ["n1-ib", "n2-ib", "m7"]),
+    ],
+)
+def test_short_lists_of_nodes(short: str, hosts: list[str]) -> None:
+    assert expand_nodes(short) == hosts
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        "",
+        ",",
+        "a,",
+        "n[",
+        "n[]",
+        "n[1",
+        "n1]",
+        "n[a-b]",
+        "n[1-]",
+        "n[3-1]",
+        "n[[1]]",
+        "a b",
+        "a;b",
+        "n[1-99999999]",
+    ],
+)
+def test_what_is_no_list_of_nodes_is_refused(short: str) -> None:
+    with pytest.raises(ConfigError):
+        expand_nodes(short)
+
+
+def test_rank_0_of_a_huge_list_is_found_at_once() -> None:
+    assert place_from_environment(SRUN | {"SLURM_STEP_NODELIST": "n[1-99999999]"}).address == "n1"
+
+
+def test_a_process_of_mpirun() -> None:
+    place = place_from_environment(MPIRUN)
+    assert place == Place(1, 2, 1, 2, "mpirun (Open MPI)", "127.0.0.1", place.port)
+    assert 15000 <= place.port < 30000
+    assert place_from_environment(MPIRUN | {"PMIX_NAMESPACE": "77"}).port != place.port
+    assert place_from_environment(HYDRA).source == "mpirun (Hydra)"
+
+
+def test_mpirun_on_two_machines() -> None:
+    assert place_from_environment(TWO_MACHINES).address == "192.0.2.2"
+    assert place_from_environment(TWO_MACHINES | {"MASTER_ADDR": "a"}).address == "a"
+    elsewhere = TWO_MACHINES | {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_orte_local_daemon_uri": "1.1;tcp://10.0.0.3:1",
+    }
+    with pytest.raises(ConfigError, match=r"rank 0 is not on the machine of mpirun[\s\S]*MASTER_ADDR=HOST"):
+        place_from_environment(elsewhere)
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        place_from_environment(HYDRA | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
+
+
+def test_the_innermost_launcher_wins() -> None:
+    orted = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}  # mpirun started its daemons with srun
+    assert place_from_environment(SRUN | orted | MPIRUN).source == "mpirun (Open MPI)"
+    assert place_from_environment(SRUN | {"PMI_RANK": "2", "PMI_SIZE": "3"}).source == "srun"  # --mpi=pmi2
+    assert place_from_environment(SRUN | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}).source == "torchrun"
+    assert place_from_environment(SRUN | {"RANK": "0"}).source == "srun"  # stray
+
+
+def test_variables_that_contradict_the_launcher_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"RANK=3 WORLD_SIZE=4, but srun says rank 2 of 3"):
+        place_from_environment(SRUN | TORCHRUN)
+    same = SRUN | TORCHRUN | {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert place_from_environment(same).source == "torchrun"
+
+
+@pytest.mark.parametrize("environment", [{"PMI_RANK": "0", "PMI_SIZE": "2"}, {"PMIX_RANK": "1"}])
+def test_a_rank_of_which_too_little_is_known_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="one of several processes"):
+        place_from_environment(environment)
+    assert place_from_environment({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Place()
+
+
+def test_only_the_first_process_speaks() -> None:
+    assert is_first({}) and is_first({"RANK": "0", "SLURM_PROCID": "1"})
+    assert not is_first(SRUN) and not is_first(MPIRUN) and not is_first({"RANK": "4", "SLURM_PROCID": "0"})
