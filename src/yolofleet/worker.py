@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +63,6 @@ from yolofleet.parallel.process import (
     set_kernels,
     versions,
 )
-from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
@@ -80,23 +78,16 @@ from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
 
-def show(error: YolofleetError) -> None:
-    """On the screen of whoever started this process."""
-    print(f"\n{error.render()}", file=sys.stderr, flush=True)
-
-
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
     recipe: Resolved[Recipe] | None = None,
     folder: RunFolder | None = None,
-    on_stall: Callable[[YolofleetError], None] = show,
 ) -> None:
     """Be one rank of a run.
 
     Args:
         recipe: of a training run.
         folder: of the run, when the launcher made it or an earlier run did; else rank 0 makes it.
-        on_stall: is given the report when ranks hang; then the process ends.
 
     Raises:
         YolofleetError: anything foreseen.
@@ -110,21 +101,12 @@ def run(
         with stoppable():
             verb = "train" if isinstance(settings, TrainConfig) else "val"
             run_folder = shared_folder(world, verb, settings, folder)
-            with Watchdog(
-                world,
-                stall_s=settings.stall_s,
-                timeout_s=settings.timeout_s,
-                log=run_folder.log(world.rank),
-                checkpoints=run_folder.checkpoints,
-                resume=f"yolofleet train --resume {run_folder.path}" if verb == "train" else "",
-                say=on_stall,
-            ):
-                if isinstance(settings, TrainConfig):
-                    assert recipe is not None
-                    train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
-                else:
-                    write_config(world, run_folder, config)
-                    validate(settings, world, run_folder)
+            if isinstance(settings, TrainConfig):
+                assert recipe is not None
+                train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
+            else:
+                write_config(world, run_folder, config)
+                validate(settings, world, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -213,25 +195,21 @@ def _train(
     console: NullConsole,
     events: EventLog,
 ) -> None:
-    config, clock, activity = resolved.value, Clock(), world.activity
-    activity.clock = clock
+    config, clock = resolved.value, Clock()
     torch.manual_seed(config.seed)
     random.seed(config.seed)
     precision = resolve_precision(config.precision, world.device)
     micro_batch = micro_batch_of(config)
 
     check_settings(config, recipe_sourced.value, world)
-    with activity.doing("data set"):
-        spec = load_dataset(config.data)
-    with activity.doing("indexing"):
-        index = build_index(spec, "train", single_cls=config.single_cls)
-        val_index = build_index(spec, "val", single_cls=config.single_cls)
+    spec = load_dataset(config.data)
+    index = build_index(spec, "train", single_cls=config.single_cls)
+    val_index = build_index(spec, "val", single_cls=config.single_cls)
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
     resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
-    with activity.doing("weights"):
-        description, weights = start_of(config, resumed)
+    description, weights = start_of(config, resumed)
     family = family_of(description)
     recipe_sourced = with_default(recipe_sourced, family.recipe_name)
     recipe = recipe_sourced.value
