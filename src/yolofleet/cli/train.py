@@ -13,6 +13,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
+from yolofleet.parallel.place import place_from_environment
 
 
 def run(given: dict[str, Any], config_file: str, dry_run: bool) -> int:
@@ -56,8 +57,9 @@ def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
 
 
 def _processes(config: TrainConfig) -> str:
-    if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:
-        return f"{os.environ['WORLD_SIZE']} processes, started by torchrun"
+    place = place_from_environment(os.environ)
+    if place.size > 1:
+        return f"{place.size} processes, started by {place.source}"
     if config.device == "auto":
         return "one process, on the first CUDA device or else on the CPU"
     from yolofleet.config.device import processes_of

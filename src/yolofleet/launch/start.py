@@ -10,6 +10,7 @@ from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.launch.job import JobSpec
+from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, write_text
 
 
@@ -87,7 +88,8 @@ def processes_to_start(settings: TrainConfig | ValConfig) -> int:
 
 def is_worker() -> bool:
     """Somebody's launcher started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return told or place_from_environment(os.environ).size > 1
 
 
 def resumed_folder(settings: TrainConfig | ValConfig) -> Path | None:
