@@ -1,0 +1,380 @@
+"""Reads a log of NCCL, gloo, torchrun, Python, SLURM or the kernel, and says what it means.
+
+One pass, whatever the size; what is kept is one entry per kind of finding. Each line is held against the patterns
+of ``log_rules``; besides, ends of processes (exit codes, signals), torchrun's summary and the last lines of Python
+tracebacks are understood. The finding that explains the others comes first.
+
+Most lines of a long log differ from earlier ones in their numbers only: what such a line turned out to mean is
+remembered, so it is not examined again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+from yolofleet.doctor.findings import LEVELS, Finding, Level
+from yolofleet.doctor.log_rules import (
+    MET,
+    OWN_ERROR,
+    PYTHON_ERROR,
+    RULES,
+    SIGNAL_NAMES,
+    SIGNALS,
+    WORKER_FAILED,
+    Rule,
+)
+from yolofleet.errors import ConfigError, YolofleetError
+
+LONGEST = 1 << 14  # characters of a line that are looked at: half from its start, half from its end
+SHOWN = 240  # characters of a line in a finding
+MOST_RANKS = 16  # named in a finding
+REMEMBERED = 1 << 16  # lines without their numbers
+SUMMARY = 14  # lines that torchrun's "Root Cause" has at most
+
+
+def read_log(path: Path | str) -> list[Finding]:
+    """What a log file means; ``-`` reads standard input.
+
+    Returns:
+        As :func:`classify`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if str(path) == "-":
+        return classify(_pieces(sys.stdin))
+    try:
+        with open(path, "rb") as head:
+            # PowerShell's ">" writes UTF-16
+            encoding = "utf-16" if head.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        with open(path, encoding=encoding, errors="replace") as file:
+            return classify(_pieces(file))
+    except OSError as why:
+        raise ConfigError(
+            f"{path} cannot be read: {why.strerror or why}", source="--log", hint="give the file of a log"
+        ) from why
+
+
+def classify(lines: Iterable[str]) -> list[Finding]:
+    """What a log means.
+
+    Args:
+        lines: of any number and length, with or without line ends. Several ranks may be mixed.
+
+    Returns:
+        At least one finding, worst first and among equally bad ones the cause before what follows from it. A
+        healthy log has no ``warn`` and no ``fault``.
+    """
+    reader = _Reader()
+    for number, line in enumerate(lines, 1):
+        reader.line(line, number)
+    return reader.findings()
+
+
+def _pieces(file: TextIO) -> Iterator[str]:
+    """Lines of a text file; a piece at a time where a line never ends."""
+    while piece := file.readline(1 << 20):
+        yield piece
+
+
+# -- patterns ------------------------------------------------------------------------------------------------
+
+
+_NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A pattern of ``log_rules``, taken apart."""
+
+    parts: tuple[str, ...]
+    at_start: bool
+    at_end: bool
+    rule: Rule
+
+    def fits(self, line: str) -> bool:
+        """Whether a line in lower case, without blanks at its ends, has all parts in their order."""
+        if self.at_start and not line.startswith(self.parts[0]):
+            return False
+        if self.at_end and not line.endswith(self.parts[-1]):
+            return False
+        at = 0
+        for part in self.parts:
+            at = line.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
+
+    def without_numbers(self) -> _Pattern:
+        return replace(self, parts=tuple(part.translate(_NO_DIGITS) for part in self.parts))
+
+
+def _first_fit(patterns: Iterable[tuple[str, _Pattern]], line: str) -> Rule | None:
+    """The rule of the first pattern that fits.
+
+    Args:
+        patterns: each after its longest part, which most lines do not have.
+    """
+    for longest, pattern in patterns:
+        if longest in line and pattern.fits(line):
+            return pattern.rule
+    return None
+
+
+def _keyed(patterns: Iterable[_Pattern]) -> list[tuple[str, _Pattern]]:
+    return [(max(pattern.parts, key=len), pattern) for pattern in patterns]
+
+
+def _taken_apart(rules: Iterable[Rule]) -> tuple[_Pattern, ...]:
+    return tuple(
+        _Pattern(
+            tuple(part for part in pattern.strip("^$").split("*") if part.strip()),
+            pattern.startswith("^"),
+            pattern.endswith("$"),
+            rule,
+        )
+        for rule in rules
+        for pattern in rule.patterns
+    )
+
+
+_PATTERNS = _keyed(_taken_apart(RULES))
+# Lines that differ in their numbers only have the same meaning, unless they fit one of these.
+_NUMBERED = _keyed(p.without_numbers() for _, p in _PATTERNS if p.without_numbers() != p)
+
+_COLOUR = re.compile("\x1b\\[[0-9;?]{0,16}[A-Za-z]")
+_RANK = re.compile(r"\[rank ?(\d{1,6})\]|\[default(\d{1,6})\]|\brank (\d{1,6})\]|\bfor rank (\d{1,6})\b")
+_FRONT = re.compile(
+    r"(?:[\s>*`|]|\[[^\]]{0,60}\]:?|\([^)]{0,60}\)){0,20}"
+)  # what launchers put before a line
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,120}(?:Error|Exception|Expired))(?:: (.*)|:?\s*)$")
+_NOT_OURS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException")
+_OWN = {kind.__name__ for kind in YolofleetError.__subclasses__()}
+_END = re.compile(
+    r"exit ?code *:? *(?P<code>-?\d{1,10})"
+    r"|exit status:? (?P<status>\d{1,10})"
+    r"|<signals\.sig(?P<signal>[a-z]{2,5})"
+    r"|(?:on|with|by|received|: )signal:? (?P<number>\d{1,3})\b"
+    r"|(?:on|with|by|received) (?:signal )?sig(?P<name>[a-z]{2,5})\b"
+)
+_TENTATIVE = re.compile(r"\[w[\d ]|nccl info|retry|ipv6 network addresses")
+_FIELD = re.compile(r"^\s*(rank|host)\s*: (\S+)")
+
+
+@dataclass
+class _Seen:
+    """What is kept of a kind of finding.
+
+    Attributes:
+        firm: at least once it was more than a failed attempt.
+        healed: the processes met after the last attempt that failed.
+        root: torchrun names it as the first failure.
+    """
+
+    rule: Rule
+    line: int
+    text: str
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+    firm: bool = False
+    healed: bool = False
+    root: bool = False
+    host: str = ""
+    fix: str = ""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.seen: dict[str, _Seen] = {}
+        self.known: dict[int, Rule | None] = {}  # hash of a line without its numbers -> its meaning
+        self.lines = 0
+        self.summary_left = 0  # lines of torchrun's summary still to come
+        self.summary: dict[str, str] = {}
+        self.own_left = 0  # lines that an error of ours still may have
+        self.wanted_text = ""  # code of a finding that the next line explains
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def line(self, raw: str, number: int) -> None:
+        """Look at a line.
+
+        Args:
+            number: counted from 1.
+        """
+        self.lines = number
+        if len(raw) > LONGEST:
+            raw = f"{raw[: LONGEST // 2]} {raw[-LONGEST // 2 :]}"
+        shape = raw.translate(_NO_DIGITS)
+        key = hash(shape)
+        if not (self.summary_left or self.own_left or self.wanted_text) and key in self.known:
+            rule = self.known[key]
+            if rule is not None:
+                text = _tidy(raw)
+                self._hit(rule, text, text.lower(), number)
+            return
+        text = _tidy(raw)
+        low = text.lower()
+        self._follow(text)
+        if "root cause" in low:
+            self.summary_left, self.summary = SUMMARY, {}
+        elif any(sign in low for sign in MET):
+            for seen in self.seen.values():
+                seen.healed = not seen.firm
+        elif rule := _first_fit(_PATTERNS, low):
+            self._hit(rule, text, low, number)
+            self._remember(key, shape, rule)
+        elif ("exit" in low or "sig" in low) and (end := _END.search(low)):
+            self._ended(end, text, low, number)
+        elif not self._exception(text, low, number):
+            self._remember(key, shape, None)
+
+    def _remember(self, key: int, shape: str, rule: Rule | None) -> None:
+        low = _tidy(shape).lower()
+        if _first_fit(_NUMBERED, low) is None:
+            if len(self.known) >= REMEMBERED:
+                self.known.clear()
+            self.known[key] = rule
+
+    def _follow(self, text: str) -> None:
+        """Lines after one that announced them."""
+        if self.wanted_text and text:
+            self._explained(text)
+        if self.own_left:
+            self.own_left -= 1
+            self._advice(text)
+        if self.summary_left:
+            self.summary_left -= 1
+            if match := _FIELD.match(text):
+                self.summary[match[1]] = match[2]
+
+    def _hit(self, rule: Rule, text: str, low: str, number: int, *, root: bool = False) -> _Seen:
+        tentative = _TENTATIVE.search(low) is not None
+        seen = self.seen.get(rule.code)
+        if seen is None or (not tentative and not seen.firm) or (root and not seen.root):
+            before = seen
+            seen = self.seen[rule.code] = _Seen(rule, number, text)
+            if before is not None:
+                seen.count, seen.ranks = before.count, before.ranks
+        seen.count += 1
+        seen.firm |= not tentative
+        seen.healed = False
+        rank = _RANK.search(low)
+        if rank and len(seen.ranks) <= MOST_RANKS:
+            seen.ranks.add(int(next(group for group in rank.groups() if group)))
+        if rule.code == "nccl-error" and low.endswith(("error.", "error:", "failed.", "library.")):
+            self.wanted_text = rule.code
+        return seen
+
+    def _explained(self, text: str) -> None:
+        """The line after ``Last error:``, which is better to show than that."""
+        if text.lower().startswith(("last error", "nccl", "ncclsystemerror")):
+            return
+        self.seen[self.wanted_text].text += f" {text}"
+        self.wanted_text = ""
+
+    # -- ends of processes -----------------------------------------------------------------------------------
+
+    def _ended(self, end: re.Match[str], text: str, low: str, number: int) -> None:
+        """Exit codes, statuses and signals, in the words of torchrun, Python, shells, SLURM and MPI."""
+        name = end["signal"] or end["name"]
+        if name:
+            signal = SIGNAL_NAMES.get(name, 0)
+        elif end["number"]:
+            signal = int(end["number"])
+        else:
+            code = int(end["code"] or end["status"])
+            if code == 0:
+                return
+            signal = (
+                -code if code < 0 else code - 128 if 128 < code < 160 else 11 if code == 0xC0000005 else 0
+            )
+        if "closing signal" in low or "via signal" in low:  # the launcher ends the others
+            return
+        root = self.summary_left > 0
+        seen = self._hit(SIGNALS.get(signal, WORKER_FAILED), text, low, number, root=root)
+        if root:
+            seen.root, seen.host = True, self.summary.get("host", "")
+            if self.summary.get("rank", "").isdigit():
+                seen.ranks = {int(self.summary["rank"])}
+            self.summary_left = 0
+
+    # -- exceptions ------------------------------------------------------------------------------------------
+
+    def _exception(self, text: str, low: str, number: int) -> bool:
+        """The last line of a traceback, and the errors of yolofleet itself."""
+        front = _FRONT.match(text)
+        match = _EXCEPTION.match(text[front.end() if front else 0 :])
+        if match is None:
+            return False
+        name = match[1].rsplit(".", 1)[-1]
+        if name in _OWN and match[1] == name:
+            self._hit(OWN_ERROR, text, low, number)
+            self.own_left = 4
+        elif name not in _NOT_OURS:
+            self._hit(PYTHON_ERROR, text, low, number)
+        return True
+
+    def _advice(self, text: str) -> None:
+        """A ``try`` line of one of our errors."""
+        key, _, value = text.partition(":")
+        if key.strip() == "try":
+            seen = self.seen[OWN_ERROR.code]
+            seen.fix = seen.fix or value.strip()
+            self.own_left = 0
+
+    # -- telling ---------------------------------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        unmet = any(seen.firm and seen.rule.unmet for seen in self.seen.values())
+        told = [(seen, self._level(seen, unmet)) for seen in self.seen.values()]
+        told.sort(key=lambda pair: self._key(*pair))
+        findings = [_finding(seen, level) for seen, level in told]
+        if all(level in ("ok", "note") for _, level in told):
+            what = f"{self.lines} lines, and no error that is known" if self.lines else "the log is empty"
+            findings.insert(0, Finding("log-clean", "ok", "", what))
+        return findings
+
+    @staticmethod
+    def _level(seen: _Seen, unmet: bool) -> Level:
+        """An attempt that failed is a fault only if the processes did not meet in the end."""
+        if seen.firm or seen.rule.level != "fault":
+            return seen.rule.level
+        return "note" if seen.healed else "fault" if unmet else "warn"
+
+    @staticmethod
+    def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
+        return -LEVELS.index(level), seen.rule.order, not seen.root, seen.line
+
+
+def _finding(seen: _Seen, level: Level) -> Finding:
+    where = f"line {seen.line}"
+    if seen.ranks:
+        ranks = sorted(seen.ranks)
+        named = ", ".join(map(str, ranks[:MOST_RANKS])) + (", ..." if len(ranks) > MOST_RANKS else "")
+        where = f"rank {named}{f' on {seen.host}' if seen.host else ''}, {where}"
+    why = seen.rule.why
+    if seen.healed:
+        why = f"It was tried again, and worked. {why}"
+    elif not seen.firm and level == "warn":
+        why = f"Perhaps it was tried again and worked: the log does not say. {why}"
+    times = f" ({seen.count} lines like it)" if seen.count > 1 else ""
+    return Finding(
+        seen.rule.code, level, _plain(where), _plain(seen.text) + times, why, seen.fix or seen.rule.fix
+    )
+
+
+def _tidy(raw: str) -> str:
+    """A line without colours and blanks around it."""
+    return (_COLOUR.sub("", raw) if "\x1b" in raw else raw).strip()
+
+
+def _plain(text: str) -> str:
+    """Short, and nothing that a terminal would obey."""
+    short = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return "".join(c if c.isprintable() else "?" for c in short)
