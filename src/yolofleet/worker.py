@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -63,6 +64,7 @@ from yolofleet.parallel.process import (
     set_kernels,
     versions,
 )
+from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
@@ -78,16 +80,23 @@ from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
 
+def show(error: YolofleetError) -> None:
+    """On the screen of whoever started this process."""
+    print(f"\n{error.render()}", file=sys.stderr, flush=True)
+
+
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
     recipe: Resolved[Recipe] | None = None,
     folder: RunFolder | None = None,
+    on_stall: Callable[[YolofleetError], None] = show,
 ) -> None:
     """Be one rank of a run.
 
     Args:
         recipe: of a training run.
         folder: of the run, when the launcher made it or an earlier run did; else rank 0 makes it.
+        on_stall: is given the report when ranks hang; then the process ends.
 
     Raises:
         YolofleetError: anything foreseen.
@@ -101,12 +110,21 @@ def run(
         with stoppable():
             verb = "train" if isinstance(settings, TrainConfig) else "val"
             run_folder = shared_folder(world, verb, settings, folder)
-            if isinstance(settings, TrainConfig):
-                assert recipe is not None
-                train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
-            else:
-                write_config(world, run_folder, config)
-                validate(settings, world, run_folder)
+            with Watchdog(
+                world,
+                stall_s=settings.stall_s,
+                timeout_s=settings.timeout_s,
+                log=run_folder.log(world.rank),
+                checkpoints=run_folder.checkpoints,
+                resume=f"yolofleet train --resume {run_folder.path}" if verb == "train" else "",
+                say=on_stall,
+            ):
+                if isinstance(settings, TrainConfig):
+                    assert recipe is not None
+                    train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)
+                else:
+                    write_config(world, run_folder, config)
+                    validate(settings, world, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -195,21 +213,25 @@ def _train(
     console: NullConsole,
     events: EventLog,
 ) -> None:
-    config, clock = resolved.value, Clock()
+    config, clock, activity = resolved.value, Clock(), world.activity
+    activity.clock = clock
     torch.manual_seed(config.seed)
     random.seed(config.seed)
     precision = resolve_precision(config.precision, world.device)
     micro_batch = micro_batch_of(config)
 
     check_settings(config, recipe_sourced.value, world)
-    spec = load_dataset(config.data)
-    index = build_index(spec, "train", single_cls=config.single_cls)
-    val_index = build_index(spec, "val", single_cls=config.single_cls)
+    with activity.doing("data set"):
+        spec = load_dataset(config.data)
+    with activity.doing("indexing"):
+        index = build_index(spec, "train", single_cls=config.single_cls)
+        val_index = build_index(spec, "val", single_cls=config.single_cls)
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
     resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
-    description, weights = start_of(config, resumed)
+    with activity.doing("weights"):
+        description, weights = start_of(config, resumed)
     family = family_of(description)
     recipe_sourced = with_default(recipe_sourced, family.recipe_name)
     recipe = recipe_sourced.value
@@ -276,6 +298,13 @@ def _train(
         dataset_images=len(index),
     )
 
+    store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
+    activity.settle = store.settle
+
+    def on_batch(done: int, batches: int) -> None:
+        activity.tick()
+        console.validating(done, batches)
+
     def evaluate_average(loss: DetectionLoss) -> Evaluation:
         return evaluate(
             fuse(averaged),
@@ -290,7 +319,7 @@ def _train(
             workers=workers,
             cache=val_cache,
             loss=loss,
-            on_batch=console.validating,
+            on_batch=on_batch,
         )
 
     training = TrainingRun(
@@ -325,7 +354,7 @@ def _train(
         precision=precision,
         world=world,
         report=report,
-        store=CheckpointStore(folder.checkpoints, keep=config.keep_last),
+        store=store,
         evaluate=evaluate_average,
         fingerprint=mark,
         alike=all_alike(world),
@@ -381,8 +410,11 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
 
 
 def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
-    spec = load_dataset(config.data)
-    index = build_index(spec, config.split, single_cls=config.single_cls)
+    activity = world.activity
+    with activity.doing("data set"):
+        spec = load_dataset(config.data)
+    with activity.doing("indexing"):
+        index = build_index(spec, config.split, single_cls=config.single_cls)
     agree(world, "the data set", index.digest)
     model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else world.device)
     device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
@@ -410,6 +442,11 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         },
     )
     show_data_notes(console, spec.notes, [index])
+
+    def on_batch(done: int, batches: int) -> None:
+        activity.tick()
+        console.validating(done, batches)
+
     evaluation = evaluate(
         model,
         index,
@@ -425,7 +462,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         single_cls=config.single_cls,
         workers=loader_processes(config.workers, world),
         gather_detections=config.save_json or config.save_txt,
-        on_batch=console.validating,
+        on_batch=on_batch,
     )
     show_evaluation(console, evaluation, per_class=config.verbose)
     if not world.is_main:
@@ -461,25 +498,31 @@ def main(argv: list[str]) -> int:
         log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    words: dict[str, Any]
+
+    def last_words(message: str, exit_code: int, **more: Any) -> int:
+        words = {"message": message, "exit_code": exit_code, **more}
+        words |= {"rank": rank, "host": platform.node(), "time": time.time()}
+        try:
+            error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
+        except OSError:
+            print(message, flush=True)
+        return exit_code
+
+    def on_stall(error: YolofleetError) -> None:
+        last_words(error.render(), error.exit_code, of_all=True)
+
     try:
         job = load_job(folder.job)
-        run(job.config, job.recipe, folder)
+        run(job.config, job.recipe, folder, on_stall)
         return 0
     except YolofleetError as error:
-        words = {"message": error.render(), "exit_code": error.exit_code}
-        words["secondary"] = isinstance(error, ClusterError)  # most often the echo of another rank's end
+        echo = isinstance(error, ClusterError)  # most often of another rank's end
+        return last_words(error.render(), error.exit_code, secondary=echo)
     except KeyboardInterrupt:
-        words = {"message": "interrupted", "exit_code": 128 + signal.SIGINT}
+        return last_words("interrupted", 128 + signal.SIGINT)
     except Exception:
         traceback.print_exc()
-        words = {"message": "this is a bug in yolofleet:\n" + traceback.format_exc(), "exit_code": 1}
-    words |= {"rank": rank, "host": platform.node(), "time": time.time()}
-    try:
-        error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
-    except OSError:
-        print(words["message"], flush=True)
-    return int(words["exit_code"])
+        return last_words("this is a bug in yolofleet:\n" + traceback.format_exc(), 1)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,12 @@ class TrainConfig(Where):
     pin_memory: bool = setting(True, "page-locked host memory for copies to GPUs", group="where")
     check_steps: int = setting(50, "compare all ranks' weights every N steps; 0 = never", ge=0, group="where")
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+    stall_s: float = setting(
+        30.0,
+        "report a rank that makes no progress for so long, or 10 x as long as usual, and end; 0 = never",
+        ge=0,
+        group="where",
+    )
 
     # keeping
     resume: str = setting(
@@ -198,6 +204,12 @@ class ValConfig(Where):
         "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
     )
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+    stall_s: float = setting(
+        30.0,
+        "report a rank that makes no progress for so long, or 10 x as long as usual, and end; 0 = never",
+        ge=0,
+        group="where",
+    )
     verbose: bool = setting(False, "table per class", group="looking")
     plots: bool = setting(True, "curves and pictures", group="looking")
     save_json: bool = setting(False, "write detections in COCO's results format", group="keeping")

@@ -128,7 +128,7 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
     if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
         print(first["message"], file=sys.stderr)
-        if any(w["message"] != first["message"] for w in words):
+        if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
             print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
         return int(first["exit_code"])
     saved = any(folder.glob("checkpoints/step-*.safetensors"))

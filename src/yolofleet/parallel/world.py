@@ -12,13 +12,14 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
 
 
@@ -54,6 +55,16 @@ def device_of(spec: str, local_rank: int) -> torch.device:
     return torch.device("cuda", ids[local_rank])
 
 
+class Store(Protocol):
+    """What is used of torch's key-value stores; calls raise RuntimeError when it is gone."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
 @dataclass
 class World:
     """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
@@ -65,6 +76,7 @@ class World:
     device: torch.device
     source: str = "alone"
     host: str = field(default_factory=socket.gethostname)
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -103,6 +115,25 @@ class World:
                 ) from None
         return cls(place.rank, place.size, place.local_rank, place.local_size, device, place.source)
 
+    def store(self, name: str) -> Store | None:
+        """A connection of one's own to the store where the ranks met, under a name that only they know; None
+        when they met otherwise. It talks beside the collectives and answers while they hang.
+
+        Collective: every rank.
+        """
+        token = self.broadcast_bytes(os.urandom(8).hex().encode()).decode()
+        met: Any = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+        while isinstance(met, dist.PrefixStore):
+            met = met.underlying_store
+        if not isinstance(met, dist.TCPStore):
+            return None
+        libuv = os.environ.get("USE_LIBUV", "1") != "0"
+        try:
+            own = dist.TCPStore(met.host, met.port, is_master=False, wait_for_workers=False, use_libuv=libuv)
+        except RuntimeError:
+            return None
+        return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
+
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -116,6 +147,7 @@ class World:
         """
         if self.size == 1:
             return None
+        self.activity.started("all_reduce", tensor.shape, tensor.dtype)
         return dist.all_reduce(tensor, async_op=True)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -127,6 +159,7 @@ class World:
         """End an asynchronous collective; a lost peer is a ClusterError."""
         if work is None:
             return
+        self.activity.waiting = True
         try:
             work.wait()
         except RuntimeError as problem:
@@ -135,6 +168,8 @@ class World:
                 source=str(problem).splitlines()[0][:300],
                 hint="the first rank that failed says why; see logs/rank-*.log of the run",
             ) from None
+        finally:
+            self.activity.waiting = False
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order (text or numbers, never pickles). Collective: every rank."""
@@ -150,6 +185,7 @@ class World:
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         every = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.activity.started("all_gather", mine.shape, mine.dtype)
         self.wait(dist.all_gather(every, mine, async_op=True))
         return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
 
@@ -158,16 +194,17 @@ class World:
         if self.size == 1:
             return payload
         length = torch.tensor([len(payload) if self.is_main else 0], dtype=torch.int64)
-        self.wait(dist.broadcast(length, 0, async_op=True))
+        self.broadcast_(length)
         data = torch.zeros(int(length), dtype=torch.uint8)
         if self.is_main and payload:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self.wait(dist.broadcast(data, 0, async_op=True))
+        self.broadcast_(data)
         return data.numpy().tobytes()
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values into every rank's tensor. Collective: every rank."""
         if self.size > 1:
+            self.activity.started("broadcast", tensor.shape, tensor.dtype)
             self.wait(dist.broadcast(tensor, 0, async_op=True))
 
     def barrier(self) -> None:

@@ -76,15 +76,18 @@ class Clock:
     Args:
         warmup_steps: first steps of this process that are left out of rates (allocation, kernel choice).
         now: seconds, monotonic.
+
+    Attributes:
+        phase, since_s: where time goes now, and since when. The watchdog reads them from another thread.
     """
 
     def __init__(self, *, warmup_steps: int = 5, now: Callable[[], float] = time.perf_counter) -> None:
         self.warmup_steps = warmup_steps
         self.phase = "start"
         self._now = now
-        self._since = now()
+        self.since_s = now()
         self._contexts = {phase: _Phase(self, phase) for phase in PHASES}
-        self._steps_here = 0  # of this process
+        self.steps_here = 0  # of this process
         self._training_at_step = 0.0  # training seconds at the end of the last step
         self._run, self._epoch = _Tally(), _Tally()
 
@@ -95,8 +98,8 @@ class Clock:
     def switch(self, phase: str) -> str:
         """Charge the time since the last switch, go to ``phase``, return the phase that was."""
         now = self._now()
-        self._epoch.seconds[self.phase] += now - self._since
-        self._since = now
+        self._epoch.seconds[self.phase] += now - self.since_s
+        self.since_s = now
         left, self.phase = self.phase, phase
         return left
 
@@ -111,13 +114,18 @@ class Clock:
         """A step over ``images`` images (of all ranks) has ended."""
         self.switch(self.phase)
         training_s = self._training_s()
-        self._steps_here += 1
+        self.steps_here += 1
         self._epoch.steps += 1
         self._epoch.images += images
-        if self._steps_here > self.warmup_steps:
+        if self.steps_here > self.warmup_steps:
             self._epoch.rated_images += images
             self._epoch.rated_s += training_s - self._training_at_step
         self._training_at_step = training_s
+
+    @property
+    def steps(self) -> int:
+        """Of the run, over all restarts."""
+        return self._run.steps + self._epoch.steps
 
     def _training_s(self) -> float:
         return sum(self._run.seconds[phase] + self._epoch.seconds[phase] for phase in TRAINING)

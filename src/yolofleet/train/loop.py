@@ -233,7 +233,8 @@ class TrainingRun:
                         break
                     if stop_asked:
                         self._stop(stop)
-            self.store.flush()
+            with self.report.clock("checkpoint"):
+                self.store.flush()
         finally:
             self.micro_batches.close()
             self.store.settle()
@@ -274,7 +275,8 @@ class TrainingRun:
         return stop_asked, save_asked
 
     def _stop(self, stop: StopRequest) -> None:
-        self.store.flush()
+        with self.report.clock("checkpoint"):
+            self.store.flush()
         self.world.barrier()  # nobody leaves before the state is on disk
         raise Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",

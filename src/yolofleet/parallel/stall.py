@@ -1,0 +1,312 @@
+"""When is a run stuck, and through whom? Pure functions over what the ranks have published.
+
+The rank that is missing is the one that has started the fewest collectives: the others wait for it. All times
+are counted by the watchdog that measures them, second by second while its own process runs, and are never
+differences of two clocks: so a machine that was suspended, or a debugger that stops all ranks, is no stall.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from yolofleet.errors import ClusterError
+from yolofleet.parallel.activity import Activity
+
+USUAL_TIMES = 10  # a phase may last that many times its median
+FIRST_STEPS = 5  # of this process: memory, choice of kernels; nothing usual is known yet
+LONG_TIMES = 20  # phases and tasks that are not steps, in multiples of stall_s
+TASK_TIMES = {
+    "data set": math.inf,
+    "weights": math.inf,
+    "indexing": 60.0,
+}  # downloads have their own deadlines
+LONG_SILENCE_TIMES = 4  # outside of steps, Python may be locked for a while (imports, large files)
+NEARLY = 0.9  # of --timeout-s: then the run is about to fail anyway, with less to say
+WINDOW = 30  # steps that "usual" is taken over
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who a rank is; published once.
+
+    Attributes:
+        machine: equal for ranks whose processes see each other (``witness.machine_id``).
+        log: its file, on its own disk.
+    """
+
+    rank: int
+    host: str
+    device: str
+    pid: int
+    started_ticks: int
+    machine: str
+    log: str
+
+    def text(self) -> str:
+        return f"rank {self.rank} ({self.host}, {self.device})"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank publishes every second.
+
+    Attributes:
+        number: counts up.
+        phase: of its clock, or its task.
+        step: of the run.
+        collectives: that it has started.
+        waiting: for the last of them; last: what that one is.
+        age_s: seconds without any progress.
+        limit_s, silence_s: how long it may go without progress, and without a beat.
+        ended: its work is over.
+    """
+
+    number: int
+    phase: str
+    step: int
+    collectives: int
+    waiting: bool
+    last: str
+    age_s: float
+    limit_s: float
+    silence_s: float
+    ended: bool
+
+    def place_text(self) -> str:
+        return f"{self.phase!r}" + (f" after step {self.step}" if self.step else "")
+
+
+class Progress:
+    """Watches the activity of this process: beats.
+
+    Args:
+        stall_s: shortest limit.
+    """
+
+    def __init__(self, activity: Activity, stall_s: float) -> None:
+        self.activity, self.stall_s = activity, stall_s
+        self._mark: tuple[Any, ...] = ()
+        self._age_s = 0.0
+        self._steps = -1
+        self._longest: dict[str, float] = {}  # of the step under way, by phase
+        self._recent: dict[str, deque[float]] = {}
+        self._number = 0
+
+    def look(self, elapsed_s: float, *, ended: bool = False) -> Beat:
+        """Once a second: ``elapsed_s`` of this process's own running time have passed."""
+        a, clock = self.activity, self.activity.clock
+        phase = clock.phase if clock else "start"
+        steps, steps_here = (clock.steps, clock.steps_here) if clock else (0, 0)
+        mark = (phase, clock.since_s if clock else 0.0, steps, a.task, a.ticks, a.collectives, a.waiting)
+        if mark != self._mark:
+            self._mark, self._age_s = mark, 0.0
+        else:
+            self._age_s += elapsed_s
+        if steps != self._steps:
+            self._steps = steps
+            for name, longest in self._longest.items():
+                self._recent.setdefault(name, deque(maxlen=WINDOW)).append(longest)
+            self._longest = {}
+        self._longest[phase] = max(self._longest.get(phase, 0.0), self._age_s)
+        self._number += 1
+        steady = not a.task and phase in ("data", "compute", "comm") and steps_here >= FIRST_STEPS
+        return Beat(
+            number=self._number,
+            phase=a.task or phase,
+            step=steps,
+            collectives=a.collectives,
+            waiting=a.waiting,
+            last=a.last_text(),
+            age_s=self._age_s,
+            limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_TIMES.get(a.task, LONG_TIMES),
+            silence_s=self.stall_s * (1 if steady else LONG_SILENCE_TIMES),
+            ended=ended,
+        )
+
+    def _limit_s(self, phase: str) -> float:
+        recent = self._recent.get(phase)
+        return max(self.stall_s, USUAL_TIMES * statistics.median(recent) if recent else 0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+    missing: ranks that the others wait for; all of them when they wait for each other.
+    kind: "silent": without a sign of life; "stuck": alive, in one place; "waiting": everybody waits for the
+        same collective; "blind": the place where ranks leave their beats does not answer.
+    limit_s: that was exceeded.
+    """
+
+    missing: tuple[int, ...]
+    kind: str
+    limit_s: float
+
+
+def judge(
+    beats: Mapping[int, Beat], silent_s: Mapping[int, float], *, size: int, timeout_s: float
+) -> Verdict | None:
+    """The verdict over the ranks' last beats, or None while there is no stall.
+
+    Args:
+        silent_s: for each rank, since its last new beat.
+        timeout_s: after which a collective fails.
+    """
+    live = {rank: beat for rank, beat in beats.items() if not beat.ended}
+    if len(beats) < size or len(live) < 2:
+        return None
+    silent = [rank for rank, beat in live.items() if silent_s[rank] > beat.silence_s]
+    speaking = {rank: beat for rank, beat in live.items() if rank not in silent}
+    if silent:
+        limit_s = min(live[rank].silence_s for rank in silent)
+        if all(beat.age_s > limit_s / 2 for beat in speaking.values()):  # nobody gets on without them
+            return Verdict(tuple(silent), "silent", limit_s)
+        return None
+    fewest = min(beat.collectives for beat in live.values())
+    behind = [rank for rank, beat in live.items() if beat.collectives == fewest]
+    if len(behind) == len(live):
+        behind = [rank for rank, beat in live.items() if not beat.waiting] or behind
+    patience_s = NEARLY * timeout_s
+    out_of_patience = any(beat.waiting and beat.age_s > patience_s for beat in live.values())
+    if out_of_patience or all(live[rank].age_s > live[rank].limit_s for rank in behind):
+        all_wait = all(beat.waiting for beat in live.values())
+        limit_s = patience_s if out_of_patience else min(live[rank].limit_s for rank in behind)
+        return Verdict(tuple(behind), "waiting" if all_wait else "stuck", limit_s)
+    return None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found out about a rank at the end.
+
+    Attributes:
+        state: of its process, as its machine shows it; "" = nobody can look.
+        stack: Python calls of its main thread, innermost first.
+        children: states of its loader processes.
+    """
+
+    state: str = ""
+    letter: str = ""
+    stack: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+
+
+SHOWN = 4  # ranks that are described one by one
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the report is written from, by rank.
+
+    Attributes:
+        still_s: seconds without progress until now.
+    """
+
+    members: Mapping[int, Member]
+    beats: Mapping[int, Beat]
+    still_s: Mapping[int, float]
+    findings: Mapping[int, Findings]
+    now_unix_s: float
+
+    def since(self, rank: int) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self.now_unix_s - self.still_s[rank]))
+
+    def found(self, rank: int) -> Findings:
+        return self.findings.get(rank, Findings())
+
+
+def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str) -> ClusterError:
+    """The one report.
+
+    Args:
+        saved: newest checkpoint, "" = none.
+        resume: the command that continues the run from it.
+    """
+    missing = verdict.missing
+    others = [r for r, beat in evidence.beats.items() if r not in missing and not beat.ended]
+    lines = [_headline(verdict, evidence)]
+    for rank in missing[:SHOWN]:
+        lines += _about(rank, evidence, alone=len(missing) == 1)
+    lines += _others(others, evidence)
+    if resume:
+        lines.append(f"  saved: {saved or 'nothing yet'}")
+    again = resume if saved and resume else "the same command again"
+    return ClusterError("\n".join(lines), hint=f"{_advice(verdict, evidence)}; then {again}")
+
+
+def _listed(texts: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return between.join(texts[:SHOWN]) + more
+
+
+def _headline(verdict: Verdict, evidence: Evidence) -> str:
+    rank = verdict.missing[0]
+    beat, seconds = evidence.beats[rank], evidence.still_s[rank]
+    names = _listed([evidence.members[r].text() for r in verdict.missing], "; ")
+    since = f"since {evidence.since(rank)} ({seconds:.0f} s; limit {verdict.limit_s:.0f} s)"
+    if verdict.kind == "waiting":
+        return f"all ranks wait in collective {beat.collectives} ({beat.last}) {since}: {names}"
+    if verdict.kind == "blind":
+        return f"ranks cannot reach the place where they met any more, {since}; it is held by {names} or its launcher"
+    many = len(verdict.missing) > 1
+    what = "no sign of life" if verdict.kind == "silent" else "no progress"
+    verb = ("give" if verdict.kind == "silent" else "make") + ("" if many else "s")
+    return f"{names} {verb} {what} {since}, in {beat.place_text()}"
+
+
+def _about(rank: int, evidence: Evidence, *, alone: bool) -> list[str]:
+    found, beat = evidence.found(rank), evidence.beats[rank]
+    who = "" if alone else f"rank {rank} in {beat.place_text()} since {evidence.since(rank)}: "
+    lines = [f"  state: {who}{found.state or 'no other rank can look at its process'}"]
+    lines += [f"  stack: {call}" if i == 0 else f"         {call}" for i, call in enumerate(found.stack)]
+    lines += [f"  child: {child}" for child in found.children[:SHOWN]]
+    return lines
+
+
+def _others(others: Sequence[int], evidence: Evidence) -> list[str]:
+    """Ranks that do the same thing stand on one line."""
+    groups: dict[str, list[int]] = {}
+    for rank in others:
+        beat = evidence.beats[rank]
+        place = f"waits in collective {beat.collectives} ({beat.last})" if beat.waiting else "is"
+        groups.setdefault(f"{place} in {beat.place_text()}", []).append(rank)
+    return [
+        f"  other: rank {_listed([str(r) for r in ranks])} {doing} since {evidence.since(ranks[0])}"
+        for doing, ranks in groups.items()
+    ]
+
+
+def _advice(verdict: Verdict, evidence: Evidence) -> str:
+    """What most likely happened, and what to type."""
+    rank = verdict.missing[0]
+    member, beat, found = evidence.members[rank], evidence.beats[rank], evidence.found(rank)
+    if found.letter == "T":
+        return f"somebody or something stopped it; kill -CONT {member.pid} would have let it go on"
+    if found.letter == "t":
+        return "a debugger holds it"
+    if found.letter in ("X", "Z"):
+        return f"see why it died: dmesg | tail on {member.host} (out of memory?)"
+    if found.letter == "D" or any("(state D)" in child for child in found.children):
+        return f"a disk or network file system of {member.host} does not answer: see dmesg and the mount"
+    if verdict.kind == "silent" and found.state:
+        return "a call outside of Python does not return and holds Python's lock; the stack names it"
+    if verdict.kind in ("silent", "blind"):
+        return (
+            f"{member.host} is down or stopped, or the network to it is lost: ping {member.host}, and there "
+            f"ps -o pid,stat,wchan:30,args -p {member.pid}"
+        )
+    if verdict.kind == "waiting":
+        return (
+            "the network between them loses what is sent, or a card was chosen that not all can reach "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+        )
+    if beat.phase == "data":
+        return "its loader does not deliver: see the stack, and the disk that the images are on (--cache ram)"
+    if "cuda" in member.device and beat.phase in ("compute", "comm"):
+        return f"its GPU or NCCL hangs: nvidia-smi, and dmesg (Xid) on {member.host}"
+    return "the stack says what it is busy with; if that is right, --stall-s with a higher number"

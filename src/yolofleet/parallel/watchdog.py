@@ -1,0 +1,294 @@
+"""A rank that hangs is named within a minute, and the run ended, instead of everybody waiting for it.
+
+Each rank has two threads. One looks at this rank's activity once a second and judges; the other exchanges
+beats with the other ranks through the store where they met, over a connection of its own. Two, because the
+store may be what hangs (it lives in rank 0, or in torchrun's agent). The step itself only sets variables.
+
+When a rank sees a stall, one of them becomes the reporter (first come, in the store). It asks all ranks for
+their stacks, and those on a machine with a missing one for what that machine shows of it; tells the report;
+waits until the checkpoint being written is done; and then every rank ends its process. A missing rank is
+killed by its neighbours on the machine, since it cannot end itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from yolofleet.errors import ClusterError
+from yolofleet.parallel.stall import Beat, Evidence, Findings, Member, Progress, Verdict, judge, stall_error
+from yolofleet.parallel.witness import (
+    children_of,
+    dumped_stack,
+    kill,
+    machine_id,
+    main_stack,
+    started_ticks,
+    state_of,
+)
+from yolofleet.parallel.world import Store, World
+
+LOOK_S = 1.0
+RANKS_PER_S = 16  # beats are exchanged each second by that few ranks, more rarely by more
+CLOCK_JUMP_S = 3.0  # no more than this is counted for one look: this process was stopped, or starved
+DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python is locked goes to its log
+ANSWER_WAIT_S = 5.0
+SETTLE_WAIT_S = 60.0  # for a checkpoint being written
+CLOSE_WAIT_S = 2.0
+DEAD = ("T", "t", "X", "Z")  # states of a process that will not answer
+
+
+class Watchdog:
+    """Watches all ranks of a run from this one; a context manager.
+
+    Args:
+        stall_s: shortest time without progress that is a stall; 0 = no watchdog.
+        timeout_s: after which a collective fails.
+        log: this rank's log file.
+        checkpoints: where they lie.
+        resume: the command that continues the run from one of them, "" = it cannot be.
+        say: shows the report. Called in one rank; right after it, every process ends with exit code 4.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        stall_s: float,
+        timeout_s: float,
+        log: Path,
+        checkpoints: Path,
+        resume: str,
+        say: Callable[[ClusterError], None],
+    ) -> None:
+        self.world, self.timeout_s, self.log, self.checkpoints = world, timeout_s, log, checkpoints
+        self.resume, self.say = resume, say
+        self.is_on = world.size > 1 and stall_s > 0
+        self.stall_s = stall_s
+        self.members: dict[int, Member] = {}
+        self.beats: dict[int, Beat] = {}
+        self._silent_s = dict.fromkeys(range(world.size), 0.0)  # since a rank's last new beat
+        self._seen: dict[int, int] = {}  # numbers of beats
+        self._blind_s = 0.0  # since the store answered
+        self._progress = Progress(world.activity, stall_s)
+        self._closing, self._ending = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._dump: TextIO | None = None
+        self._arm_dump_at_s = 0.0
+
+    def __enter__(self) -> Watchdog:
+        store = self.world.store("watchdog") if self.is_on else None  # collective
+        if store is None:
+            return self
+        rank = self.world.rank
+        self._mine = Member(
+            rank,
+            self.world.host,
+            str(self.world.device),
+            os.getpid(),
+            started_ticks(os.getpid()),
+            machine_id(),
+            str(self.log.resolve()),
+        )
+        self.members[rank] = self._mine
+        self.beats[rank] = self._progress.look(0.0)
+        with suppress(OSError):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self._dump = self.log.open("a", encoding="utf-8")
+        for work in (self._watch, lambda: self._exchange(store)):
+            thread = threading.Thread(target=work, name="watchdog", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(CLOSE_WAIT_S)
+        if self._dump is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._dump.close()
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Thread: look at this rank once a second, and count how long nothing came from the others."""
+        rank, then_s = self.world.rank, time.monotonic()
+        while not self._closing.wait(LOOK_S) and not self._ending.is_set():
+            now_s = time.monotonic()
+            elapsed_s, then_s = min(now_s - then_s, CLOCK_JUMP_S), now_s
+            mine = self._progress.look(elapsed_s)
+            self.beats[rank] = mine
+            self._rearm_dump(mine)
+            for other, beat in list(self.beats.items()):
+                if other == rank or beat.number != self._seen.get(other):
+                    self._seen[other], self._silent_s[other] = beat.number, 0.0
+                else:
+                    self._silent_s[other] += elapsed_s
+            self._blind_s += elapsed_s
+            if self._blind_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
+                self._end_blind(mine)
+
+    def _rearm_dump(self, mine: Beat) -> None:
+        """This goes on while Python's lock can be had; once it cannot, a thread of C dumps the stack."""
+        now_s = time.monotonic()
+        if self._dump is not None and now_s >= self._arm_dump_at_s:
+            faulthandler.dump_traceback_later(DUMP_AT * mine.silence_s, file=self._dump)
+            self._arm_dump_at_s = now_s + 0.1 * mine.silence_s
+
+    # -- talking -----------------------------------------------------------------------------------------
+
+    def _exchange(self, store: Store) -> None:
+        """Thread: beats out and in, and the verdict on them. The last beat says that this rank is done."""
+        rank, ranks = self.world.rank, range(self.world.size)
+        with suppress(RuntimeError):  # the store is gone: `_watch` counts how long nothing comes
+            store.set(f"member/{rank}", json.dumps(asdict(self._mine)))
+            while not self._closing.wait(max(LOOK_S, len(ranks) / RANKS_PER_S)):
+                store.set(f"beat/{rank}", json.dumps(asdict(self.beats[rank])))
+                if len(self.members) == len(ranks):
+                    self._fetch_beats(store)
+                elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
+                    texts = store.multi_get([f"member/{r}" for r in ranks])
+                    self.members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
+                self._blind_s = 0.0
+                if store.check(["question"]):
+                    self._answer(store)
+                verdict = judge(self.beats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
+                if verdict is not None and store.add("reporters", 1) == 1:
+                    self._report(store, verdict)
+            store.set(f"beat/{rank}", json.dumps(asdict(self._progress.look(0.0, ended=True))))
+            store.check(["question"])  # it has been answered: the beat has arrived
+
+    def _fetch_beats(self, store: Store) -> None:
+        others = [r for r in self.members if r != self.world.rank]
+        texts = store.multi_get([f"beat/{r}" for r in others])
+        self.beats |= {r: Beat(**json.loads(text)) for r, text in zip(others, texts, strict=True)}
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _report(self, store: Store, verdict: Verdict) -> NoReturn:
+        """Of the one rank that may: ask, tell, see to it that all end."""
+        self._ending.set()
+        store.set("question", json.dumps([verdict.missing, verdict.kind]))
+        found = {self.world.rank: own_findings()} | self._witness(verdict.missing)
+        saved = {newest(self.checkpoints)}
+        waiting_for = set(self.members) - {self.world.rank}
+        if verdict.kind == "silent":
+            waiting_for -= set(verdict.missing)
+        for r in self._arrivals(store, "answer", waiting_for, ANSWER_WAIT_S):
+            answer = json.loads(store.get(f"answer/{r}"))
+            saved.add(answer["saved"])
+            for of, what in answer["found"].items():
+                found.setdefault(int(of), findings_from(what))
+        self._tell(verdict, found, max(saved))
+        self._settle()
+        for _ in self._arrivals(store, "settled", waiting_for, SETTLE_WAIT_S):
+            pass
+        store.set("end", "")
+        store.check(["end"])  # it has been answered: it has arrived
+        self._end(verdict)
+
+    def _answer(self, store: Store) -> NoReturn:
+        """Of every other rank that still can."""
+        self._ending.set()
+        rank = self.world.rank
+        missing, kind = json.loads(store.get("question"))
+        verdict = Verdict(tuple(missing), kind, 0.0)
+        found = {rank: own_findings()} | self._witness(verdict.missing)
+        answer = {"found": {r: asdict(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
+        store.set(f"answer/{rank}", json.dumps(answer))
+        self._settle()
+        store.set(f"settled/{rank}", "")
+        for _ in self._arrivals(store, "end", {None}, ANSWER_WAIT_S + SETTLE_WAIT_S):
+            pass
+        self._end(verdict)
+
+    def _end_blind(self, mine: Beat) -> NoReturn:
+        """Without the store: each machine's first rank tells what can be seen from there."""
+        self._ending.set()
+        if len(self.members) < self.world.size:  # they had hardly met: their collective will fail by itself
+            sys.exit()
+        neighbours = [r for r, member in self.members.items() if r != self.world.rank and self._sees(member)]
+        found = {self.world.rank: own_findings()} | self._witness(neighbours)
+        lost = tuple(r for r in neighbours if found[r].letter in DEAD)
+        verdict = Verdict(lost or (0,), "silent" if lost else "blind", mine.silence_s)
+        if self.world.rank == min(set(neighbours) - set(lost) | {self.world.rank}):
+            self._tell(verdict, found, newest(self.checkpoints))
+        else:
+            time.sleep(ANSWER_WAIT_S)  # the other tells it
+        self._settle()
+        self._end(verdict)
+
+    def _arrivals(self, store: Store, kind: str, ranks: set[Any], wait_s: float) -> Iterator[Any]:
+        """Ranks as their key of a kind appears; None = the one key of that name."""
+        deadline_s = time.monotonic() + wait_s
+        expected = set(ranks)
+        while expected and time.monotonic() < deadline_s:
+            for r in [r for r in expected if store.check([kind if r is None else f"{kind}/{r}"])]:
+                expected.remove(r)
+                yield r
+            time.sleep(0.1)
+
+    def _sees(self, member: Member) -> bool:
+        return bool(member.machine) and member.machine == self._mine.machine
+
+    def _witness(self, ranks: Iterable[int]) -> dict[int, Findings]:
+        """What this machine shows of those of its processes."""
+        found = {}
+        for r in ranks:
+            member = self.members[r]
+            if r != self.world.rank and self._sees(member):
+                state = state_of(member.pid, member.started_ticks)
+                stack = dumped_stack(Path(member.log), self.beats[r].silence_s)
+                children = children_of(member.pid) if state.letter not in DEAD else []
+                found[r] = Findings(
+                    state.text(), state.letter, tuple(stack), tuple(child.text() for child in children)
+                )
+        return found
+
+    def _tell(self, verdict: Verdict, found: Mapping[int, Findings], saved: str) -> None:
+        still_s = {r: beat.age_s + self._silent_s[r] for r, beat in self.beats.items()}
+        evidence = Evidence(self.members, self.beats, still_s, found, time.time())
+        self.say(stall_error(verdict, evidence, saved=saved, resume=self.resume))
+
+    def _settle(self) -> None:
+        """Let what is being written be written."""
+        writing = threading.Thread(target=self.world.activity.settle, daemon=True)
+        writing.start()
+        writing.join(SETTLE_WAIT_S)
+
+    def _end(self, verdict: Verdict) -> NoReturn:
+        """End this process, and those of this machine that cannot do it themselves."""
+        if verdict.kind == "silent":
+            for r in verdict.missing:
+                if self._sees(self.members[r]):
+                    kill(self.members[r].pid, self.members[r].started_ticks)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ClusterError.exit_code)  # the main thread waits where no exception reaches it
+
+
+def own_findings() -> Findings:
+    """Of a process that runs this."""
+    pid = os.getpid()
+    state = state_of(pid, started_ticks(pid))
+    children = tuple(child.text() for child in children_of(pid))
+    return Findings(state.text(), state.letter, tuple(main_stack()), children)
+
+
+def findings_from(values: Mapping[str, Any]) -> Findings:
+    return Findings(values["state"], values["letter"], tuple(values["stack"]), tuple(values["children"]))
+
+
+def newest(checkpoints: Path) -> str:
+    """File name of the newest whole checkpoint here, or ""."""
+    return max((path.name for path in checkpoints.glob("step-*.safetensors")), default="")
