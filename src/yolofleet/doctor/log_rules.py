@@ -17,6 +17,7 @@ NAMED = 1  # an error that names its cause
 ENDED = 2  # a process ended, and how it ended says something
 UNNAMED = 3  # an error whose cause is in another line, or in another log
 FOLLOWS = 4  # what the others see when one has failed
+EXPLAINED = 5  # another finding says what it was
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Rule:
 
 # The processes have met: attempts to connect that failed before were tried again and worked.
 MET = ("init complete", "connected all rings", "connected all trees", "rendezvous complete")
+
+NCCL_ERROR = "nccl-error"
 
 _LOOK_UP = "getent hosts NAME   # must print an address that the other machines reach; else an entry in /etc/hosts, or use the address itself"
 _CARDS = "ip -br addr   # then, on every machine, export NCCL_SOCKET_IFNAME=CARD GLOO_SOCKET_IFNAME=CARD"
@@ -194,7 +197,7 @@ MACHINES = (
     ),
     Rule(
         "gpu-busy",
-        ("all cuda-capable devices are busy or unavailable",),
+        ("cuda-capable device*busy or unavailable",),
         "Another process holds the GPU alone (exclusive mode), or a dead one still does.",
         "nvidia-smi   # end what is listed, or: sudo nvidia-smi -c 0",
         order=MACHINE,
@@ -211,7 +214,7 @@ MACHINES = (
             "insufficient shared memory",
             "out of shared memory",
             "by signal: bus error",
-            "bus error (core dumped)",
+            "bus error*(core dumped)",
             "^bus error",
             "fatal python error: bus error",
             "signal: bus error",
@@ -333,7 +336,8 @@ NETWORK = (
     ),
     Rule(
         "ssh",
-        ("permission denied (publickey", "host key verification failed", "connection closed by*port 22"),
+        ("permission denied (publickey",
+            "ssh: connect to host*connection refused", "host key verification failed", "connection closed by*port 22"),
         "The launcher's ssh was refused.",
         "ssh -o BatchMode=yes HOST true   # must work without a question: ssh-copy-id HOST, ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
@@ -382,7 +386,7 @@ NETWORK = (
 PROGRAM = (
     Rule(
         "nccl-version",
-        ("mismatched nccl version", "message truncated : received", "mismatch in rank count"),
+        ("mismatched nccl version", "message truncated : received"),
         "The machines run different versions of NCCL (or two runs share a port).",
         'python -c "import torch; print(torch.__version__, torch.cuda.nccl.version())"   # on every machine; install the same torch',
     ),
@@ -429,6 +433,9 @@ PROGRAM = (
             "error=2 : out of memory",
             "cuda runtime error (2)",
             "hip out of memory",
+            "out of memory error on gpu",
+            "oom when allocating",
+            "cuda driver error: out of memory",
             "cublas_status_alloc_failed",
             "cudnn_status_alloc_failed",
         ),
@@ -452,6 +459,8 @@ PROGRAM = (
             "cublas_status_not_initialized",
             "cudnn_status_not_initialized",
             "cudnn_status_internal_error",
+            "cublas_status_internal_error",
+            "unable to find an engine to execute",
             "an illegal instruction was encountered",
         ),
         "A CUDA kernel crashed: full GPU memory, libraries that do not fit, or a faulty GPU.",
@@ -474,7 +483,7 @@ PROGRAM = (
         (
             "detected mismatch between collectives",
             "collectives differ in the following",
-            "appears not to match sizes of the same param",
+            "appears not to match",
             "ddp expects same model across all ranks",
             "op.preamble.length <= op.nbytes",
             "received data size doesn't match expected size",
@@ -516,8 +525,34 @@ PROGRAM = (
         "torchrun ... in place of python -m torch.distributed.launch ...",
     ),
     Rule(
+        "arguments",
+        ("error: unrecognized arguments", "error: the following arguments are required", "error: no such option"),
+        "The program does not know an argument that it was given, or wants one more.",
+        "the same command with --help",
+    ),
+    Rule(
+        "command-missing",
+        ("execve():", "command not found", "unable to find the specified executable", "executable file not found"),
+        "A program is not there, or not in the PATH of a process that a scheduler or ssh started.",
+        "which torchrun   # on that machine; activate the environment in the job script, or give the full path",
+    ),
+    Rule(
+        "file-missing",
+        ("can't open file", "filenotfounderror: "),
+        "A file is not there: on this machine, or seen from the folder where the process was started.",
+        "ls -l FILE   # on every machine; relative paths count from where the job starts",
+    ),
+    Rule(
+        "no-process-group",
+        ("default process group has not been initialized",),
+        "The program expects several processes and was started as one.",
+        "torchrun --nproc_per_node N train.py ...",
+    ),
+    Rule(
         "rank-invalid",
-        ("invalid rank argument", "rank < size", "rank should be less than", "invalid world size", "world size was changed"),
+        ("invalid rank argument", "rank < size", "rank should be less than", "invalid world size",
+            "already checked in",
+            "mismatch in rank count", "world size was changed"),
         "Rank and number of processes do not fit: two machines with the same --node_rank, or different --nnodes.",
         "the same --nnodes, --master_addr and --master_port on every machine; --node_rank 0, 1, 2, ...; env | grep -e RANK -e WORLD_SIZE",
     ),
@@ -529,7 +564,7 @@ PROGRAM = (
     ),
     Rule(
         "no-libuv",
-        ("built without libuv support",),
+        ("without libuv support",),
         "torch for Windows lacks a part that torchrun asks for.",
         "set USE_LIBUV=0   # or: yolofleet train, or WSL2",
     ),
@@ -611,7 +646,7 @@ ENDS = (
     ),
     Rule(
         "aborted",
-        ("terminate called", "fatal python error: aborted", "aborted (core dumped)", "by signal: aborted"),
+        ("terminate called", "fatal python error: aborted", "aborted*(core dumped)", "by signal: aborted"),
         "A library gave up (SIGABRT, exit code -6); its last message before says why.",
         _LOGS,
         order=FOLLOWS,
@@ -651,7 +686,8 @@ RENDEZVOUS = (
     ),
     Rule(
         "store-timeout",
-        ("wait timeout after", "diststoreerror", "socket timeout", "timed out waiting on barrier", "store->get(*wait timeout"),
+        ("wait timeout after",
+            "timeout waiting for key", "diststoreerror", "socket timeout", "timed out waiting on barrier", "store->get(*wait timeout"),
         "A process waited for a word of another one that never came: that one died, or hangs before its first collective.",
         _LOGS,
         order=FOLLOWS,
@@ -694,6 +730,7 @@ RENDEZVOUS = (
             "watchdog got stuck",
             "heartbeat monitor timed out",
             "nccl operations have failed or timed out",
+            "nccl communicator was aborted",
             "timeout at nccl work",
             "processgroupnccl's watchdog",
         ),
@@ -702,7 +739,7 @@ RENDEZVOUS = (
         order=FOLLOWS,
     ),
     Rule(
-        "nccl-error",
+        NCCL_ERROR,
         ("unhandled system error", "ncclsystemerror", "unhandled cuda error", "ncclunhandledcudaerror", "ncclinternalerror", "ncclinvalidusage", "nccl error in", "internal error - please report"),
         "NCCL failed. What failed is in a line with `NCCL WARN`, which this log does not have.",
         "NCCL_DEBUG=WARN, then the same command; in a container most often shared memory: docker run --ipc=host",
@@ -710,7 +747,9 @@ RENDEZVOUS = (
     ),
     Rule(
         "worker-failed",
-        ("its message says why", "srun: error:*exited with exit code"),
+        ("its message says why", "srun: error:*exited with exit code",
+            "container rank*status failed",
+            "exited with non-zero status"),
         "A process ended with an error that is not in this log.",
         _LOGS,
         order=FOLLOWS,

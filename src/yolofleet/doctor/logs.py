@@ -19,7 +19,9 @@ from typing import TextIO
 
 from yolofleet.doctor.findings import LEVELS, Finding, Level
 from yolofleet.doctor.log_rules import (
+    EXPLAINED,
     MET,
+    NCCL_ERROR,
     OWN_ERROR,
     PYTHON_ERROR,
     RULES,
@@ -88,6 +90,15 @@ def _pieces(file: TextIO) -> Iterator[str]:
 _NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 
 
+_FRONT = re.compile(r"(?:[\s>*`|]|\[[^\]]{0,60}\]:?|\([^)]{0,60}\)){0,20}")
+
+
+def _front(line: str) -> int:
+    """Where the program's own words start, after what launchers and people put before a line."""
+    match = _FRONT.match(line)
+    return match.end() if match else 0
+
+
 @dataclass(frozen=True)
 class _Pattern:
     """A pattern of ``log_rules``, taken apart."""
@@ -99,7 +110,7 @@ class _Pattern:
 
     def fits(self, line: str) -> bool:
         """Whether a line in lower case, without blanks at its ends, has all parts in their order."""
-        if self.at_start and not line.startswith(self.parts[0]):
+        if self.at_start and not line.startswith(self.parts[0], _front(line)):
             return False
         if self.at_end and not line.endswith(self.parts[-1]):
             return False
@@ -150,19 +161,22 @@ _NUMBERED = _keyed(p.without_numbers() for _, p in _PATTERNS if p.without_number
 
 _COLOUR = re.compile("\x1b\\[[0-9;?]{0,16}[A-Za-z]")
 _RANK = re.compile(r"\[rank ?(\d{1,6})\]|\[default(\d{1,6})\]|\brank (\d{1,6})\]|\bfor rank (\d{1,6})\b")
-_FRONT = re.compile(
-    r"(?:[\s>*`|]|\[[^\]]{0,60}\]:?|\([^)]{0,60}\)){0,20}"
-)  # what launchers put before a line
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,120}(?:Error|Exception|Expired))(?:: (.*)|:?\s*)$")
 _NOT_OURS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException")
 _OWN = {kind.__name__ for kind in YolofleetError.__subclasses__()}
 _END = re.compile(
-    r"exit ?code *:? *(?P<code>-?\d{1,10})"
-    r"|exit status:? (?P<status>\d{1,10})"
-    r"|<signals\.sig(?P<signal>[a-z]{2,5})"
-    r"|(?:on|with|by|received|: )signal:? (?P<number>\d{1,3})\b"
-    r"|(?:on|with|by|received) (?:signal )?sig(?P<name>[a-z]{2,5})\b"
+    r"(?:(?:exit|return)[ _]?code *[:=]? *|exited with code |exit status:? )(?P<code>-?\d{1,10})"
+    r"|\b(?:on|with|by|received) signal:? (?P<number>\d{1,3})\b"
+    rf"|(?:<signals\.|\b(?:on|with|by|received) (?:signal )?)sig(?P<name>{'|'.join(SIGNAL_NAMES)})\b"
 )
+_OF_A_RUN = (
+    "exitcode",
+    "rank",
+    "task",
+    "worker",
+    "process ",
+)  # else perhaps of a small program that it called
+_WINDOWS = {0xC0000005: 11, 0xC000013A: 2}  # access violation, Ctrl-C
 _TENTATIVE = re.compile(r"\[w[\d ]|nccl info|retry|ipv6 network addresses")
 _FIELD = re.compile(r"^\s*(rank|host)\s*: (\S+)")
 
@@ -175,6 +189,7 @@ class _Seen:
         firm: at least once it was more than a failed attempt.
         healed: the processes met after the last attempt that failed.
         root: torchrun names it as the first failure.
+        explained: the lines after it said what it was.
     """
 
     rule: Rule
@@ -185,6 +200,7 @@ class _Seen:
     firm: bool = False
     healed: bool = False
     root: bool = False
+    explained: bool = False
     host: str = ""
     fix: str = ""
 
@@ -197,7 +213,8 @@ class _Reader:
         self.summary_left = 0  # lines of torchrun's summary still to come
         self.summary: dict[str, str] = {}
         self.own_left = 0  # lines that an error of ours still may have
-        self.wanted_text = ""  # code of a finding that the next line explains
+        self.last_error_left = 0  # lines that an error of NCCL still may have
+        self.last_error_next = False  # the next line says what NCCL's error was
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -212,7 +229,7 @@ class _Reader:
             raw = f"{raw[: LONGEST // 2]} {raw[-LONGEST // 2 :]}"
         shape = raw.translate(_NO_DIGITS)
         key = hash(shape)
-        if not (self.summary_left or self.own_left or self.wanted_text) and key in self.known:
+        if not (self.summary_left or self.own_left or self.last_error_left) and key in self.known:
             rule = self.known[key]
             if rule is not None:
                 text = _tidy(raw)
@@ -220,7 +237,7 @@ class _Reader:
             return
         text = _tidy(raw)
         low = text.lower()
-        self._follow(text)
+        self._follow(text, low)
         if "root cause" in low:
             self.summary_left, self.summary = SUMMARY, {}
         elif any(sign in low for sign in MET):
@@ -241,10 +258,11 @@ class _Reader:
                 self.known.clear()
             self.known[key] = rule
 
-    def _follow(self, text: str) -> None:
+    def _follow(self, text: str, low: str) -> None:
         """Lines after one that announced them."""
-        if self.wanted_text and text:
-            self._explained(text)
+        if self.last_error_left:
+            self.last_error_left -= 1
+            self._last_error(text, low)
         if self.own_left:
             self.own_left -= 1
             self._advice(text)
@@ -267,34 +285,26 @@ class _Reader:
         rank = _RANK.search(low)
         if rank and len(seen.ranks) <= MOST_RANKS:
             seen.ranks.add(int(next(group for group in rank.groups() if group)))
-        if rule.code == "nccl-error" and low.endswith(("error.", "error:", "failed.", "library.")):
-            self.wanted_text = rule.code
+        if rule.code == NCCL_ERROR:
+            self.last_error_left = 4
         return seen
 
-    def _explained(self, text: str) -> None:
-        """The line after ``Last error:``, which is better to show than that."""
-        if text.lower().startswith(("last error", "nccl", "ncclsystemerror")):
-            return
-        self.seen[self.wanted_text].text += f" {text}"
-        self.wanted_text = ""
+    def _last_error(self, text: str, low: str) -> None:
+        """What follows an error of NCCL: ``Last error:`` and, in the line after it, what it was."""
+        seen = self.seen[NCCL_ERROR]
+        rule = _first_fit(_PATTERNS, low)
+        if rule is not None and rule.code != NCCL_ERROR and rule.level == "fault":
+            seen.explained = True
+        elif self.last_error_next:
+            seen.text = f"{seen.text} {text}"
+        self.last_error_next = low.endswith("last error:")
 
     # -- ends of processes -----------------------------------------------------------------------------------
 
     def _ended(self, end: re.Match[str], text: str, low: str, number: int) -> None:
         """Exit codes, statuses and signals, in the words of torchrun, Python, shells, SLURM and MPI."""
-        name = end["signal"] or end["name"]
-        if name:
-            signal = SIGNAL_NAMES.get(name, 0)
-        elif end["number"]:
-            signal = int(end["number"])
-        else:
-            code = int(end["code"] or end["status"])
-            if code == 0:
-                return
-            signal = (
-                -code if code < 0 else code - 128 if 128 < code < 160 else 11 if code == 0xC0000005 else 0
-            )
-        if "closing signal" in low or "via signal" in low:  # the launcher ends the others
+        signal = _signal_of(end)
+        if signal is None or not (signal in SIGNALS or any(word in low for word in _OF_A_RUN)):
             return
         root = self.summary_left > 0
         seen = self._hit(SIGNALS.get(signal, WORKER_FAILED), text, low, number, root=root)
@@ -308,8 +318,7 @@ class _Reader:
 
     def _exception(self, text: str, low: str, number: int) -> bool:
         """The last line of a traceback, and the errors of yolofleet itself."""
-        front = _FRONT.match(text)
-        match = _EXCEPTION.match(text[front.end() if front else 0 :])
+        match = _EXCEPTION.match(text, _front(text))
         if match is None:
             return False
         name = match[1].rsplit(".", 1)[-1]
@@ -349,7 +358,22 @@ class _Reader:
 
     @staticmethod
     def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
-        return -LEVELS.index(level), seen.rule.order, not seen.root, seen.line
+        order = EXPLAINED if seen.explained else seen.rule.order
+        return -LEVELS.index(level), order, not seen.root, seen.line
+
+
+def _signal_of(end: re.Match[str]) -> int | None:
+    """What a match of _END tells: the signal that ended a process, 0 for an error, None for success."""
+    if end["name"]:
+        return SIGNAL_NAMES[end["name"]]
+    if end["number"]:
+        return int(end["number"])
+    code = int(end["code"])
+    if code < 0:
+        return -code
+    if 128 < code < 160:  # of a shell
+        return code - 128
+    return _WINDOWS.get(code, 0) if code else None
 
 
 def _finding(seen: _Seen, level: Level) -> Finding:
