@@ -58,6 +58,14 @@ CHECKPOINTS = Verbs(
     },
     help="Look at a run's checkpoints.",
 )
+RENDER = Verbs(
+    "render",
+    {
+        "slurm": ("yolofleet.cli.render:slurm_command", "a batch script for SLURM"),
+        "kubernetes": ("yolofleet.cli.render:kubernetes_command", "a Job for Kubernetes"),
+    },
+    help="Write a training run in the form that a scheduler takes, on standard output.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -67,8 +75,10 @@ APP = Verbs(
         "export": ("yolofleet.cli.export:command", "write a network as a file for other runtimes, and verify it"),
         "bench": ("yolofleet.cli.bench:command", "measure how fast weights or an exported file are here"),
         "data": (DATA, "get, make, check, convert data sets and count what is in them"),
+        "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
         "weights": (WEIGHTS, "list, fetch, look into, check and convert weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
+        "doctor": ("yolofleet.cli.doctor:command", "say what is wrong with a machine, a fleet or a log"),
         "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),
     },
     help="Train YOLO-family detectors on any fleet, with one command and one result.",

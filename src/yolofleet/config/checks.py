@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import BenchConfig, ExportConfig, PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    Recipe,
+    TrainConfig,
+    ValConfig,
+)
 from yolofleet.errors import ConfigError
 
 LARGEST_DEFAULT_MICRO_BATCH = 16
@@ -100,7 +108,18 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
     _check_precision(config)
 
 
-def _check_micro_batch(config: Resolved[TrainConfig]) -> None:
+def check_doctor(config: Resolved[DoctorConfig]) -> None:
+    """As :func:`check_train`."""
+    if config.value.hosts and config.value.fleet:
+        raise _clash(config, "hosts", "fleet", "both say which machines", "leave one out")
+    if config.value.log:
+        for name in type(config.value).model_fields:
+            if name not in ("log", "json_out") and config.is_given(name):
+                raise _clash(config, name, "log", "a log is read by itself", "leave one out")
+    _check_micro_batch(config)
+
+
+def _check_micro_batch(config: Resolved[Any]) -> None:
     batch, micro = config.value.batch, config.value.micro_batch
     if not micro or batch % micro == 0:
         return

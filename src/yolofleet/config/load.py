@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet import __version__
-from yolofleet.config.checks import check_bench, check_export, check_predict, check_train, check_val
+from yolofleet.config.checks import (
+    check_bench,
+    check_doctor,
+    check_export,
+    check_predict,
+    check_train,
+    check_val,
+)
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
 from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import (
     BenchConfig,
+    DoctorConfig,
     ExportConfig,
     PredictConfig,
     Recipe,
@@ -39,6 +47,7 @@ __all__ = [
     "load_recipe",
     "resolve",
     "resolve_bench",
+    "resolve_doctor",
     "resolve_export",
     "resolve_predict",
     "resolve_selftest",
@@ -132,6 +141,15 @@ def resolve_bench(
     """As :func:`resolve_train`, for ``bench``."""
     config = resolve(BenchConfig, [_files("bench", config_file)[0], layer_of(given, source)])
     check_bench(config)
+    return config
+
+
+def resolve_doctor(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> Resolved[DoctorConfig]:
+    """As :func:`resolve_train`, for ``doctor``."""
+    config = resolve(DoctorConfig, [_files("doctor", config_file)[0], layer_of(given, source)])
+    check_doctor(config)
     return config
 
 

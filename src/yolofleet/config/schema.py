@@ -404,3 +404,29 @@ class BenchConfig(Frozen):
     json_out: str = setting(
         "", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
     )
+
+
+class DoctorConfig(Frozen):
+    """`yolofleet doctor`. What it takes of a run's settings says what such a run would need."""
+
+    hosts: str = setting("", "these machines too, and between them: a:8,b:4,c:0+2,d:cpu:2", group="what")
+    fleet: str = setting("", "these machines too, from a fleet file (YAML)", group="what")
+    log: str = setting("", "say what a log of NCCL, gloo or torchrun means; - = standard input", group="what")
+    data: str = setting("", "data set of the run: is it the same on every machine?", group="what")
+    img: int = setting(640, "image size of the run, pixels", ge=32, group="how much")
+    batch: Natural = setting(16, "total batch of the run, images", group="how much")
+    micro_batch: int = setting(
+        0, "images that pass the network together; 0 = largest divisor of --batch up to 16", ge=0, group="how much"
+    )  # fmt: skip
+    device: str = setting(
+        "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
+    )
+    workers: int = setting(
+        -1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where"
+    )
+    prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
+    port: int = setting(29500, "port of the rendezvous", ge=1, le=65535, group="where")
+    project: Path | None = setting(None, "parent folder of results (default runs/train)", group="where")
+    json_out: str = setting(
+        "", "write the findings as JSON to a file, or - for standard output", group="keeping", flag="--json"
+    )

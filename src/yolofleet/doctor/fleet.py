@@ -1,0 +1,719 @@
+"""Several hosts as one: what differs between them, and whether each reaches each.
+
+The hosts are asked by name for what ``probes.py`` does; how the question gets there is the caller's business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.cards import card_with, network_of
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.need import need_of
+from yolofleet.doctor.network import Meeting, candidates, judge_network, judge_way, meeting_of
+from yolofleet.errors import YolofleetError
+
+Reply = Any  # what JSON can say
+
+CLOCK_SKEW_S = 2.0
+SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s
+LISTEN_S = 60.0
+MOST_PAIRS_MEASURED = 56  # all of 8 hosts
+ALL_REDUCE_MIB = 4
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A host that answers.
+
+    Attributes:
+        name: as the user calls it.
+        ask: name of a probe and its arguments -> its answer; raises YolofleetError when the host is lost.
+        device: as ``--device`` there.
+        address, interface: where others shall meet it; "" = to be found.
+        data: data set there.
+    """
+
+    name: str
+    ask: Callable[[str, Mapping[str, Any]], Reply]
+    device: str = "auto"
+    address: str = ""
+    interface: str = ""
+    data: str = ""
+
+
+@dataclass
+class Examination:
+    """What was found, and what is known for the next question.
+
+    Attributes:
+        peers: that still answer.
+        facts: of each host that answered.
+        meetings: where each host can be reached by the others.
+    """
+
+    peers: list[Peer]
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    meetings: dict[str, Meeting] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def ask(
+        self,
+        probe: str,
+        arguments: Mapping[str, Any] | Callable[[Peer], Mapping[str, Any]],
+        peers: Sequence[Peer] | None = None,
+        *,
+        trips_s: dict[str, tuple[float, float]] | None = None,
+    ) -> dict[str, Reply]:
+        """All hosts at the same time; one that is lost is a finding, and is not asked again.
+
+        Args:
+            peers: only these.
+            trips_s: filled with when each was asked and when it had answered, by this machine's clock.
+        """
+        asked = [peer for peer in self.peers if peers is None or peer in peers]
+        if not asked:
+            return {}
+
+        def one(peer: Peer) -> Reply | YolofleetError:
+            began_s = time.time()
+            try:
+                return peer.ask(probe, arguments(peer) if callable(arguments) else arguments)
+            except YolofleetError as problem:
+                return problem
+            finally:
+                if trips_s is not None:
+                    trips_s[peer.name] = (began_s, time.time())
+
+        with ThreadPoolExecutor(len(asked)) as pool:
+            replies = dict(zip([peer.name for peer in asked], pool.map(one, asked), strict=True))
+        lost = {name: reply for name, reply in replies.items() if isinstance(reply, YolofleetError)}
+        with self._lock:
+            self.peers = [peer for peer in self.peers if peer.name not in lost]
+            self.findings += [
+                Finding("host-lost", "fault", name, problem.what, f"asked for {probe!r}", problem.hint)
+                for name, problem in lost.items()
+            ]
+        return {name: reply for name, reply in replies.items() if name not in lost}
+
+    @property
+    def names(self) -> list[str]:
+        return [peer.name for peer in self.peers]
+
+
+def examine(
+    peers: Iterable[Peer],
+    settings: TrainConfig,
+    *,
+    port: int,
+    folders: Sequence[str] = (),
+    quick: bool = False,
+) -> Examination:
+    """Everything that can be said about these hosts together.
+
+    Args:
+        settings: of the run that is planned.
+        port: of the rendezvous, on the first host.
+        folders: whose disks to look at, on every host.
+        quick: no torch, no measuring: what a run wants to know before it starts.
+    """
+    found = Examination(list(peers))
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(data_sets, found, settings)
+        found.facts = found.ask("facts", {"folders": list(folders), "port": port, "quick": quick})
+        found.findings += alone(found, settings)
+        if len(found.peers) > 1:
+            found.findings += differences({name: found.facts[name] for name in found.names})
+            found.findings += clocks(found)
+            if not quick:
+                found.findings += names(found)
+            found.findings += together(found, port, quick=quick)
+        found.findings += waiting.result()
+    return found
+
+
+def alone(found: Examination, settings: TrainConfig) -> list[Finding]:
+    """What there is to say about each host by itself."""
+    findings = []
+    for peer in found.peers:
+        facts = found.facts[peer.name]
+        cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
+        gpus = len(facts.get("gpus", {}).get("gpus", ()))
+        need = need_of(settings.model_copy(update={"device": peer.device}), cores, gpus)
+        findings += judge_host(facts, need, peer.name)
+        network = judge_network(facts, peer.name)
+        rendezvous = peer is found.peers[0]
+        findings += [f for f in network if rendezvous or f.code not in ("port", "port-busy")]
+    return findings
+
+
+def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:
+    """Whether each host reaches each, and unless ``quick`` how fast."""
+    token = secrets.token_hex(16)
+    try:
+        open_ports = listen(found, token, port)
+        findings = judge_ways(found, token, open_ports, port)
+        met = not any(finding.level == "fault" for finding in findings)
+        if met and not quick:
+            findings += speeds(found, token, open_ports)
+    finally:
+        found.ask("unlisten", {"token": token})
+    if met and not quick:
+        findings += measured_all_reduce(found)
+    return findings
+
+
+# -- what differs --------------------------------------------------------------------------------------------
+
+
+def groups(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Value as a text -> hosts that have it; the commonest first."""
+    found = defaultdict(list)
+    for name, value in values.items():
+        found[str(value)].append(name)
+    return dict(sorted(found.items(), key=lambda entry: -len(entry[1])))
+
+
+def groups_text(values: Mapping[str, Any]) -> str:
+    """``m1, m2: 2.13.0; m3: 2.6.0``."""
+    return "; ".join(f"{', '.join(names)}: {value}" for value, names in groups(values).items())
+
+
+def differences(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Software and GPUs that are not the same everywhere."""
+
+    def each(*keys: str) -> dict[str, Any]:
+        found = {}
+        for name, value in facts.items():
+            inner: Any = value
+            for key in keys:
+                inner = (inner or {}).get(key)
+            found[name] = inner
+        return found
+
+    found = []
+    version, digest = each("software", "yolofleet"), each("software", "package_sha256")
+    if len(groups(digest)) > 1:
+        both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in facts}
+        found.append(
+            Finding(
+                "package-differs",
+                "fault",
+                "fleet",
+                f"yolofleet is not the same: {groups_text(both)}",
+                "the processes would do different things, and wait for each other",
+                "train with --sync-code, or install the same version everywhere: pip install yolofleet=="
+                f"{next(iter(version.values()))}",
+            )
+        )
+    torch = each("software", "torch")
+    if len(groups(torch)) > 1:
+        found.append(
+            Finding(
+                "torch-differs",
+                "fault",
+                "fleet",
+                f"torch is not the same: {groups_text(torch)}",
+                "they may not understand each other, and results are not those of one machine",
+                f"pip install torch=={next(iter(groups(torch))).partition('+')[0]} on every host",
+            )
+        )
+    nccl = each("libraries", "torch", "nccl")
+    if len(groups(nccl)) > 1 and all(
+        value["libraries"]["torch"]["devices"]
+        for value in facts.values()
+        if value.get("libraries", {}).get("torch")
+    ):
+        found.append(
+            Finding(
+                "nccl-differs",
+                "fault",
+                "fleet",
+                f"NCCL is not the same: {groups_text(nccl)}",
+                "'NCCL version mismatch', or a hang",
+                "install the same build of torch on every host",
+            )
+        )
+    for key, why in (
+        ("python", "objects of one may not be read by the other"),
+        ("numpy", "the last bits of images and labels may differ"),
+        ("cv2", "another decoder of JPEG gives other pixels"),
+    ):
+        values = each("software", key)
+        if key == "python":
+            values = {name: ".".join(str(value).split(".")[:2]) for name, value in values.items()}
+        if len(groups(values)) > 1:
+            found.append(
+                Finding(
+                    "libraries-differ",
+                    "warn",
+                    "fleet",
+                    f"{key} is not the same: {groups_text(values)}",
+                    f"{why}: the result is not that of one machine",
+                    "install the same version on every host",
+                )
+            )
+    driver = each("gpus", "driver")
+    if len(groups({name: value for name, value in driver.items() if value})) > 1:
+        found.append(Finding("drivers-differ", "note", "fleet", f"drivers: {groups_text(driver)}"))
+    if not found:
+        same = f"yolofleet {next(iter(version.values()))}, torch {next(iter(torch.values()))}"
+        found.append(Finding("same-software", "ok", "fleet", f"{same} on all {len(facts)} hosts"))
+    return found
+
+
+def clocks(found: Examination) -> list[Finding]:
+    """Clocks of all hosts and of this machine, read three times; the shortest trip counts."""
+    offsets_s: dict[str, float] = {}
+    shortest_s: dict[str, float] = {}
+    for _ in range(3):
+        trips_s: dict[str, tuple[float, float]] = {}
+        for name, reply in found.ask("time", {}, trips_s=trips_s).items():
+            asked_s, answered_s = trips_s[name]
+            if answered_s - asked_s < shortest_s.get(name, float("inf")):
+                shortest_s[name] = answered_s - asked_s
+                offsets_s[name] = reply["time_s"] - (asked_s + answered_s) / 2
+    return judge_clocks(offsets_s, shortest_s)
+
+
+def judge_clocks(offsets_s: Mapping[str, float], trips_s: Mapping[str, float]) -> list[Finding]:
+    """
+    Args:
+        offsets_s: of each host's clock to this machine's.
+        trips_s: of question and answer: half of it is uncertain.
+    """
+    if not offsets_s:
+        return []
+    middle = statistics.median_low([*offsets_s.values(), 0.0])  # this machine's clock is one of them
+    wrong = {
+        name: offset - middle
+        for name, offset in [*offsets_s.items(), ("this machine", 0.0)]
+        if abs(offset - middle) > CLOCK_SKEW_S + trips_s.get(name, 0.0) / 2
+    }
+    if not wrong:
+        largest = max(abs(offset - middle) for offset in [*offsets_s.values(), 0.0])
+        return [Finding("clocks", "ok", "fleet", f"clocks agree within {largest:.1f} s")]
+    return [
+        Finding(
+            "clock-skew",
+            "warn",
+            name,
+            f"its clock is {_span(abs(skew))} {'ahead of' if skew > 0 else 'behind'} the others'",
+            "changed files look old or new: indexes and caches go wrong; logs do not fit together",
+            "sudo timedatectl set-ntp true; at once: sudo date -s @$(ssh OTHER date +%s)",
+        )
+        for name, skew in wrong.items()
+    ]
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def names(found: Examination) -> list[Finding]:
+    """Do the hosts know each other by name, and correctly?"""
+    own = {peer.name: str(found.facts[peer.name]["host"]) for peer in found.peers}
+    seen = found.ask("look_up", {"names": sorted(set(own.values()))})
+    findings = []
+    unknown: dict[str, list[str]] = defaultdict(list)
+    for asker, answers in seen.items():
+        for target, machine in own.items():
+            answer = answers.get(machine)
+            if answer is None or asker == target:
+                continue
+            addresses = answer["addresses"]
+            cards = found.facts[target]["cards"] or []
+            if not addresses:
+                unknown[target].append(asker)
+            elif cards and not any(card_with(cards, a) and not a.startswith("127.") for a in addresses):
+                findings.append(
+                    Finding(
+                        "name-wrong",
+                        "warn",
+                        f"{asker} -> {target}",
+                        f"{asker} takes {machine} for {', '.join(addresses)}, which is no address of {target}",
+                        "programs that meet by host name meet nobody, or somebody else",
+                        f"on {asker}, in /etc/hosts: {_first_address(cards)} {machine}",
+                    )
+                )
+    for target, askers in unknown.items():
+        findings.append(
+            Finding(
+                "name-unknown",
+                "note",
+                target,
+                f"its name {own[target]} is unknown on {', '.join(askers)}",
+                "yolofleet does not need it; torchrun by hand needs an address as --master_addr",
+            )
+        )
+    return findings
+
+
+def _first_address(cards: Sequence[Mapping[str, Any]]) -> str:
+    meetings = candidates({"cards": cards})
+    return meetings[0].address if meetings else "ADDRESS"
+
+
+def data_sets(found: Examination, settings: TrainConfig) -> list[Finding]:
+    """The same images and labels everywhere? Nothing when no data set was named."""
+    chosen = {peer.name: peer.data or settings.data for peer in found.peers}
+    if not any(chosen.values()):
+        return []
+    seen = found.ask("data", lambda peer: {"data": chosen[peer.name], "single_cls": settings.single_cls})
+    return judge_data(seen, chosen)
+
+
+def judge_data(seen: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, str]) -> list[Finding]:
+    """
+    Args:
+        seen: host -> what ``apart.data`` found.
+        chosen: host -> data set.
+    """
+    findings = []
+    for name, answer in seen.items():
+        if answer["problem"]:
+            late = bool(answer.get("late"))
+            findings.append(
+                Finding(
+                    "data-slow" if late else "data-unreadable",
+                    "note" if late else "fault",
+                    name,
+                    f"data set {chosen[name]}: {answer['problem']}",
+                    "its index is not made yet"
+                    if late
+                    else "every host reads the data set from its own disk",
+                    f"on {name}: yolofleet data check {chosen[name]}"
+                    + ("" if late else "; another place there: data: PATH in fleet.yaml"),
+                )
+            )
+    known = {name: answer["splits"] for name, answer in seen.items() if not answer["problem"]}
+    same = True
+    for split in sorted({split for splits in known.values() for split in splits}):
+        shown = {
+            name: "missing"
+            if split not in splits
+            else f"{splits[split]['images']} images, {splits[split]['labels']} labels ({splits[split]['digest'][:8]})"
+            for name, splits in known.items()
+        }
+        if len(groups(shown)) > 1:
+            same = False
+            findings.append(
+                Finding(
+                    "data-differs",
+                    "fault",
+                    "fleet",
+                    f"the {split} images or labels are not the same: {groups_text(shown)}",
+                    "ranks would train on different data, and count it differently",
+                    "copy the data set again: rsync -a --delete --checksum DATA/ HOST:DATA/",
+                )
+            )
+    if same and len(known) > 1:
+        findings.append(Finding("data", "ok", "fleet", f"the same data set on {len(known)} hosts"))
+    return findings
+
+
+# -- from each to each ---------------------------------------------------------------------------------------
+
+
+def listen(found: Examination, token: str, port: int) -> dict[str, list[int]]:
+    """Every host listens on a port that its kernel chooses, the first one on that of the rendezvous as well."""
+    first = found.peers[0].name
+    free = not found.facts[first]["port"]["busy"]
+
+    def ports(peer: Peer) -> Mapping[str, Any]:
+        wanted = [0, port] if peer.name == first and free else [0]
+        return {"address": "0.0.0.0", "ports": wanted, "token": token, "seconds": LISTEN_S}
+
+    return {name: reply["ports"] for name, reply in found.ask("listen", ports).items()}
+
+
+def judge_ways(
+    found: Examination, token: str, open_ports: Mapping[str, Sequence[int]], port: int
+) -> list[Finding]:
+    """Try every way, in both directions, at every address of every host; choose where each is met.
+
+    Sets ``found.meetings``.
+    """
+    wanted = {
+        peer.name: candidates(found.facts[peer.name], peer.address, peer.interface) for peer in found.peers
+    }
+    every = {  # an address that was named may be wrong: would another do?
+        peer.name: list(dict.fromkeys([*wanted[peer.name], *candidates(found.facts[peer.name])]))
+        for peer in found.peers
+    }
+
+    def targets(peer: Peer) -> Mapping[str, Any]:
+        return {
+            "targets": [
+                {"address": meeting.address, "port": number, "token": token, "host": name}
+                for name, numbers in open_ports.items()
+                if name != peer.name
+                for meeting in every[name]
+                for number in numbers
+            ]
+        }
+
+    replies = found.ask("reach", targets)
+    attempts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for source, results in replies.items():
+        peer = next(peer for peer in found.peers if peer.name == source)
+        for target, result in zip(targets(peer)["targets"], results, strict=True):
+            attempts[source, target["host"]].append(result)
+    findings: list[Finding] = []
+    for target in found.names:
+        findings += _judge_target(found, target, wanted[target], every[target], attempts, port)
+    ok = [finding for finding in findings if finding.code == "way"]
+    findings = [finding for finding in findings if finding.code != "way"]
+    if ok:
+        shown = ", ".join(f"{name} {m.address} ({m.card})" for name, m in found.meetings.items())
+        findings.append(
+            Finding(
+                "ways",
+                "ok",
+                "fleet",
+                f"{len(ok)} of {len(ok) + _faults(findings)} ways are open; met at {shown}",
+            )
+        )
+    mtus = {name: _mtu(found.facts[name], meeting) for name, meeting in found.meetings.items()}
+    if len(groups({name: mtu for name, mtu in mtus.items() if mtu})) > 1:
+        card = next(iter(found.meetings.values())).card
+        findings.append(
+            Finding(
+                "mtu-differs",
+                "warn",
+                "fleet",
+                f"largest packets of the cards (MTU): {groups_text(mtus)}",
+                "long messages may vanish where short ones pass",
+                f"the same everywhere: sudo ip link set {card} mtu {min(m for m in mtus.values() if m)}",
+            )
+        )
+    return findings
+
+
+def _faults(findings: Iterable[Finding]) -> int:
+    return sum(finding.level == "fault" for finding in findings)
+
+
+def _mtu(facts: Mapping[str, Any], meeting: Meeting) -> int | None:
+    return next((card["mtu"] for card in facts["cards"] or () if card["name"] == meeting.card), None)
+
+
+def _judge_target(
+    found: Examination,
+    target: str,
+    wanted: Sequence[Meeting],
+    every: Sequence[Meeting],
+    attempts: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
+    port: int,
+) -> list[Finding]:
+    """How one host is met by the others."""
+    reached: dict[str, dict[str, str]] = defaultdict(dict)
+    for (source, to), results in attempts.items():
+        for result in results:
+            if to == target and result["port"] != port:
+                reached[result["address"]][source] = result["outcome"]
+    meeting = meeting_of(target, wanted, reached)
+    if meeting is None:
+        return [
+            Finding(
+                "way-no-card",
+                "fault",
+                target,
+                "it has no card and address that others could reach",
+                "it cannot take part",
+                "name one in fleet.yaml: interface: CARD or address: ADDRESS",
+            )
+        ]
+    found.meetings[target] = meeting
+    findings = []
+    for (source, to), results in attempts.items():
+        for result in results:
+            if to == target and result["address"] == meeting.address:
+                if result["outcome"] != "connected" and "firewall" not in found.facts[target]:
+                    asked = [peer for peer in found.peers if peer.name == target]
+                    found.facts[target]["firewall"] = found.ask("firewall", {}, asked).get(
+                        target, {"kind": "", "rules": [], "chains": [], "readable": False}
+                    )
+                what = "rendezvous" if result["port"] == port else "as gloo and NCCL choose"
+                findings.append(judge_way(source, target, result, found.facts[target], what))
+    if _faults(findings):
+        better = meeting_of(target, every, reached)
+        if better is not None and better != meeting and "connected" in reached[better.address].values():
+            findings.append(_wrong_card(target, meeting, better, found, "fault"))
+    elif every and every[0] != meeting and every[0].card != meeting.card and not _stated(found, target):
+        findings.append(_wrong_card(target, every[0], meeting, found, "warn"))
+    return findings
+
+
+def _stated(found: Examination, name: str) -> bool:
+    return any(peer.name == name and (peer.address or peer.interface) for peer in found.peers)
+
+
+def _wrong_card(target: str, wrong: Meeting, right: Meeting, found: Examination, level: Any) -> Finding:
+    card = card_with(found.facts[target]["cards"] or [], right.address)
+    network = f", network {network_of(card, right.address)}" if card else ""
+    return Finding(
+        "card-unshared",
+        level,
+        target,
+        f"not all others reach it at {wrong.address} ({wrong.card}); they do at {right.address} "
+        f"({right.card}{network})",
+        "NCCL and gloo, left to themselves, take the first card"
+        if level == "warn"
+        else "the fleet's description names the wrong card or address",
+        f"yolofleet chooses {right.card} by itself; by hand: export NCCL_SOCKET_IFNAME={right.card} "
+        f"GLOO_SOCKET_IFNAME={right.card}"
+        if level == "warn"
+        else f"in fleet.yaml: interface: {right.card}",
+    )
+
+
+# -- how fast ------------------------------------------------------------------------------------------------
+
+
+def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """All ordered pairs, in rounds in which each host takes part once at most; for many hosts, each with the
+    next alone.
+
+    >>> rounds(["a", "b", "c"])
+    [[('a', 'b')], [('b', 'a')], [('a', 'c')], [('c', 'a')], [('b', 'c')], [('c', 'b')]]
+    """
+    count = len(hosts)
+    pairs = [(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
+    pairs = [way for a, b in pairs for way in ((a, b), (b, a))]
+    if len(pairs) > MOST_PAIRS_MEASURED:
+        pairs = [(hosts[i], hosts[(i + 1) % count]) for i in range(count)]
+    found: list[list[tuple[str, str]]] = []
+    for pair in pairs:
+        for one in found:
+            if not set(pair) & set(chain.from_iterable(one)):
+                one.append(pair)
+                break
+        else:
+            found.append([pair])
+    return found
+
+
+def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int]]) -> list[Finding]:
+    """Latency and bandwidth of every way, measured while the hosts do nothing else."""
+    measured: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for one in rounds(found.names):
+        targets = dict(one)
+        asked = [peer for peer in found.peers if peer.name in targets]
+
+        def target(peer: Peer, targets: Mapping[str, str] = targets) -> Mapping[str, Any]:
+            name = targets[peer.name]
+            return {"address": found.meetings[name].address, "port": open_ports[name][0], "token": token}
+
+        for source, reply in found.ask("measure", target, asked).items():
+            measured[source, targets[source]] = reply
+    return judge_speeds(measured, found.meetings)
+
+
+def judge_speeds(
+    measured: Mapping[tuple[str, str], Mapping[str, Any]], meetings: Mapping[str, Meeting]
+) -> list[Finding]:
+    """
+    Args:
+        measured: (from, to) -> what ``probes.measure`` found.
+    """
+    findings = []
+    good = {way: m for way, m in measured.items() if m["bytes_per_s"]}
+    middle = statistics.median([m["bytes_per_s"] for m in good.values()]) if good else 0.0
+    for (source, target), one in measured.items():
+        where, card = f"{source} -> {target}", meetings[target].card
+        if one["stalled"]:
+            findings.append(
+                Finding(
+                    "way-stalls",
+                    "fault",
+                    where,
+                    "short messages pass and long ones do not",
+                    "packets are larger than something on the way takes (MTU), and nobody says so",
+                    f"ping -M do -s 1472 {meetings[target].address} fails? then on both: "
+                    f"sudo ip link set {card} mtu 1400",
+                )
+            )
+        elif one["problem"]:
+            findings.append(Finding("way-breaks", "fault", where, f"the connection broke: {one['problem']}"))
+        elif one["bytes_per_s"] < max(SLOW_BYTES_PER_S, middle / 4):
+            findings.append(
+                Finding(
+                    "way-slow",
+                    "warn",
+                    where,
+                    f"{one['bytes_per_s'] / 1e6:.0f} MB/s, round trip {one['round_trip_s'] * 1e3:.2f} ms; the middle "
+                    f"of all ways is {middle / 1e6:.0f} MB/s",
+                    "every step waits for the slowest way",
+                    f"another card or cable on {source} or {target}: sudo ethtool {card}",
+                )
+            )
+    if good:
+        slowest = min(good, key=lambda way: good[way]["bytes_per_s"])
+        farthest = max(good, key=lambda way: good[way]["round_trip_s"])
+        findings.append(
+            Finding(
+                "speed",
+                "ok",
+                "fleet",
+                f"{len(good)} ways: slowest {good[slowest]['bytes_per_s'] / 1e6:.0f} MB/s ({' -> '.join(slowest)}), "
+                f"longest round trip {good[farthest]['round_trip_s'] * 1e3:.2f} ms ({' -> '.join(farthest)})",
+            )
+        )
+    return findings
+
+
+def measured_all_reduce(found: Examination) -> list[Finding]:
+    """A sum over all hosts through torch, one process each: what a step will wait for."""
+    first = found.peers[0]
+    order = {name: rank for rank, name in enumerate(found.names)}
+    address = found.meetings[first.name].address
+    port = found.ask("free_port", {"address": address}, [first]).get(first.name, {}).get("port")
+    if port is None or len(found.peers) < 2:
+        return []
+
+    def place(peer: Peer) -> Mapping[str, Any]:
+        card = found.meetings[peer.name].card
+        shared = {"address": address, "port": port, "size": len(order), "timeout_s": 30}
+        return {**shared, "rank": order[peer.name], "card": card}
+
+    replies = found.ask("all_reduce", place)
+    return judge_all_reduce(replies)
+
+
+def judge_all_reduce(replies: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    broken = {name: reply["problem"] for name, reply in replies.items() if reply["problem"]}
+    if broken:
+        return [
+            Finding(
+                "all-reduce-failed",
+                "fault",
+                "fleet",
+                f"a sum over all hosts through gloo failed: {groups_text(broken)}",
+                "a run would fail in the same way",
+                "faults above come first; else yolofleet doctor --log FILE with what it printed",
+            )
+        ]
+    slowest = max(reply["seconds"] for reply in replies.values())
+    small = max(reply["barrier_s"] for reply in replies.values())
+    return [
+        Finding(
+            "all-reduce",
+            "ok",
+            "fleet",
+            f"a sum of {ALL_REDUCE_MIB} MiB over {len(replies)} hosts takes {slowest * 1e3:.1f} ms "
+            f"({ALL_REDUCE_MIB / slowest:.0f} MiB/s), the smallest one {small * 1e3:.2f} ms (gloo)",
+        )
+    ]

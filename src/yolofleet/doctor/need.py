@@ -1,0 +1,93 @@
+"""What a run needs of one machine, roughly: processes, shared memory, main memory, open files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.device import processes_of
+from yolofleet.config.schema import TrainConfig
+
+PROCESS_BYTES = (
+    300 << 20
+)  # resident after all imports, measured; a CUDA context and its libraries come on top
+CUDA_BYTES = 2500 << 20
+LOADER_BYTES = 150 << 20  # of its own: the rest is shared with the process that it was forked from
+PIXEL_BYTES = 1150  # of images in training on CPUs, per pixel of the input: yolov5s, measured at 320 px
+OPEN_FILES = 256  # libraries, logs, sockets
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one machine.
+
+    Attributes:
+        ranks: processes that train.
+        workers: loader processes of each.
+        waiting: micro-batches that wait in shared memory for one rank, at most.
+        micro_batch, val_batch: images.
+        img: side, pixels.
+        on_gpu: it trains on CUDA devices.
+    """
+
+    ranks: int
+    workers: int
+    prefetch: int
+    micro_batch: int
+    val_batch: int
+    img: int
+    on_gpu: bool
+
+    @property
+    def waiting(self) -> int:
+        return self.workers * (self.prefetch + 1)  # one is being made
+
+    @property
+    def shm_bytes(self) -> int:
+        """Images that loader processes have ready, of training and of validation: they wait at the same time."""
+        return self.ranks * self.waiting * (self.micro_batch + self.val_batch) * 3 * self.img**2
+
+    @property
+    def memory_bytes(self) -> int:
+        """Including shared memory, which counts too; without a cache of images, which takes what is left."""
+        process = PROCESS_BYTES + (
+            CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.micro_batch * self.img**2
+        )
+        return self.ranks * (process + self.workers * LOADER_BYTES) + self.shm_bytes
+
+    @property
+    def open_files(self) -> int:
+        """Of one process: every tensor from a loader process is an open file."""
+        return OPEN_FILES + 4 * self.waiting
+
+    @property
+    def text(self) -> str:
+        def several(count: int, what: str) -> str:
+            return f"{count} {what}{'es' if count != 1 else ''}"
+
+        return (
+            f"{several(self.ranks, 'process')} x {self.workers} loader process{'es' if self.workers != 1 else ''} x "
+            f"{self.prefetch} prefetched x {self.micro_batch} images of {self.img} px"
+        )
+
+
+def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) -> Need:
+    """
+    Args:
+        cores, gpus: that this machine has for us.
+        processes: on this machine; 0 = as ``settings.device`` says.
+    Raises:
+        ConfigError: the device cannot be.
+    """
+    ranks = processes or (1 if settings.parallel == "dp" else processes_of(settings.device))
+    on_gpu = settings.device[0].isdigit() or (settings.device == "auto" and gpus > 0)
+    by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
+    return Need(
+        ranks=ranks,
+        workers=settings.workers if settings.workers >= 0 else by_cores,
+        prefetch=settings.prefetch,
+        micro_batch=micro_batch_of(settings),
+        val_batch=settings.val_batch,
+        img=settings.img,
+        on_gpu=on_gpu,
+    )

@@ -1,0 +1,97 @@
+"""The doctor's rounds: this machine, or a fleet; what a run wants to know before it starts; how it is told."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from yolofleet.config.schema import DoctorConfig, TrainConfig
+from yolofleet.doctor.findings import LEVELS, Finding, worst
+from yolofleet.doctor.fleet import Examination, Peer, examine
+from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.need import need_of
+from yolofleet.doctor.network import judge_network
+from yolofleet.doctor.probes import run_probe
+from yolofleet.errors import ClusterError
+
+QUICK = (
+    "shm-small",
+    "memory-short",
+    "disk-low",
+    "disk-refuses",
+    "open-files",
+    "stray-variables",
+    "card-setting",
+)
+PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faults"}
+
+
+def planned(config: DoctorConfig) -> TrainConfig:
+    """The run that the doctor's settings speak of; what they leave open is as by default."""
+    shared = TrainConfig.model_fields.keys() & DoctorConfig.model_fields.keys()
+    return TrainConfig(**{name: getattr(config, name) for name in shared})
+
+
+def results_folder(settings: TrainConfig) -> Path:
+    return settings.project or Path("runs", "train")
+
+
+def examine_here(settings: TrainConfig, *, port: int = 0, quick: bool = False) -> list[Finding]:
+    """This machine alone.
+
+    Args:
+        port: that a rendezvous would use here; 0 = none.
+        quick: only what takes a tenth of a second.
+    """
+    folders = [str(results_folder(settings))]
+    facts = run_probe("facts", {"folders": folders, "port": port, "quick": quick})
+    cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
+    need = need_of(settings, cores, len(facts.get("gpus", {}).get("gpus", ())))
+    return [*judge_host(facts, need), *judge_network(facts)]
+
+
+def preflight(settings: TrainConfig) -> list[Finding]:
+    """What would end a run on this machine, or hurt it, as far as that shows in a tenth of a second."""
+    return [f for f in examine_here(settings, quick=True) if f.code in QUICK]
+
+
+def preflight_fleet(peers: Iterable[Peer], settings: TrainConfig, *, port: int) -> Examination:
+    """Before a run on several hosts: software, data, clocks, memory, and every way between them.
+
+    Args:
+        port: of the rendezvous on the first host.
+    Returns:
+        with the address and card where each host is met; ``findings`` without what is in order.
+    """
+    found = examine(peers, settings, port=port, folders=[str(results_folder(settings))], quick=True)
+    found.findings = [f for f in found.findings if f.level in ("warn", "fault")]
+    return found
+
+
+def tell(findings: Sequence[Finding], stream: TextIO) -> None:
+    """The worst comes last, next to the verdict."""
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        print(finding.render(), file=stream)
+    counts = Counter(finding.level for finding in findings)
+    told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
+    print(f"\n{', '.join(told) or 'nothing found'}", file=stream, flush=True)
+
+
+def _plural(level: str, count: int) -> str:
+    return PLURALS[level] if level == "ok" or count != 1 else PLURALS[level].removesuffix("s")
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {"worst": worst(findings), "findings": [finding.to_dict() for finding in findings]}
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    return ClusterError.exit_code if worst(findings) == "fault" else 0
+
+
+def stream_for(json_out: str) -> TextIO:
+    """Where to tell: what reads the JSON on standard output reads nothing else."""
+    return sys.stderr if json_out == "-" else sys.stdout
