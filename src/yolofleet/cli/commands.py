@@ -78,10 +78,15 @@ def _help_if_bare(ctx: click.Context) -> int:
 
 
 class Command(click.Command):
-    """A verb: old spellings are rewritten before its options are read."""
+    """A verb: old spellings are rewritten before its options are read.
 
-    def __init__(self, name: str, **extra: Any) -> None:
+    Args:
+        spelled_as: the verb whose old spellings these are, when it is another.
+    """
+
+    def __init__(self, name: str, *, spelled_as: str = "", **extra: Any) -> None:
         super().__init__(name, context_settings=SETTINGS, **extra)
+        self.spelled_as = spelled_as or name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from yolofleet.config.aliases import rewrite
@@ -91,7 +96,7 @@ class Command(click.Command):
             if isinstance(parameter, click.Option):
                 takes_value = not (parameter.is_flag or parameter.count)
                 flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
-        rewritten = rewrite(str(self.name), args, flags)
+        rewritten = rewrite(self.spelled_as, args, flags)
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 

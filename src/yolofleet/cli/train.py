@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
+from yolofleet.launch.slurm import SlurmSettings
 from yolofleet.parallel.place import place_from_environment
 
 
-def run(given: dict[str, Any], config_file: str, dry_run: bool) -> int:
+def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str]) -> int:
+    if job:
+        return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     if dry_run:
@@ -78,6 +83,7 @@ command = SchemaCommand(
         click.Option(
             ["--dry-run"], is_flag=True, help="show every setting, where it came from and what would run"
         ),
+        job_option("--slurm", SlurmSettings, "submit as a batch job"),
     ],
     help="Train a detector. One of --model, --cfg and --weights says which.",
     epilog="Hyperparameters are in --recipe and --set. Flags of YOLOv5's train.py are understood.",

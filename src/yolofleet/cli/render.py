@@ -1,0 +1,84 @@
+"""`yolofleet render`: the files that schedulers take, on standard output; and `train --slurm`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.config.load import resolve_train
+from yolofleet.config.schema import Frozen, TrainConfig
+from yolofleet.launch import kubernetes, slurm
+from yolofleet.launch.scheduler import read_settings
+
+
+def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    _write(slurm_script(given, config_file, job))
+    return 0
+
+
+def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
+    """The batch script of a run, which is checked first."""
+    config, recipe = resolve_train(given, config_file=config_file)
+    say([*config.notes, *recipe.notes])
+    settings = read_settings(slurm.SlurmSettings, job, "--slurm")
+    return slurm.render(settings, config, given, config_file)
+
+
+def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
+    """`train --slurm`."""
+    script = slurm_script(given, config_file, job)
+    if dry_run:
+        _write(script)
+        return 0
+    number = slurm.submit(script)
+    click.echo(f"job {number} is in the queue; its output: slurm-{number}.out")
+    click.echo(f"  squeue -j {number}   shows where it is\n  scancel {number}     ends it")
+    return 0
+
+
+def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    config, recipe = resolve_train(given, config_file=config_file)
+    say([*config.notes, *recipe.notes])
+    settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
+    _write(kubernetes.render(settings, config, given, config_file))
+    return 0
+
+
+def _write(text: str) -> None:
+    """Bytes: a name of a file need not be text."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.buffer.flush()
+
+
+def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
+    """``--slurm nodes=2,...``, with all its names in the help."""
+    names = ", ".join(model.model_fields)
+    return click.Option(
+        [flag, "job"], multiple=True, metavar="KEY=VALUE,...", help=f"{what}: {names}; or a YAML file of them"
+    )
+
+
+slurm_command = SchemaCommand(
+    "slurm",
+    TrainConfig,
+    run_slurm,
+    spelled_as="train",
+    extra_options=[job_option("--slurm", slurm.SlurmSettings, "about the job")],
+    help="Write the batch script of a training run for SLURM. `yolofleet train --slurm ...` submits it.",
+    epilog="All other options are those of `yolofleet train`.",
+)
+kubernetes_command = SchemaCommand(
+    "kubernetes",
+    TrainConfig,
+    run_kubernetes,
+    spelled_as="train",
+    extra_options=[job_option("--kubernetes", kubernetes.KubernetesSettings, "about the job")],
+    help="Write a training run as a Job of Kubernetes, for `kubectl apply -f -`. Paths are those of the pods.",
+    epilog="All other options are those of `yolofleet train`.",
+)

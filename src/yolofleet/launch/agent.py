@@ -1,0 +1,110 @@
+"""``python -m yolofleet.launch.agent --nproc-per-node N -m yolofleet train ...``: torchrun for schedulers.
+
+One on every machine, started by ``srun``, ``mpirun`` or Kubernetes. To torchrun's agent, whose arguments it takes, it
+adds what a scheduler needs:
+
+- under srun or mpirun the machine's number and the address of the first are found, not given;
+- SIGUSR1, a scheduler's warning, is passed on to the workers, which save and end (torchrun would die of it, and
+  gives workers 30 seconds after a SIGTERM);
+- the exit code is that of the worker that failed first (torchrun's is 1), so 75 means: start again, it will resume.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.launch.local import EXIT_SIGNALS
+from yolofleet.parallel.place import scheduled_place
+
+
+def main(argv: list[str]) -> int:
+    """One machine's part of a run, to its end; returns the exit code."""
+    try:
+        arguments = [*meeting_arguments(os.environ, argv), *argv]
+    except YolofleetError as problem:
+        print(problem.render(), file=sys.stderr)
+        return problem.exit_code
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # see launch/job.py
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warning = StopWarning()
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as failed:
+        if warning.has_come:
+            return Stopped.exit_code
+        rank, failure = failed.get_first_failure()
+        return _explained(rank, failure.exitcode)
+    except SignalException as ended:
+        return 128 + ended.sigval
+    return 0
+
+
+class StopWarning:
+    """SIGUSR1: passed on to the workers whenever it comes."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+        for worker in children(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(worker, number)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that ``pid`` has started (Linux)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
+    """Where this machine's agent meets the others: nothing when ``argv`` says it.
+
+    Raises:
+        ConfigError: what srun or mpirun say cannot be.
+    """
+    if any(argument.startswith(("--nnodes", "--node-rank", "--standalone", "--rdzv")) for argument in argv):
+        return []
+    here = scheduled_place(environment)
+    if here.size == 1:
+        alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        return ["--nnodes=1", *alone]
+    return [
+        f"--nnodes={here.size}",
+        f"--node-rank={here.rank}",
+        f"--master-addr={here.address}",
+        f"--master-port={here.port}",
+    ]
+
+
+def _explained(rank: int, exit_code: int) -> int:
+    """A worker that ended by itself has said why; of one that was killed it is said here."""
+    if exit_code > 0:
+        return exit_code
+    what = EXIT_SIGNALS.get(exit_code, f"was ended by signal {-exit_code}")
+    problem = ClusterError(f"rank {rank} {what}", hint="start the job again: it resumes")
+    print(problem.render(), file=sys.stderr)
+    return problem.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

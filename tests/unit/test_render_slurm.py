@@ -1,0 +1,259 @@
+"""The batch script says what was asked for, and nothing in it can be anything but a word."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from yolofleet.cli.app import run
+from yolofleet.config.load import resolve_train
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch.scheduler import read_settings
+from yolofleet.launch.slurm import SlurmSettings, render, submit
+
+TRAIN = ["--data", "shapes", "--model", "yolov5n"]
+HOSTILE = [
+    "it's",
+    '"; touch pwned; "',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a\nb\n#SBATCH --partition=other\ntouch pwned",
+    "a\\",
+    "'\"'\"'$(touch pwned)'",
+    "-x --wrap=touch",
+    "!touch pwned",
+    "* ? [a] {a,b} ~ & | ; < > #",
+    "Grüße 狗",
+    os.fsdecode(b"not \xff text"),
+    "\t\r\x07",
+]
+
+needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+
+
+def script(*argv: str, settings: str = "nodes=1") -> str:
+    """Of `render slurm`, with the settings given as a user gives them."""
+    given = {"data": "shapes", "model": "yolov5n"} | dict(zip(argv[::2], argv[1::2], strict=True))
+    config, _ = resolve_train(given)
+    return render(read_settings(SlurmSettings, [settings], "--slurm"), config, given, "")
+
+
+def test_the_script_is_exactly_this(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "nodes=2,gpus=a100:4,partition=gpu,time=12:00:00,account=me,memory=64G,python=/env/bin/python"
+    assert run(["render", "slurm", *TRAIN, "--imgsz", "320", "--set", "lr0=0.02", "--set", "box=0.1", "--no-plots",
+                "--name", "cats", "--slurm", job]) == 0  # fmt: skip
+    assert (
+        capsys.readouterr().out
+        == r"""#!/bin/bash
+#SBATCH --job-name=cats
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gres=gpu:a100:4
+#SBATCH --mem=64G
+#SBATCH --time=12:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=me
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@180
+
+# what another fleet may have left in the environment of sbatch
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
+
+# one agent on each node; the last one may still save when the first has ended
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=16 \
+  --kill-on-bad-exit=0 --wait=300 --input=none \
+  /env/bin/python -m yolofleet.launch.agent --nproc-per-node=4 -m yolofleet train \
+  --data=shapes \
+  --model=yolov5n \
+  --img=320 \
+  --set=lr0=0.02 \
+  --set=box=0.1 \
+  --no-plots \
+  --name=slurm-"$SLURM_JOB_ID"-cats \
+  --resume=auto
+code=$?
+
+# 75: asked to stop, saved, can go on
+if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
+  scontrol requeue "$SLURM_JOB_ID" && code=0
+fi
+exit "$code"
+"""
+    )
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose srun, scontrol and sbatch write down how they were called."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "work").mkdir()
+    for name in ("srun", "scontrol"):
+        executable(
+            tmp_path / "bin" / name,
+            f'#!/bin/bash\nprintf "%s\\0" "$@" >> "{tmp_path}/{name}.argv"\nexit "${{{name.upper()}_CODE:-0}}"\n',
+        )
+    executable(
+        tmp_path / "bin" / "sbatch",
+        f'#!/bin/bash\nprintf "%s\\0" "$@" > "{tmp_path}/sbatch.argv"\ncat > "{tmp_path}/sbatch.stdin"\necho "17;lab"\n',
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path / "work")
+    for name in ("SLURM_RESTART_COUNT", "SRUN_CODE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def called(cluster: Path, name: str) -> list[str]:
+    path = cluster / f"{name}.argv"
+    return os.fsdecode(path.read_bytes()).split("\0")[:-1] if path.exists() else []
+
+
+def run_script(text: str, **environment: str) -> int:
+    variables = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", **environment}
+    done = subprocess.run(["bash"], input=os.fsencode(text), env=variables, capture_output=True)
+    assert done.stderr == b"" and done.stdout == b"", done
+    return done.returncode
+
+
+@needs_bash
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_hostile_names_stay_words(cluster: Path, hostile: str) -> None:
+    text = script("name", hostile, "project", hostile, "weights", hostile)
+    assert run_script(text) == 0
+    words = called(cluster, "srun")
+    assert words[words.index("train") + 1 :] == [
+        "--data=shapes",
+        "--model=yolov5n",
+        f"--project={hostile}",
+        f"--weights={hostile}",
+        f"--name=slurm-17-{hostile}",
+        "--resume=auto",
+    ]
+    assert not any((cluster / "work").iterdir())
+    head = text.partition("\n\n")[0].splitlines()
+    assert len(head) == 8 and all(line.startswith("#SBATCH --") for line in head[1:])
+
+
+@needs_bash
+def test_random_names_stay_words(cluster: Path) -> None:
+    draw = random.Random(5)
+    names = [
+        "".join(draw.choices("'\"`$(){}[]\\;&|<>!#*?~= \n\tab", k=draw.randint(1, 12))) for _ in range(60)
+    ]
+    given = {
+        "data": "shapes",
+        "model": "yolov5n",
+        "name": "n",
+        "set": tuple(f"lr0=0.0{i % 9 + 1}" for i in range(1)),
+    }
+    config, _ = resolve_train(given)
+    text = render(SlurmSettings(), config, given | {"set": tuple(names)}, "")
+    assert run_script(text) == 0
+    assert [w.removeprefix("--set=") for w in called(cluster, "srun") if w.startswith("--set=")] == names
+    assert not any((cluster / "work").iterdir())
+
+
+@pytest.mark.parametrize(
+    "key", ["partition", "account", "qos", "constraint", "gpus", "time", "memory", "cpus", "nodes"]
+)
+@pytest.mark.parametrize("value", ["a b", "a\nb", "$(x)", "a;b", "'a'", '"', "-x", "a\n#SBATCH --uid=0"])
+def test_what_is_for_slurm_has_no_shell_in_it(key: str, value: str) -> None:
+    with pytest.raises(ConfigError):
+        read_settings(SlurmSettings, [f"{key}={value}"], "--slurm")
+
+
+@needs_bash
+def test_a_run_that_was_stopped_goes_back_into_the_queue(cluster: Path) -> None:
+    assert run_script(script(), SRUN_CODE="75") == 0
+    assert called(cluster, "scontrol") == ["requeue", "17"]
+
+
+@needs_bash
+@pytest.mark.parametrize("code", ["0", "1", "2", "4", "143"])
+def test_any_other_end_is_one(cluster: Path, code: str) -> None:
+    assert run_script(script(), SRUN_CODE=code) == int(code)
+    assert called(cluster, "scontrol") == []
+
+
+@needs_bash
+def test_it_does_not_go_back_for_ever(cluster: Path) -> None:
+    assert run_script(script(settings="requeues=3"), SRUN_CODE="75", SLURM_RESTART_COUNT="3") == 75
+    assert called(cluster, "scontrol") == []
+
+
+@needs_bash
+def test_train_submits_and_says_the_number(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", *TRAIN, "--slurm", "nodes=2,partition=a,b", "--slurm", "nodes=3"]) == 0
+    assert "job 17" in capsys.readouterr().out
+    assert called(cluster, "sbatch") == ["--parsable"]
+    said = (cluster / "sbatch.stdin").read_text()
+    assert "--nodes=3\n" in said and "--partition=a,b\n" in said and sys.executable in said
+
+
+@needs_bash
+def test_a_dry_run_submits_nothing(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", *TRAIN, "--slurm", "nodes=2", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+    assert called(cluster, "sbatch") == []
+
+
+@needs_bash
+def test_what_sbatch_says_is_passed_on(cluster: Path) -> None:
+    executable(
+        cluster / "bin" / "sbatch", '#!/bin/bash\necho "sbatch: error: invalid partition: x" >&2\nexit 1\n'
+    )
+    with pytest.raises(ClusterError, match="invalid partition: x"):
+        submit("#!/bin/bash\n")
+
+
+def test_without_sbatch_it_says_where_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="render slurm"):
+        submit("#!/bin/bash\n")
+
+
+def test_settings_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "slurm.yaml"
+    path.write_text("partition: gpu\nnodes: 2\n")
+    read = read_settings(SlurmSettings, [str(path), "nodes=4"], "--slurm")
+    assert (read.partition, read.nodes) == ("gpu", 4)
+    path.write_text("partition: gpu\nnode: 2\n")
+    with pytest.raises(ConfigError, match=r"slurm\.yaml:2"):
+        read_settings(SlurmSettings, [str(path)], "--slurm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"), [("gpus=2", "0"), ("gpus=2", "cpu"), ("nodes=2", "0,1"), ("nodes=2", "mps")]
+)
+def test_devices_that_the_job_does_not_have_are_refused(settings: str, device: str) -> None:
+    with pytest.raises(ConfigError, match="--device"):
+        script("device", device, settings=settings)
+
+
+def test_processes_of_a_node() -> None:
+    assert "--nproc-per-node=3 " in script("device", "cpu:3")
+    assert "--cpus-per-task=3\n" in script("device", "cpu:3")
+    assert "--nproc-per-node=1 " in script("parallel", "dp", "device", "0,1", settings="gpus=2")
+
+
+def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.safetensors").touch()
+    from yolofleet.config.load import dump_config
+
+    (tmp_path / "config.yaml").write_text(dump_config(*resolve_train({"data": "shapes", "model": "yolov5n"})))
+    text = script("resume", str(tmp_path))
+    assert f"--resume={tmp_path}\n" in text and "--name" not in text
