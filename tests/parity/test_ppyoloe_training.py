@@ -33,10 +33,19 @@ def test_rates_of_every_step(case, recipe, epochs):
 def test_warm_up_and_horizon_scale_with_the_epochs():
     """A run of 30 epochs has the rates of one of 300 epochs on a tenth of the data."""
     recipe = load_recipe("ppyoloe-300e").value
-    long = Schedule(recipe, dataset_images=640, batch=64, nominal_batch=64, epochs=300)
-    short = replace(long, dataset_images=6400, epochs=30)
-    rates = [[s.rate_by_step(image) for image in range(0, 192_000, 6400)] for s in (long, short)]
+    long = Schedule(recipe, dataset_images=6400, batch=64, nominal_batch=64, epochs=300)
+    short = replace(long, dataset_images=64_000, epochs=30)
+    rates = [[s.rate_by_step(image) for image in range(0, 1_920_000, 6400)] for s in (long, short)]
     np.testing.assert_allclose(*rates, rtol=1e-12)
+
+
+def test_a_short_run_warms_up_for_a_hundred_steps():
+    recipe = load_recipe("ppyoloe-300e").value
+    short = Schedule(recipe, dataset_images=640, batch=16, nominal_batch=16, epochs=20)
+    assert [short.rate_by_step(16 * step) for step in (0, 50)] == [0, recipe.lr0 / 2]
+    assert short.rate_by_step(16 * 100) == recipe.lr0
+    tiny = replace(short, dataset_images=160)  # the recipe's five epochs are 50 steps
+    assert tiny.rate_by_step(16 * 50) == recipe.lr0
 
 
 def test_labels_are_static_up_to_epoch_99():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from yolofleet.config.schema import Recipe
 
+LEAST_WARMUP_STEPS = 100
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -110,12 +112,21 @@ class Schedule:
         lr = r.lr0 * self.lr_factor * self.decay_at(epoch - 1 if behind else epoch)
         return lr, lr, r.momentum
 
+    @property
+    def warmup_by_step(self) -> float:
+        """Epochs of the linear rise: as long in the run as in the one that the recipe was made for, and, as a short
+        run would diverge, at least ``LEAST_WARMUP_STEPS`` or the recipe's epochs."""
+        warm = self.recipe.warmup_epochs
+        if not self.recipe.reference_epochs:
+            return warm
+        least = min(warm, LEAST_WARMUP_STEPS * self.step_images / self.dataset_images)
+        return max(warm * self.epochs / self.recipe.reference_epochs, least)
+
     def rate_by_step(self, first_image: int) -> float:
         """PP-YOLOE's rate of the step that begins at ``first_image``: linear from 0, then a cosine that a longer
         run would end."""
         r = self.recipe
-        epoch = first_image / self.dataset_images
-        warm = r.warmup_epochs * (self.epochs / r.reference_epochs if r.reference_epochs else 1)
+        epoch, warm = first_image / self.dataset_images, self.warmup_by_step
         peak = r.lr0 * self.lr_factor
         if epoch < warm:
             return peak * epoch / warm
