@@ -101,14 +101,14 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Meet the other hosts as a run does, with gloo, and time sums of 4 MiB.
 
     Args:
-        arguments: ``address`` and ``port`` where rank 0 keeps the store, ``rank``, ``size``, ``timeout_s``.
+        arguments: ``address`` and ``port`` where rank 0 keeps the store, ``rank``, ``size``, ``deadline_s``.
     Returns:
         ``seconds`` of one sum and ``barrier_s`` of the smallest, medians; ``problem``, "" when there is none.
     """
     import torch
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=float(arguments["timeout_s"]))
+    timeout = timedelta(seconds=float(arguments["deadline_s"]))
     rank, size = int(arguments["rank"]), int(arguments["size"])
     torch.set_num_threads(1)
     try:

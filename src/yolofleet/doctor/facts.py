@@ -37,7 +37,7 @@ LIBRARIES = {  # name of the import -> distributions that bring it
 }  # fmt: skip
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "utilization.gpu",
-    "ecc.errors.uncorrected.volatile.total", "compute_mode", "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHELASTIC_", "OMP_", "CUDA_", "SLURM_", "OMPI_", "PMI_")
 NAMES = (
@@ -238,7 +238,7 @@ def _gpu(row: list[str]) -> Facts:
     def number(text: str) -> int | None:
         return int(text) if text.isdecimal() else None
 
-    index, name, driver, total, used, busy, ecc, mode, mig = row
+    index, name, driver, total, used, busy, ecc = row
     return {
         "index": number(index),
         "name": name,
@@ -247,8 +247,6 @@ def _gpu(row: list[str]) -> Facts:
         "used_mib": number(used),
         "busy_percent": number(busy),
         "uncorrected_errors": number(ecc),
-        "compute_mode": mode,
-        "mig": mig == "Enabled",
     }
 
 

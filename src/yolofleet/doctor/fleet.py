@@ -18,6 +18,7 @@ from typing import Any
 
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.cards import card_with, network_of
+from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import need_of
@@ -135,7 +136,7 @@ def examine(
         found.facts = found.ask("facts", {"folders": list(folders), "port": port, "quick": quick})
         found.findings += alone(found, settings)
         if len(found.peers) > 1:
-            found.findings += differences({name: found.facts[name] for name in found.names})
+            found.findings += differences({name: found.facts[name] for name in found.names}, software())
             found.findings += clocks(found)
             if not quick:
                 found.findings += names(found)
@@ -191,8 +192,14 @@ def groups_text(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{', '.join(names)}: {value}" for value, names in groups(values).items())
 
 
-def differences(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Software and GPUs that are not the same everywhere."""
+def differences(
+    facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any] | None = None
+) -> list[Finding]:
+    """Software that is not the same everywhere.
+
+    Args:
+        here: software of this machine, from which a run would be started.
+    """
 
     def each(*keys: str) -> dict[str, Any]:
         found = {}
@@ -205,8 +212,10 @@ def differences(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
     found = []
     version, digest = each("software", "yolofleet"), each("software", "package_sha256")
+    if here:
+        version["this machine"], digest["this machine"] = here["yolofleet"], here["package_sha256"]
     if len(groups(digest)) > 1:
-        both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in facts}
+        both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in version}
         found.append(
             Finding(
                 "package-differs",
@@ -307,7 +316,7 @@ def judge_clocks(offsets_s: Mapping[str, float], trips_s: Mapping[str, float]) -
         return [Finding("clocks", "ok", "fleet", f"clocks agree within {largest:.1f} s")]
     return [
         Finding(
-            "clock-skew",
+            "clock-off",
             "warn",
             name,
             f"its clock is {_span(abs(skew))} {'ahead of' if skew > 0 else 'behind'} the others'",
@@ -387,7 +396,7 @@ def judge_data(seen: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, str])
             late = bool(answer.get("late"))
             findings.append(
                 Finding(
-                    "data-slow" if late else "data-unreadable",
+                    "data-unknown" if late else "data-missing",
                     "note" if late else "fault",
                     name,
                     f"data set {chosen[name]}: {answer['problem']}",
@@ -686,7 +695,7 @@ def measured_all_reduce(found: Examination) -> list[Finding]:
 
     def place(peer: Peer) -> Mapping[str, Any]:
         card = found.meetings[peer.name].card
-        shared = {"address": address, "port": port, "size": len(order), "timeout_s": 30}
+        shared = {"address": address, "port": port, "size": len(order), "deadline_s": 30}
         return {**shared, "rank": order[peer.name], "card": card}
 
     replies = found.ask("all_reduce", place)

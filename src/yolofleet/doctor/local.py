@@ -42,17 +42,18 @@ def size_text(size: float) -> str:
 def _software(facts: Facts, need: Need, where: str) -> list[Finding]:
     if "software" not in facts:
         return []
-    software, libraries = facts["software"], facts.get("libraries", {"problems": {}})
+    software = facts["software"]
+    libraries = facts.get("libraries", {"problems": {}})  # absent: nothing was imported
     torch = libraries.get("torch") or {}
     shown = {
         "yolofleet": software["yolofleet"],
         "python": software["python"],
         "torch": torch.get("version") or software["torch"] or "none",
-        "CUDA of torch": torch.get("cuda") or "none",
-        "NCCL": torch.get("nccl") or software["nccl"] or "none",
-        "driver": facts.get("gpus", {}).get("driver") or "none",
-        "system": software["system"],
+        "CUDA": torch.get("cuda"),
+        "NCCL": torch.get("nccl") or software["nccl"],
+        "driver": facts.get("gpus", {}).get("driver"),
     }
+    shown = {name: value for name, value in shown.items() if value} | {"on": software["system"]}
     found = [Finding("versions", "ok", where, ", ".join(f"{name} {value}" for name, value in shown.items()))]
     for library, why in libraries.get("problems", {}).items():
         found.append(
@@ -331,6 +332,8 @@ def _shm(facts: Facts, need: Need, where: str) -> list[Finding]:
     if shm["largest"]:
         seen += ", largest " + ", ".join(f"{name} {size_text(size)}" for name, size in shm["largest"])
     wants = f"loader processes need {size_text(need.shm_bytes)} ({need.text})"
+    if not need.workers:
+        wants = "nothing needed: no loader processes"
     if need.shm_bytes > shm["free"]:
         gib = max(1, -(-2 * need.shm_bytes // 2**30))
         return [

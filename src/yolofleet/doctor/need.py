@@ -62,13 +62,13 @@ class Need:
 
     @property
     def text(self) -> str:
-        def several(count: int, what: str) -> str:
-            return f"{count} {what}{'es' if count != 1 else ''}"
-
-        return (
-            f"{several(self.ranks, 'process')} x {self.workers} loader process{'es' if self.workers != 1 else ''} x "
-            f"{self.prefetch} prefetched x {self.micro_batch} images of {self.img} px"
-        )
+        """``2 processes x 16 images of 640 px, 4 loader processes each``."""
+        processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
+        text = f"{processes} x {self.micro_batch} images of {self.img} px"
+        if self.workers:
+            each = f"{self.workers} loader process{'es' if self.workers > 1 else ''} each"
+            text += f", {each}, {self.prefetch} micro-batches ahead"
+        return text
 
 
 def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) -> Need:

@@ -346,7 +346,7 @@ def free_port(arguments: Mapping[str, Any]) -> Json:
 
 def all_reduce(arguments: Mapping[str, Any]) -> Json:
     """One rank of a sum over all hosts through torch's gloo, bound to ``card``; see ``apart.py``."""
-    wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "timeout_s")}
+    wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "deadline_s")}
     return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": str(arguments["card"])})
 
 

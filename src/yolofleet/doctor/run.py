@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,10 +73,13 @@ def preflight_fleet(peers: Iterable[Peer], settings: TrainConfig, *, port: int) 
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:
-    """The worst comes last, next to the verdict."""
-    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
-        print(finding.render(), file=stream)
-    counts = Counter(finding.level for finding in findings)
+    """The worst comes last, next to the verdict; what is the same on several hosts is said once."""
+    wheres: dict[Finding, list[str]] = {}
+    for finding in findings:
+        wheres.setdefault(replace(finding, where=""), []).append(finding.where)
+    for finding, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
+        print(replace(finding, where=", ".join(where)).render(), file=stream)
+    counts = Counter(finding.level for finding in wheres)
     told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
     print(f"\n{', '.join(told) or 'nothing found'}", file=stream, flush=True)
 
