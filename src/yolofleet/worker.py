@@ -490,7 +490,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
 
 
 def main(argv: list[str]) -> int:
-    """``python -m yolofleet.worker FOLDER``: leaves its last words in FOLDER/logs when it fails."""
+    """``python -m yolofleet.worker FOLDER [JOB]``: leaves its last words in FOLDER/logs when it fails."""
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
@@ -512,7 +512,7 @@ def main(argv: list[str]) -> int:
         last_words(error.render(), error.exit_code, of_all=True)
 
     try:
-        job = load_job(folder.job)
+        job = load_job(Path(argv[1]) if len(argv) > 1 else folder.job)
         run(job.config, job.recipe, folder, on_stall)
         return 0
     except YolofleetError as error:

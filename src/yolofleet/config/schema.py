@@ -63,7 +63,18 @@ class Where(Frozen):
     exist_ok: bool = setting(False, "reuse the run folder of that name", group="where")
 
 
-class TrainConfig(Where):
+class WhereAll(Where):
+    """As :class:`Where`, of verbs that several machines share."""
+
+    hosts: str = setting(
+        "",
+        "several machines, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); rank 0 is on the first",
+        group="where",
+    )
+    fleet: str = setting("", "the same as a YAML file, with folders, cards and variables", group="where")
+
+
+class TrainConfig(WhereAll):
     """`yolofleet train`."""
 
     # what
@@ -178,7 +189,7 @@ class TrainConfig(Where):
     verbose: bool = setting(False, "table per class", group="looking")
 
 
-class ValConfig(Where):
+class ValConfig(WhereAll):
     """`yolofleet val`."""
 
     weights: str = setting(

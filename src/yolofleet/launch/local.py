@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
@@ -29,10 +30,22 @@ EXIT_SIGNALS = {
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
 def die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
+
+    May be called between fork and exec. The kernel means the thread that forked, so that one must live on.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel (Linux) to make descendants that lose their parent children of this process."""
+    if _LIBC is not None:
+        _LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 @contextmanager
@@ -106,46 +119,83 @@ def run_agent(job: JobSpec) -> int:
     return explain(job.folder, code, started_at)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of one machine ended.
+
+    Attributes:
+        code: of torchrun's agent; below 0: a signal.
+        words: the last ones of its workers, as they wrote them (``worker.main``).
+        log: of the agent.
+        source: where that log is.
+        host: its name, when there are several.
+        ahead_s: of its clock.
+    """
+
+    code: int
+    words: Sequence[dict[str, Any]]
+    log: str
+    source: str
+    host: str = ""
+    ahead_s: float = 0.0
+
+
 def explain(folder: Path, code: int, log_offset: int) -> int:
-    """Print why the workers ended; returns the exit code to give."""
+    """Print why the workers of this machine ended; returns the exit code to give."""
     words = []
     for path in sorted((folder / "logs").glob("error-rank-*.json")):
         try:
             words.append(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
-    # the first failure is the cause; ranks that lost their peers afterwards only say so
-    words.sort(key=lambda w: (w.get("secondary", False), w.get("time", 0.0)))
+    log_path = folder / "logs" / "agent.log"
     try:
-        log = (folder / "logs" / "agent.log").read_bytes()[log_offset:].decode("utf-8", "replace")
+        log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")
     except OSError:
         log = ""
-    ends = [
-        (int(rank), int(exit_code))  # the root cause comes last
-        for rank, exit_code in re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
-    ]
-    killed = next((end for end in ends if end[1] < 0 and end[1] != -signal.SIGTERM), None)
+    saved = any(folder.glob("checkpoints/step-*.safetensors"))
+    return tell(
+        [Ending(code, words, log, str(log_path))], f"yolofleet train --resume {folder}" if saved else ""
+    )
+
+
+def tell(endings: Sequence[Ending], resume: str) -> int:
+    """Print the cause of the first end that was not asked for; returns the exit code to give.
+
+    Args:
+        endings: the earliest first.
+        resume: the command that goes on from what was saved; "" when nothing was.
+    """
+    words = [{**w, "at_s": w.get("time", 0.0) - ending.ahead_s} for ending in endings for w in ending.words]
+    # the first failure is the cause; ranks that lost their peers afterwards only say so
+    words.sort(key=lambda w: (w.get("secondary", False), w["at_s"]))
+    ends = [(ending, *end) for ending in endings for end in reversed(ends_in(ending.log))]
+    killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
     if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
         print(first["message"], file=sys.stderr)
-        if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
+        if any(w["message"] != first["message"] for w in words):
             print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
         return int(first["exit_code"])
-    saved = any(folder.glob("checkpoints/step-*.safetensors"))
-    hint = f"yolofleet train --resume {folder}" if saved else "give the same command again"
+    hint = resume or "give the same command again"
+    ending = endings[0]
     if ends:
-        rank, exit_code = killed or ends[-1]
+        ending, rank, exit_code = killed or ends[0]
         what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
-        problem: YolofleetError = ClusterError(
-            f"rank {rank} {what}", source=str(folder / "logs" / "agent.log"), hint=hint
-        )
-    elif code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in log:
-        known = "what was saved last is there" if saved else "nothing had been saved"
+        on = f" on {ending.host}" if ending.host else ""
+        problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
+    elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
+        known = "what was saved last is there" if resume else "nothing had been saved"
         problem = Stopped(f"stopped on request; {known}", hint=hint)
     else:
-        tail = "\n".join(log.strip().splitlines()[-15:])
-        problem = ClusterError(
-            "the processes could not be started", source=f"{folder / 'logs' / 'agent.log'}\n{tail}"
-        )
+        tail = "\n".join(ending.log.strip().splitlines()[-15:])
+        on = f" on {ending.host}" if ending.host else ""
+        problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
     print(problem.render(), file=sys.stderr)
     return problem.exit_code
+
+
+def ends_in(log: str) -> list[tuple[int, int]]:
+    """(rank, exit code) of the workers that failed, as the agent's log has them; the root cause comes last."""
+    found = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    return [(int(rank), int(exit_code)) for rank, exit_code in found]

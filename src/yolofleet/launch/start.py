@@ -9,13 +9,15 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
+from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.job import JobSpec
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, write_text
 
 
 def start(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> int:
-    """Train: in this process for one device or under somebody's torchrun, else in one process per device.
+    """Train: on the hosts that were named, else in this process for one device or under somebody's torchrun, else
+    in one process per device.
 
     Returns:
         The exit code of a launched job; 0 otherwise.
@@ -34,6 +36,11 @@ def _start(
     verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
 ) -> int:
     settings = config.value
+    fleet = None if is_worker() else fleet_of(config)
+    if fleet is not None:
+        from yolofleet.launch.ssh import run_on_fleet
+
+        return run_on_fleet(config, recipe, fleet, resumed_folder(settings))[0]
     processes = processes_to_start(settings)
     if processes == 1 or is_worker():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py

@@ -1,0 +1,305 @@
+"""A fleet as a value: which hosts, what each of them runs, and where things lie there.
+
+From ``--hosts a:8,b:4,c:0+2`` or a YAML file. How to log in (user, port, keys, jumps) is OpenSSH's own business:
+~/.ssh/config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.suggest import did_you_mean, shown
+from yolofleet.config.yaml_lines import Located, read_yaml
+from yolofleet.errors import ConfigError
+
+NAME = r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"  # never an option of ssh
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+FORMS = "a:8 is GPUs 0 to 7 of host a, b:0+2 its GPUs 0 and 2, c:cpu:4 four processes on CPUs"
+FIRST_PORT = 29500
+MOST_HOSTS, MOST_GPUS = 1024, 64
+HERE = "localhost"  # this machine: no ssh
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a fleet.
+
+    Attributes:
+        name: as OpenSSH knows it; ``localhost`` is this machine, without ssh.
+        device: as ``--device`` there: ``cpu:2``, ``0,2``.
+        address: where the other hosts reach it; "" = found out.
+        interface: the network card to meet on; "" = found out.
+        python: an interpreter that has yolofleet; "" = the same path as here.
+        folder: to work in; "" = the same path as here.
+        data: data set there; "" = what ``--data`` says.
+        env: variables of everything that is started there (seen in its list of processes: no secrets).
+    """
+
+    name: str
+    device: str
+    address: str = ""
+    interface: str = ""
+    python: str = ""
+    folder: str = ""
+    data: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> int:
+        return processes_of(self.device)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Attributes:
+    hosts: rank 0 runs on the first.
+    source: where this was said.
+    port: of the rendezvous on the first host, or the first free one after it.
+    silence_s: a host ends everything when it has heard nothing from the launcher for so long.
+    grace_s: from the wish to stop until processes are killed.
+    """
+
+    hosts: tuple[Host, ...]
+    source: str = "--hosts"
+    port: int = FIRST_PORT
+    silence_s: float = 20.0
+    grace_s: float = 30.0
+
+    @property
+    def processes(self) -> int:
+        return sum(host.processes for host in self.hosts)
+
+    def first_rank(self, node: int) -> int:
+        """The lowest rank on the host of that number; ranks are dealt host by host."""
+        return sum(host.processes for host in self.hosts[:node])
+
+
+def parse_hosts(text: str, device: str = "auto", source: str = "--hosts") -> Fleet:
+    """``a:8,b:4,c:0+2,d:cpu:2``; a bare name has the devices of ``--device``.
+
+    Raises:
+        ConfigError: names the entry.
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    return _fleet([_short(entry, device, source) for entry in entries], source)
+
+
+def load_fleet(path: Path, device: str = "auto") -> Fleet:
+    """A fleet file: ``hosts``, a list of short forms or of mappings; ``defaults`` of every host; ``port``,
+    ``silence_s``, ``grace_s``.
+
+    Raises:
+        ConfigError: names the line.
+    """
+    values = read_yaml(path)
+    _known(values, ("hosts", "defaults", "port", "silence_s", "grace_s"), path)
+    defaults: Mapping[str, Any] = {}
+    if "defaults" in values:
+        defaults, line = values["defaults"]
+        if not isinstance(defaults, Mapping):
+            raise ConfigError(
+                "defaults: is not a mapping", source=f"{path}:{line}", hint="a line is key: value"
+            )
+        _known(defaults, [name for name in HOST_KEYS if name not in ("host", "address")], path)
+    if "hosts" not in values:
+        raise ConfigError(f"{path} names no hosts", source=str(path), hint="hosts: [a:8, b:4]")
+    listed, line = values["hosts"]
+    if not isinstance(listed, list):
+        raise ConfigError(
+            f"hosts: {shown(listed)} is not a list", source=f"{path}:{line}", hint="hosts: [a:8, b:4]"
+        )
+    hosts = [_listed(entry, defaults, device, path, line) for entry in listed]
+    return _fleet(
+        hosts,
+        str(path),
+        port=int(_number(values, "port", FIRST_PORT, 1024, 65000, path)),
+        silence_s=_number(values, "silence_s", Fleet.silence_s, 5, 3600, path),
+        grace_s=_number(values, "grace_s", Fleet.grace_s, 1, 3600, path),
+    )
+
+
+def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
+    """The hosts that a run was given; None: this machine alone.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    settings = config.value
+    if not (settings.hosts or settings.fleet):
+        return None
+    if settings.hosts and settings.fleet:
+        raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")
+    if isinstance(settings, TrainConfig) and settings.parallel == "dp":
+        raise ConfigError(
+            "--parallel dp is one process, and hosts have one each", hint="leave out --parallel"
+        )
+    found = (
+        load_fleet(Path(settings.fleet), settings.device)
+        if settings.fleet
+        else parse_hosts(settings.hosts, settings.device)
+    )
+    if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
+        raise ConfigError(
+            f"{config.spelled('device')} has no effect: every host has devices of its own",
+            source=config.sources["device"],
+            hint="leave it out; it counts for hosts that are named without devices",
+        )
+    return found
+
+
+def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:
+    names = [host.name for host in hosts]
+    if not hosts or len(hosts) > MOST_HOSTS:
+        raise ConfigError(f"{len(hosts)} hosts; 1 to {MOST_HOSTS} make a fleet", source=source)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(
+            f"host {twice} is named twice", source=source, hint=f"name it once, with all its devices: {FORMS}"
+        )
+    return Fleet(tuple(hosts), source, **settings)
+
+
+# -- the short form ------------------------------------------------------------------------------------------
+
+
+def _short(entry: str, device: str, source: str) -> Host:
+    match = re.fullmatch(rf"({NAME})(?::(.*))?", entry, re.DOTALL)
+    if not match:
+        raise ConfigError(f"{shown(entry)} is not a host", source=source, hint=FORMS)
+    name, spec = match[1], match[2]
+    return Host(name, _bare_device(name, device, source) if spec is None else _device(spec, entry, source))
+
+
+def _device(spec: str, entry: str, source: str) -> str:
+    """``8`` -> 0,1,..,7; ``0+2`` -> 0,2; ``+3`` -> 3; ``cpu:4`` as it is."""
+    if re.fullmatch(r"cpu(:[1-9][0-9]{0,2})?", spec):
+        return spec
+    if re.fullmatch(r"[1-9][0-9]?", spec) and int(spec) <= MOST_GPUS:
+        return ",".join(map(str, range(int(spec))))
+    if re.fullmatch(r"[0-9]{0,3}(\+[0-9]{1,3})+", spec):
+        ids = spec.strip("+").split("+")
+        if len(set(ids)) == len(ids):
+            return ",".join(ids)
+    raise ConfigError(f"{shown(entry)}: {shown(spec)} names no devices", source=source, hint=FORMS)
+
+
+def _bare_device(name: str, device: str, source: str) -> str:
+    if device in ("auto", "", "mps"):
+        raise ConfigError(
+            f"host {name}: how many processes?",
+            source=source,
+            hint=f"{FORMS}; --device 0,1 counts for bare names",
+        )
+    return device
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+TEXTS = ("address", "interface", "python", "folder", "data")
+HOST_KEYS = ("host", "device", "gpus", *TEXTS, "env")
+
+
+def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, list_line: int) -> Host:
+    if not isinstance(entry, Mapping):
+        short = _short(str(entry), _default_device(defaults, path) or device, f"{path}:{list_line}")
+        return Host(short.name, short.device, **_texts(defaults, path), env=_env(defaults, path))
+    _known(entry, HOST_KEYS, path)
+    line = next(iter(entry.values())).line if entry else list_line
+    source = f"{path}:{line}"
+    name = str(entry["host"].value) if "host" in entry else ""
+    if not re.fullmatch(NAME, name):
+        raise ConfigError(f"host: {shown(name)} is not a host's name", source=source, hint="host: node-a")
+    if "device" in entry and "gpus" in entry:
+        raise ConfigError(
+            f"host {name}: device and gpus both say what runs", source=source, hint="leave one out"
+        )
+    own = (
+        _default_device(entry, path) or _default_device(defaults, path) or _bare_device(name, device, source)
+    )
+    return Host(
+        name,
+        own,
+        **{**_texts(defaults, path), **_texts(entry, path)},
+        env={**_env(defaults, path), **_env(entry, path)},
+    )
+
+
+def _default_device(entry: Mapping[str, Any], path: Path) -> str:
+    """From ``device`` (as ``--device``) or ``gpus`` (a number, or a list of ids); "" when neither is there."""
+    if "device" in entry:
+        value, line = entry["device"]
+        text = str(value)
+        if not re.fullmatch(r"cpu(:[1-9][0-9]{0,2})?|[0-9]{1,3}(,[0-9]{1,3})*", text):
+            raise ConfigError(
+                f"device: {shown(value)} is none for a fleet",
+                source=f"{path}:{line}",
+                hint='device: cpu:2, or "0,2"',
+            )
+        processes_of(text)
+        return text
+    if "gpus" in entry:
+        value, line = entry["gpus"]
+        spec = "+" + "+".join(map(str, value)) if isinstance(value, list) and value else str(value)
+        return _device(spec, f"gpus: {spec.strip('+')}", f"{path}:{line}")
+    return ""
+
+
+def _texts(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
+    found = {}
+    for name in TEXTS:
+        if name in entry:
+            value, line = entry[name]
+            if not isinstance(value, (str, int, float)) or isinstance(value, bool) or not _plain(str(value)):
+                raise ConfigError(f"{name}: {shown(value)} is not a text", source=f"{path}:{line}")
+            found[name] = str(value)
+    return found
+
+
+def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
+    if "env" not in entry:
+        return {}
+    values, line = entry["env"]
+    if not isinstance(values, Mapping):
+        raise ConfigError("env: is not a mapping", source=f"{path}:{line}", hint="env: {NCCL_DEBUG: WARN}")
+    found = {}
+    for name, (value, at) in values.items():
+        if not re.fullmatch(VARIABLE, name) or isinstance(value, (list, Mapping)) or not _plain(str(value)):
+            raise ConfigError(f"env: {shown(name)} cannot be a variable", source=f"{path}:{at}")
+        found[name] = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return found
+
+
+def _plain(text: str) -> bool:
+    """No control characters: it becomes part of a command line."""
+    return all(character.isprintable() for character in text)
+
+
+def _number(
+    values: Mapping[str, Located], name: str, default: float, least: float, most: float, path: Path
+) -> float:
+    if name not in values:
+        return default
+    value, line = values[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(
+            f"{name}: {shown(value)} is not a number from {least:g} to {most:g}", source=f"{path}:{line}"
+        )
+    return value
+
+
+def _known(values: Mapping[str, Any], names: Iterable[str], path: Path) -> None:
+    for name, entry in values.items():
+        if name not in names:
+            line = entry.line if isinstance(entry, Located) else "?"
+            raise ConfigError(
+                f"{shown(name)} is not known here",
+                source=f"{path}:{line}",
+                hint=did_you_mean(name, names) or f"one of {', '.join(names)}",
+            )

@@ -1,0 +1,106 @@
+"""What runs on this host: one small file for each job, which its keeper writes. No daemon, no lock.
+
+They lie on the machine's own disk, in a folder of this user's: home folders may be shared by many hosts.
+Standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from yolofleet.errors import StorageError
+from yolofleet.launch.processes import started_at
+
+KEPT = 20  # jobs that have ended
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job on this host.
+
+    Attributes:
+        job: its name, the same on every host of the fleet.
+        title: what was asked for, as a person would say it.
+        folder: of the run, on this host.
+        ranks: first one and their number here.
+        keeper: (pid, when it started): ends everything of the job here on SIGTERM.
+        began_s, ended_s: time of day, seconds since 1970; 0 = not yet.
+        code: exit code of the agent, None while it runs.
+    """
+
+    job: str
+    title: str
+    host: str
+    folder: str
+    node: int
+    ranks: tuple[int, int]
+    keeper: tuple[int, str]
+    began_s: float
+    ended_s: float = 0.0
+    code: int | None = None
+
+    @property
+    def runs(self) -> bool:
+        return not self.ended_s and started_at(self.keeper[0]) == self.keeper[1] != ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "runs": self.runs}
+
+
+def folder() -> Path:
+    """Of this user's jobs on this host, made when missing.
+
+    Raises:
+        StorageError: it is somebody else's.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    root = Path(tempfile.gettempdir(), f"yolofleet-{user}")
+    found = root / socket.gethostname()
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        made = root.lstat()
+        if not stat.S_ISDIR(made.st_mode) or (hasattr(os, "getuid") and made.st_uid != user):
+            raise StorageError(f"{root} is not this user's folder", hint="remove it, or set TMPDIR")
+        found.mkdir(mode=0o700, exist_ok=True)
+    except OSError as problem:
+        raise StorageError(f"cannot write {found}: {problem.strerror}", hint="set TMPDIR") from None
+    return found
+
+
+def write(record: Record) -> None:
+    """Whole or not at all. Without it the job runs, but ``ps`` and ``stop`` do not see it."""
+    with suppress(OSError, StorageError):
+        path = folder() / f"{record.job}.json"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        temporary.replace(path)
+
+
+def records() -> list[Record]:
+    """Newest first; those of jobs that ended long ago are forgotten."""
+    found = []
+    for path in folder().glob("*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values |= {"ranks": tuple(values["ranks"]), "keeper": tuple(values["keeper"])}
+            found.append((path, Record(**values)))
+    found.sort(key=lambda entry: -entry[1].began_s)
+    ended = [path for path, record in found if not record.runs]
+    for path in ended[KEPT:]:
+        with suppress(OSError):
+            path.unlink()
+    forgotten = set(ended[KEPT:])
+    return [record for path, record in found if path not in forgotten]
+
+
+def ended(record: Record, code: int) -> Record:
+    return replace(record, ended_s=time.time(), code=code)

@@ -1,0 +1,416 @@
+"""What runs on every host of a fleet: ``ssh HOST python -m yolofleet.launch.keeper``.
+
+It speaks with the launcher in lines of JSON on standard input and output: requests and their answers, a job, and
+frames of what the job says. Its life hangs on standard input: when that ends, or says nothing for ``silence_s``,
+everything that was started here is ended. Nothing that it started outlives it: it adopts orphans, and what it
+starts dies with it. Standard library alone; Linux.
+
+From the launcher: ``{"type": "beat"}``, ``ask`` (id, request, arguments), ``start`` (job), ``stop`` (grace_s).
+To it: ``hello``, ``beat``, ``reply`` (id, value or error), ``output`` (text for the screen), ``log`` (rank, text;
+rank -1: the agent), ``exit`` (code, words, log, why).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import platform
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from yolofleet.doctor.facts import software
+from yolofleet.launch import jobs, requests
+from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
+from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path
+from yolofleet.launch.processes import descendants, end_descendants, signal_all, started_at
+
+PROTOCOL = 1
+BEAT_S = 2.0
+SILENCE_S = 20.0
+FAREWELL_S = 2.0  # for the last frames to leave
+AFTER_AGENT_S = 5.0  # for what is left when the agent has ended
+BEFORE_WORKERS_S = 2.0  # an agent without workers has nothing to save
+TAIL_S = 0.5
+MOST_PENDING_BYTES = 8 << 20  # of frames that nobody reads; then output is left out
+MOST_LINE_BYTES = 16 << 20
+LOG_TAIL_BYTES = 32 << 10
+AGENT = -1  # in place of a rank
+ASKED = "stopped on request"  # by `fleet stop`, or any signal
+Frame = dict[str, Any]
+
+
+class Tail:
+    """What is appended to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if path.exists() else 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def read(self) -> str:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                piece = file.read(1 << 18)
+        except OSError:
+            return ""
+        self.offset += len(piece)
+        return self._decode(piece)
+
+
+@dataclass
+class Running:
+    """The job of this keeper: torchrun's agent and everything below it."""
+
+    record: jobs.Record
+    agent: subprocess.Popen[bytes]
+    output: int  # what the agent and its workers print
+    tails: dict[int, Tail]  # by rank, and AGENT's own log; none for a plain command
+    streamed: bool  # the launcher does not see this disk
+    log_offset: int
+    grace_s: float
+    why: str = ""
+    kill_at_s: float = float("inf")
+    tailed_at_s: float = 0.0
+    decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.record.ranks[0], sum(self.record.ranks))
+
+    def end(self, why: str, grace_s: float) -> None:
+        """SIGTERM now, SIGKILL after ``grace_s``; a second call can only hasten it."""
+        if not self.why and self.agent.poll() is None:
+            self.agent.terminate()
+        self.why = self.why or why
+        if not descendants(self.agent.pid):
+            grace_s = min(grace_s, BEFORE_WORKERS_S)
+        self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
+
+    def is_over(self) -> bool:
+        """The agent and everything that it started are gone. Ends what outlives the agent."""
+        agent_lives, left = self.agent.poll() is None, descendants(os.getpid())
+        if not agent_lives and left and self.kill_at_s == float("inf"):
+            signal_all(left, signal.SIGTERM)
+            killed = self.agent.returncode < 0
+            self.kill_at_s = time.monotonic() + (self.grace_s if killed else AFTER_AGENT_S)
+        if time.monotonic() > self.kill_at_s:
+            end_descendants(os.getpid())
+            with suppress(subprocess.TimeoutExpired):
+                self.agent.wait(1)
+            return True
+        return not agent_lives and not left
+
+    def last_words(self) -> list[Frame]:
+        """Of the workers that failed, as they wrote them."""
+        found = []
+        for rank in self.ranks:
+            with suppress(OSError, ValueError):
+                found.append(
+                    json.loads(error_path(Path(self.record.folder), rank).read_text(encoding="utf-8"))
+                )
+        return found
+
+    def log_tail(self) -> str:
+        if self.tails:
+            path = self.tails[AGENT].path
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
+                return file.read().decode("utf-8", "replace")
+        return ""
+
+
+def start(job: Frame) -> Running:
+    """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the keeper.
+
+    Raises:
+        OSError: a folder or file cannot be written, or there is no such command.
+    """
+    meeting = Meeting(**job["meeting"])
+    first_rank, processes = int(job["first_rank"]), int(job["processes"])
+    environment = agent_environment(os.environ, meeting.card)
+    folder, tails = Path(job["folder"]), {}
+    if job["command"]:
+        argv = list(job["command"])
+        environment |= meeting_environment(meeting, processes)
+    else:
+        logs = folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        text = logs / f"job-{meeting.node}.yaml"
+        text.write_text(job["text"], encoding="utf-8")
+        argv = agent_argv(JobSpec(folder, processes, text, meeting))
+        ranks = range(first_rank, first_rank + processes)
+        for rank in ranks:
+            error_path(folder, rank).unlink(missing_ok=True)
+        tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
+        tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
+    environment |= job["env"]
+    output, workers_output = _output(job["terminal"], environment)
+    keeper = os.getpid()
+
+    def in_child() -> None:
+        die_with_parent()
+        if os.getppid() != keeper:  # it died before that
+            os._exit(1)
+
+    with tails[AGENT].path.open("ab") if tails else nullcontext() as log:
+        agent = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=workers_output,
+            stderr=log or workers_output,
+            start_new_session=True,
+            preexec_fn=in_child,
+        )
+    os.close(workers_output)
+    os.set_blocking(output, False)
+    record = jobs.Record(
+        job=job["id"],
+        title=job["title"],
+        host=socket.gethostname(),
+        folder=str(folder),
+        node=meeting.node,
+        ranks=(first_rank, processes),
+        keeper=(keeper, started_at(keeper)),
+        began_s=time.time(),
+    )
+    jobs.write(record)
+    log_offset = tails[AGENT].offset if tails else 0
+    return Running(record, agent, output, tails, job["streamed"], log_offset, float(job["grace_s"]))
+
+
+def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, int]:
+    """(ours, the workers') ends of their standard output: a pipe, or a terminal like the launcher's."""
+    if terminal is None:
+        return os.pipe()
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    size = struct.pack("HHHH", int(terminal["rows"]), int(terminal["columns"]), 0, 0)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    environment["TERM"] = str(terminal["term"])
+    return ours, theirs
+
+
+class Keeper:
+    """The loop of one connection.
+
+    Args:
+        incoming, outgoing: file descriptors.
+    """
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
+        self.received, self.pending = bytearray(), bytearray()
+        self.lock = threading.Lock()  # of `pending`: answers come from threads
+        self.wakes, self.wake = os.pipe()
+        for descriptor in (incoming, outgoing, self.wakes, self.wake):
+            os.set_blocking(descriptor, False)
+        self.silence_s = SILENCE_S
+        self.heard_at_s = self.spoke_at_s = time.monotonic()
+        self.running: Running | None = None
+        self.leaving = ""  # why
+        self.hasty = False
+        self.left_out = False
+
+    def send(self, **frame: Any) -> None:
+        line = json.dumps(frame).encode() + b"\n"
+        with self.lock:
+            self.pending += line
+        with suppress(OSError):
+            os.write(self.wake, b"w")
+
+    def run(self) -> int:
+        """Until the launcher is gone and everything is ended."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        self.send(type="hello", **introduction())
+        while True:
+            self._wait()
+            now = time.monotonic()
+            if not self.leaving and now - self.heard_at_s > self.silence_s:
+                self.leave(f"nothing heard from the launcher for {self.silence_s:.0f} s")
+            if now - self.spoke_at_s > BEAT_S:
+                self.send(type="beat")
+                self.spoke_at_s = now
+            if self.running is not None:
+                self._follow(self.running)
+            elif self.leaving:
+                break
+        self._farewell()
+        return 0
+
+    # -- the job -----------------------------------------------------------------------------------
+
+    def _follow(self, running: Running) -> None:
+        if self.leaving:
+            running.end(self.leaving, 0.0 if self.hasty else running.grace_s)
+        over = running.is_over()
+        self._pass_on(running, everything=over)
+        if not over:
+            return
+        code = running.agent.returncode
+        self.send(
+            type="exit",
+            code=-signal.SIGKILL if code is None else code,
+            words=running.last_words(),
+            log=running.log_tail(),
+            why=running.why,
+        )
+        jobs.write(jobs.ended(running.record, code if code is not None else -signal.SIGKILL))
+        os.close(running.output)
+        self.running = None
+
+    def _pass_on(self, running: Running, *, everything: bool) -> None:
+        """What was printed, and what the logs have got."""
+        for _ in range(4096 if everything else 64):  # and then it is the channel's turn
+            try:
+                piece = os.read(running.output, 1 << 16)
+            except OSError:  # nothing now, or the terminal's other end is closed
+                break
+            if not piece:
+                break
+            if len(self.pending) < MOST_PENDING_BYTES:
+                self.send(type="output", text=running.decode(piece))
+            elif not self.left_out:
+                self.left_out = True
+                self.send(type="output", text="\n[...]\n")
+        now = time.monotonic()
+        if not running.streamed or not (everything or now - running.tailed_at_s > TAIL_S):
+            return
+        running.tailed_at_s = now
+        for rank, tail in running.tails.items():
+            while len(self.pending) < MOST_PENDING_BYTES and (text := tail.read()):
+                self.send(type="log", rank=rank, text=text)
+
+    # -- the channel -------------------------------------------------------------------------------
+
+    def leave(self, why: str) -> None:
+        self.leaving = self.leaving or why
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """SIGTERM: end in order. SIGINT, or any second signal: at once."""
+        self.hasty = self.hasty or number == signal.SIGINT or bool(self.leaving)
+        self.leave(ASKED)
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.wakes, selectors.EVENT_READ)
+            if not self.leaving:
+                selector.register(self.incoming, selectors.EVENT_READ)
+            if self.pending:
+                selector.register(self.outgoing, selectors.EVENT_WRITE)
+            if self.running is not None and self.running.agent.poll() is None:
+                selector.register(self.running.output, selectors.EVENT_READ)
+            busy = self.running is not None or self.leaving
+            ready = {key.fd for key, _ in selector.select(0.1 if busy else 1.0)}
+        if self.wakes in ready:
+            with suppress(OSError):
+                os.read(self.wakes, 1 << 16)
+        if self.outgoing in ready:
+            self._flush()
+        if self.incoming in ready:
+            self._receive()
+
+    def _flush(self) -> None:
+        with self.lock:
+            try:
+                sent = os.write(self.outgoing, self.pending[: 1 << 18])
+                del self.pending[:sent]
+                self.spoke_at_s = time.monotonic()
+            except BlockingIOError:
+                pass
+            except OSError:  # the launcher is gone
+                self.pending.clear()
+                self.leave("the connection to the launcher is closed")
+
+    def _receive(self) -> None:
+        try:
+            piece = os.read(self.incoming, 1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece or len(self.received) > MOST_LINE_BYTES:
+            self.leave("the launcher is gone")
+            return
+        self.heard_at_s = time.monotonic()
+        self.received += piece
+        *lines, rest = self.received.split(b"\n")
+        self.received = bytearray(rest)
+        for line in lines:
+            if line.strip():
+                self._handle(json.loads(line))
+
+    def _handle(self, message: Frame) -> None:
+        kind = message["type"]
+        if kind == "ask":
+            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+        elif kind == "stop" and self.running is not None:
+            self.running.end("stopped by the launcher", float(message["grace_s"]))
+        elif kind == "start" and self.running is None:
+            self.silence_s = float(message["job"]["silence_s"])
+            try:
+                self.running = start(message["job"])
+            except OSError as problem:
+                self.send(type="exit", code=1, words=[], log="", why=f"cannot start here: {problem}")
+
+    def _answer(self, message: Frame) -> None:
+        try:
+            value = requests.answer(str(message["request"]), message["arguments"])
+            self.send(type="reply", id=message["id"], value=value)
+        except Exception as problem:  # whatever it is, the launcher waits for an answer
+            words = str(problem) if isinstance(problem, (OSError, LookupError)) else repr(problem)
+            self.send(type="reply", id=message["id"], error=words or repr(problem))
+
+    def _farewell(self) -> None:
+        """Let the last frames leave; then end what requests have started."""
+        gives_up_at_s = time.monotonic() + FAREWELL_S
+        while self.pending and time.monotonic() < gives_up_at_s:
+            self._wait()
+        end_descendants(os.getpid())
+
+
+def introduction() -> Frame:
+    """Who and what is here."""
+    return {
+        "protocol": PROTOCOL,
+        "host": socket.gethostname(),
+        "platform": sys.platform,
+        "machine": platform.machine(),
+        "python": sys.executable,
+        "pid": os.getpid(),
+        "home": str(Path.home()),
+        "software": software(),
+        "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        "time_s": time.time(),
+    }
+
+
+def main() -> int:
+    incoming, outgoing = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what anything prints here must not get between the frames
+    adopt_orphans()
+    code = Keeper(incoming, outgoing).run()
+    sys.stderr.flush()
+    os._exit(code)  # threads of requests may still wait for something
+
+
+if __name__ == "__main__":
+    sys.exit(main())

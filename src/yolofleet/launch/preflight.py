@@ -1,0 +1,149 @@
+"""Before anything is started: the doctor's quick look at all hosts, the files that every rank reads, and where the
+hosts meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.fleet import Peer, examine
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch.fleet import Fleet
+from yolofleet.launch.remote import Remote
+from yolofleet.launch.requests import hash_files
+
+T = TypeVar("T")
+
+PORTS_TRIED = 100
+PROBE_S = 60.0  # longer than any probe takes
+HASH_S = 120.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where one host is reached by all others."""
+
+    address: str
+    card: str
+
+
+ALONE = Spot("127.0.0.1", "lo")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the hosts meet: a spot of each, and the port on the first."""
+
+    spots: tuple[Spot, ...]
+    port: int
+
+
+def on_each(remotes: Sequence[Remote], work: Callable[[Remote], T]) -> list[T]:
+    """``work`` for all hosts at the same time; the first exception, in their order, is raised."""
+    with ThreadPoolExecutor(max(1, len(remotes))) as pool:
+        return list(pool.map(work, remotes))
+
+
+def enter_folders(remotes: Sequence[Remote]) -> None:
+    """Each host works in its own folder, or in one of the same path as this one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+
+    def enter(remote: Remote) -> None:
+        folder = remote.host.folder or str(Path.cwd())
+        try:
+            remote.ask("enter", folder=folder)
+        except ClusterError as problem:
+            raise ConfigError(
+                f"{remote.name} has no folder {folder}",
+                source=problem.what,
+                hint="make it there, or say folder: for this host (fleet.yaml)",
+            ) from None
+
+    on_each(remotes, enter)
+
+
+def inspect(
+    fleet: Fleet, remotes: Sequence[Remote], settings: TrainConfig, names: Sequence[str] = ()
+) -> tuple[list[Finding], Plan]:
+    """What the doctor finds within a second or two, and where the hosts meet (that is of use without faults only).
+
+    Args:
+        settings: of the run; what is no setting of training has its default.
+        names: of files that every rank reads.
+    """
+    port = free_port(fleet, remotes)
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(files, remotes, names)
+        seen = examine([peer_of(remote) for remote in remotes], settings, port=port, quick=True)
+        findings = [*seen.findings, *hashing.result()]
+    met = seen.meetings
+    spots = [Spot(met[r.name].address, met[r.name].card) if r.name in met else ALONE for r in remotes]
+    return findings, Plan(tuple(spots), port)
+
+
+def peer_of(remote: Remote) -> Peer:
+    """The doctor's way to a host."""
+
+    def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
+        return remote.ask(probe, timeout_s=PROBE_S, **arguments)
+
+    host = remote.host
+    return Peer(remote.name, ask, host.device, host.address, host.interface, host.data)
+
+
+def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int] = ()) -> int:
+    """On the first host, and kept for us; ``passed_over`` turned out to be of no use.
+
+    Raises:
+        ClusterError: none is free.
+    """
+    first = max([fleet.port, *(port + 1 for port in passed_over)])
+    return int(remotes[0].ask("reserve_port", first=first, count=PORTS_TRIED))
+
+
+def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
+    """Files that every rank reads must be on every host, and equal; names that are files nowhere are not judged."""
+    if not names:
+        return []
+    here = hash_files({"names": names})
+    every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
+    found = []
+    for name in names:
+        known = [there[name] for there in every if name in there] + [here[name]] * (name in here)
+        usual = Counter(known).most_common(1)[0][0] if known else None
+        for remote, there in zip(remotes, every, strict=True):
+            if there.get(name) != usual:
+                code, seen = (
+                    ("file-differs", "is another file") if name in there else ("file-missing", "is not there")
+                )
+                fix = f"scp {name} {remote.name}:{name}"
+                found.append(
+                    Finding(code, "fault", remote.name, f"{name} {seen}", "every rank reads it", fix)
+                )
+    return found
+
+
+def files_of(settings: Any) -> list[str]:
+    """Settings of a run that name files which every rank reads."""
+    names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
+    return [name for name in names if name and Path(name).suffix]
+
+
+def raise_faults(findings: Sequence[Finding]) -> None:
+    """Raises ClusterError: one or more of them make a run impossible."""
+    faults = [finding for finding in findings if finding.level == "fault"]
+    if faults:
+        first, others = faults[0], faults[1:]
+        source = first.why
+        if others:
+            source += "\n" + "\n".join(f"also: {other.where}: {other.seen}" for other in others)
+        raise ClusterError(f"{first.where}: {first.seen}", source=source.strip() or None, hint=first.fix)

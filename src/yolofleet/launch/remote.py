@@ -1,0 +1,324 @@
+"""The launcher's end of the channel to one host: system OpenSSH with a keeper behind it.
+
+ssh is started from an argv list, asks for nothing (BatchMode), and has a session of its own, so that Ctrl-C reaches
+the launcher alone. Closing :class:`Remote`, or dying, closes the keeper's standard input, which ends everything
+there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import Any
+
+from yolofleet import __version__
+from yolofleet.errors import ClusterError
+from yolofleet.launch.fleet import HERE, Host
+from yolofleet.launch.keeper import PROTOCOL
+
+Frame = dict[str, Any]
+
+CONNECT_S = 10
+OPEN_S = 30.0
+ASK_S = 30.0
+BEAT_S = 2.0
+SILENCE_S = 20.0  # a host that says nothing for so long is lost
+MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
+SSH_OPTIONS = (
+    *("-T", "-a", "-x"),  # no terminal, no agent, no X11
+    "-oBatchMode=yes",
+    f"-oConnectTimeout={CONNECT_S}",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+    "-oClearAllForwardings=yes",
+    "-oControlMaster=no",
+    "-oControlPath=none",  # a connection of its own: nothing of it stays
+    "-oRemoteCommand=none",
+    "-oLogLevel=ERROR",
+)
+
+
+class Unreachable(ClusterError):
+    """No keeper answers on a host.
+
+    Args:
+        kind: no-ssh, unknown-host, key-refused, host-key, port-refused, no-route, time-out, closed, no-python,
+            no-package, other-version, not-linux, or other.
+    """
+
+    def __init__(self, host: str, kind: str, what: str, *, source: str = "", hint: str = "") -> None:
+        super().__init__(f"{host}: {what}", source=source or None, hint=hint or None)
+        self.host, self.kind = host, kind
+
+
+class Remote:
+    """One host. The order is :meth:`open`, then questions, :meth:`start`, :meth:`frames`, :meth:`close`.
+
+    Args:
+        inbox: where frames go that are not answers, as (this, frame); several hosts may share one. The last is
+            ``{"type": "gone"}``.
+    """
+
+    def __init__(self, host: Host, inbox: Queue[tuple[Remote, Frame]] | None = None) -> None:
+        self.host = host
+        self.inbox: Queue[tuple[Remote, Frame]] = Queue() if inbox is None else inbox
+        self.hello: Frame = {}
+        self.heard_at_s = time.monotonic()
+        self.ahead_s = 0.0  # its clock, to about the time of a login
+        self._process: subprocess.Popen[bytes] | None = None
+        self._replies: dict[int, Queue[Frame]] = {}
+        self._asked = 0
+        self._sending = threading.Lock()
+        self._greeted: Queue[Frame | None] = Queue()
+        self._noise: deque[str] = deque(maxlen=MOST_NOISE_LINES)
+        self._errors: deque[str] = deque(maxlen=MOST_NOISE_LINES)
+        self._closed = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    def open(self, timeout_s: float = OPEN_S) -> Frame:
+        """Log in and wait for the keeper's greeting, which is returned (see ``keeper.introduction``).
+
+        Raises:
+            Unreachable: says why.
+        """
+        try:
+            self._process = subprocess.Popen(
+                keeper_argv(self.host),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            missing = "is OpenSSH's client installed?" if self.name != HERE else ""
+            raise Unreachable(self.name, "no-ssh", f"cannot start {problem.filename}", hint=missing) from None
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            hello = self._greeted.get(timeout=timeout_s)
+        except Empty:
+            self.close()
+            raise Unreachable(
+                self.name, "time-out", f"no answer within {timeout_s:.0f} s", source=self.words()
+            ) from None
+        if hello is None:
+            code = self._process.wait()
+            self.close()
+            raise unreachable(self.host, code, self.words())
+        self.hello, self.ahead_s = hello, float(hello["time_s"]) - time.time()
+        threading.Thread(target=self._beat, daemon=True).start()
+        self._check()
+        return hello
+
+    def _check(self) -> None:
+        version = self.hello.get("software", {}).get("yolofleet")
+        if self.hello.get("protocol") != PROTOCOL:
+            self.close()
+            raise Unreachable(
+                self.name,
+                "other-version",
+                f"has yolofleet {version}, and here is {__version__}: they do not understand each other",
+                hint="install the same version on every host",
+            )
+        if self.hello.get("platform") != "linux":
+            self.close()
+            raise Unreachable(
+                self.name,
+                "not-linux",
+                f"runs {self.hello.get('platform')}; hosts of a fleet run Linux",
+                hint="one machine alone needs no fleet: --device",
+            )
+
+    def ask(self, request: str, timeout_s: float = ASK_S, **arguments: Any) -> Any:
+        """The answer to a request (``launch/requests.py``, ``doctor/probes.py``). Any thread may ask.
+
+        Raises:
+            ClusterError: the host says why not, is lost, or does not answer in time.
+        """
+        with self._sending:
+            self._asked += 1
+            number = self._asked
+        answer = self._replies[number] = Queue()
+        try:
+            if self._closed.is_set():
+                raise ClusterError(f"{self.name} is lost", source=self.words() or None)
+            self._send({"type": "ask", "id": number, "request": request, "arguments": arguments})
+            reply = answer.get(timeout=timeout_s)
+        except Empty:
+            raise ClusterError(f"{self.name} did not answer ({request}) within {timeout_s:.0f} s") from None
+        finally:
+            del self._replies[number]
+        if "error" in reply:
+            raise ClusterError(f"{self.name}: {reply['error']}", source=f"request {request}")
+        return reply["value"]
+
+    def start(self, job: Frame) -> None:
+        """Start a job (``keeper.start``); what it says comes as frames."""
+        self._send({"type": "start", "job": job})
+
+    def stop(self, grace_s: float) -> None:
+        """End the job: SIGTERM now, SIGKILL after ``grace_s``. The frame ``exit`` says when it is over."""
+        self._send({"type": "stop", "grace_s": grace_s})
+
+    def frames(self) -> Iterator[Frame]:
+        """What arrives, until the connection ends (of a Remote with an inbox of its own)."""
+        while True:
+            _, frame = self.inbox.get()
+            if frame["type"] == "gone":
+                return
+            yield frame
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard_at_s > SILENCE_S
+
+    def words(self) -> str:
+        """What ssh or the shell there said."""
+        return "\n".join([*self._errors, *self._noise]).strip()
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """End the connection. Everything that is started there ends with it, whether or not that is waited for."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._closed.set()
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _send(self, message: Frame) -> None:
+        """A connection that has ended is noticed by who reads."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with self._sending, suppress(OSError, ValueError):
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._send({"type": "beat"})
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        greeted = False
+        with suppress(OSError, ValueError):
+            for line in self._process.stdout:
+                self.heard_at_s = time.monotonic()
+                frame = _frame(line)
+                kind = frame.get("type")
+                if not greeted and kind != "hello":
+                    self._noise.append(line.decode("utf-8", "replace").rstrip())
+                elif kind == "hello":
+                    greeted = True
+                    self._greeted.put(frame)
+                elif kind == "reply":
+                    waiting = self._replies.get(frame.get("id", 0))
+                    if waiting is not None:
+                        waiting.put(frame)
+                elif kind != "beat":
+                    self.inbox.put((self, frame))
+        self._closed.set()
+        for waiting in list(self._replies.values()):
+            waiting.put({"error": f"the connection ended\n{self.words()}".strip()})
+        if greeted:
+            self.inbox.put((self, {"type": "gone"}))
+        else:
+            self._greeted.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        with suppress(OSError, ValueError):
+            for line in self._process.stderr:
+                self._errors.append(line.decode("utf-8", "replace").rstrip())
+
+
+def _frame(line: bytes) -> Frame:
+    """{} for what is none."""
+    try:
+        frame = json.loads(line)
+    except ValueError:
+        return {}
+    return frame if isinstance(frame, dict) else {}
+
+
+def keeper_argv(host: Host) -> list[str]:
+    """The command that starts a keeper on a host."""
+    python = host.python or sys.executable
+    command = [python, "-m", "yolofleet.launch.keeper"]
+    if host.env:
+        command = ["env", *(f"{name}={value}" for name, value in host.env.items()), *command]
+    if host.name == HERE:
+        return command
+    return ["ssh", *SSH_OPTIONS, host.name, f"exec {shlex.join(command)}"]
+
+
+REASONS = (  # words of ssh or the shell -> kind, what, hint; the first that fits
+    ("could not resolve hostname", "unknown-host", "there is no host of that name",
+     "check its spelling, /etc/hosts and ~/.ssh/config"),
+    ("host identification has changed", "host-key", "its key is not the one that ssh knows",
+     "was it installed anew? then: ssh-keygen -R {host}, and log in once with: ssh {host}"),
+    ("host key verification failed", "host-key", "ssh does not know its key yet",
+     "log in once, and confirm the key: ssh {host}"),
+    ("permission denied", "key-refused", "it refuses the key (passwords are not asked for)",
+     "ssh-copy-id {host}, or IdentityFile in ~/.ssh/config; this must work: ssh -oBatchMode=yes {host} true"),
+    ("too many authentication failures", "key-refused", "it refuses the keys",
+     "IdentityFile and IdentitiesOnly in ~/.ssh/config; this must work: ssh -oBatchMode=yes {host} true"),
+    ("connection refused", "port-refused", "nobody listens on its ssh port",
+     "is sshd running there, and Port in ~/.ssh/config right?"),
+    ("no route to host", "no-route", "there is no way to it",
+     "is it switched on, in this network, and not behind a firewall that rejects?"),
+    ("network is unreachable", "no-route", "there is no way to its network", "check this machine's network (ip route)"),
+    ("timed out", "time-out", "it does not answer",
+     "is it switched on? a firewall may drop port 22; check with: ssh {host}"),
+    ("no module named", "no-package", "{python} there has no yolofleet that can be started ({words})",
+     "install yolofleet there, or say python: of an environment that has it (fleet.yaml)"),
+    ("not found", "no-python", "there is no {python}", "say python: for this host (fleet.yaml)"),
+    ("no such file", "no-python", "there is no {python}", "say python: for this host (fleet.yaml)"),
+    ("connection reset", "closed", "it closed the connection", "its sshd log says why; check with: ssh {host}"),
+    ("connection closed", "closed", "it closed the connection", "its sshd log says why; check with: ssh {host}"),
+)  # fmt: skip
+
+
+def unreachable(host: Host, code: int, words: str) -> Unreachable:
+    """Why ssh, or the command behind it, ended with ``code`` before a keeper spoke."""
+    said = words.lower()
+    names = {
+        "host": host.name,
+        "python": host.python or sys.executable,
+        "words": (words.splitlines() or [""])[-1],
+    }
+    for words_of_it, kind, what, hint in REASONS:
+        if words_of_it in said:
+            return Unreachable(
+                host.name,
+                kind,
+                what.format(**names),
+                source=f"ssh: {words}"[:2000],
+                hint=hint.format(**names),
+            )
+    return Unreachable(
+        host.name,
+        "other",
+        f"no keeper could be started there (exit code {code})",
+        source=words[-2000:],
+        hint=f"this must work: ssh -oBatchMode=yes {host.name} {names['python']} -c 'import yolofleet'",
+    )
