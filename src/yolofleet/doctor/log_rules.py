@@ -45,6 +45,7 @@ MET = ("init complete", "connected all rings", "connected all trees", "rendezvou
 
 NCCL_ERROR = "nccl-error"
 
+_SILENCE = "Nobody answered in time: a firewall that drops, a wrong address or card, or the first machine was not started. (Newer versions of torch say the same of a port that refused all the while.)"
 _LOOK_UP = "getent hosts NAME   # must print an address that the other machines reach; else an entry in /etc/hosts, or use the address itself"
 _CARDS = "ip -br addr   # then, on every machine, export NCCL_SOCKET_IFNAME=CARD GLOO_SOCKET_IFNAME=CARD"
 _SHM = "docker run --ipc=host ... (or --shm-size 16g; Kubernetes: an emptyDir of medium Memory on /dev/shm); else fewer --workers; df -h /dev/shm"
@@ -266,7 +267,7 @@ MACHINES = (
 NETWORK = (
     Rule(
         "infiniband-memlock",
-        ("ibv_*cannot allocate memory", "ibv_*failed with error 12 "),
+        ("ibv_*cannot allocate memory",),
         "InfiniBand needs locked memory, and this process may not lock enough.",
         "ulimit -l unlimited   # docker: --ulimit memlock=-1; SLURM: PropagateResourceLimitsExcept=MEMLOCK",
     ),
@@ -363,14 +364,14 @@ NETWORK = (
     Rule(
         "connect-timeout",
         ("client socket has timed out", "timed out connecting", "timed out while connecting"),
-        "Nobody answered: a firewall that drops, a wrong address or card, or the first machine was not started.",
+        _SILENCE,
         f"nc -zv ADDRESS PORT\n{_FIREWALL}",
         unmet=True,
     ),
     Rule(
         "connect-timeout",
         ("connection timed out", "etimedout", "operation timed out"),
-        "Nobody answered: a firewall that drops, a wrong address or card, or the first machine was not started.",
+        _SILENCE,
         f"nc -zv ADDRESS PORT\n{_FIREWALL}",
     ),
     Rule(
@@ -408,7 +409,7 @@ PROGRAM = (
         "module-missing",
         ("modulenotfounderror: ", "importerror: no module named"),
         "A package is missing in this environment: on this machine only, perhaps.",
-        "pip install NAME   # in the environment that runs: python -c 'import sys; print(sys.executable)'",
+        "pip install PACKAGE   # in the environment that runs: python -c 'import sys; print(sys.executable)'",
     ),
     Rule(
         "duplicate-gpu",
@@ -418,7 +419,7 @@ PROGRAM = (
     ),
     Rule(
         "device-ordinal",
-        ("invalid device ordinal", "peer access is not supported between these two devices"),
+        ("invalid device ordinal",),
         "A GPU number that this process does not have: more processes than GPUs, or CUDA_VISIBLE_DEVICES hides some (they count from 0).",
         "nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES   # then --nproc_per_node or --device accordingly",
     ),
@@ -582,7 +583,9 @@ PROGRAM = (
     ),
     Rule(
         "ipc-isolated",
-        ("error while attaching to shared memory segment", "cuda failure*invalid argument", "cudaipcopenmemhandle", "could not open shared memory"),
+        ("error while attaching to shared memory segment", "cuda failure*invalid argument", "cudaipcopenmemhandle",
+            "failed to open cuda ipc handle",
+            "peer access is not supported", "could not open shared memory"),
         "Processes of one machine do not share /dev/shm or see each other's GPUs: separate containers, or a stale segment.",
         "one container for all processes of a machine, with --ipc=host; or NCCL_SHM_DISABLE=1 NCCL_P2P_DISABLE=1 (slower)",
     ),
@@ -603,7 +606,7 @@ PROGRAM = (
 ENDS = (
     Rule(
         "killed",
-        ("^killed$", "line * killed ", "srun: error:*: killed"),
+        ("^killed$", ": line * killed ", "srun: error:*: killed"),
         "Ended by SIGKILL (exit code -9 or 137), which a program cannot see coming: most likely the kernel, because memory (RAM) ran out; else a person or scheduler.",
         "dmesg -T | grep -i oom; free -g   # fewer --workers, smaller --prefetch, --cache none; more memory for the job (--mem, docker -m)",
         order=ENDED,
@@ -619,7 +622,7 @@ ENDS = (
         "illegal-instruction",
         ("illegal instruction",),
         "A library was built for another CPU (exit code -4).",
-        "lscpu | grep -i avx; pip install --force-reinstall NAME",
+        "lscpu | grep -i avx; pip install --force-reinstall PACKAGE",
         order=ENDED,
     ),
     Rule(
@@ -749,8 +752,10 @@ RENDEZVOUS = (
         "worker-failed",
         ("its message says why", "srun: error:*exited with exit code",
             "container rank*status failed",
+            "worker group failed",
+            "torchelastic.worker.status.failed",
             "exited with non-zero status"),
-        "A process ended with an error that is not in this log.",
+        "A process ended with an error. If no finding above says which, its own log does.",
         _LOGS,
         order=FOLLOWS,
     ),
@@ -768,7 +773,11 @@ PYTHON_ERROR = Rule(
 )
 OWN_ERROR = Rule("yolofleet-error", (), "yolofleet said so itself.", order=NAMED)
 WORKER_FAILED = Rule(
-    "worker-failed", (), "A process ended with an error that is not in this log.", _LOGS, order=FOLLOWS
+    "worker-failed",
+    (),
+    "A process ended with an error. If no finding above says which, its own log does.",
+    _LOGS,
+    order=FOLLOWS,
 )
 ENDED_BY_OTHERS = Rule(
     "ended-by-others",
