@@ -95,10 +95,10 @@ def test_nonsense_of_srun_is_refused(wrong: dict[str, str]) -> None:
 
 
 def test_a_task_that_sees_only_its_own_gpu() -> None:
-    own = SRUN | {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    own = SRUN | {"SLURMD_TRES_BIND": "gpu:per_task:1", "CUDA_VISIBLE_DEVICES": "1"}
     assert place_from_environment(own).sees_one_device
     assert not place_from_environment(own | {"CUDA_VISIBLE_DEVICES": "0,1"}).sees_one_device
-    assert not place_from_environment(without(own, "SLURM_GPUS_PER_TASK")).sees_one_device
+    assert not place_from_environment(without(own, "SLURMD_TRES_BIND")).sees_one_device
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ adds what a scheduler needs:
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,9 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # see launch/job.py
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
+        logging.CRITICAL
+    )  # see _explained
     warning = StopWarning()
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

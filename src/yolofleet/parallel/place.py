@@ -216,7 +216,8 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
     """``--gpus-per-task`` and ``--gpu-bind`` leave each task its own; else all tasks of a node see all."""
     bound = (
-        "SLURM_GPUS_PER_TASK" in environment
+        "gpu:" in environment.get("SLURMD_TRES_BIND", "")
+        or "SLURM_GPUS_PER_TASK" in environment
         or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
         or environment.get("SLURM_GPU_BIND", "").startswith(("single", "per_task", "map_gpu", "mask_gpu"))
     )
