@@ -14,7 +14,7 @@ from yolofleet.losses.ppyoloe import PpyoloeLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.darknet import DarknetNetwork
 from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import AnchorDetector, Detector
 from yolofleet.models.ppyoloe import PpyoloeNetwork
 from yolofleet.models.row_network import RowNetwork
 
@@ -28,12 +28,7 @@ class Family:
     recipe_name: str  # default recipe
 
 
-def yolov5_loss(model: RowNetwork, recipe: Recipe, img: int) -> DetectionLoss:
-    return Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=model.nc, recipe=recipe, img=img)
-
-
-def darknet_loss(model: DarknetNetwork, recipe: Recipe, img: int) -> DetectionLoss:
-    """YOLOv5's, with boxes coded as Darknet does."""
+def anchor_loss(model: AnchorDetector, recipe: Recipe, img: int) -> DetectionLoss:
     return Yolov5Loss(
         anchors_px=model.anchors_px,
         strides=model.strides,
@@ -55,8 +50,8 @@ def ppyoloe_loss(model: PpyoloeNetwork, recipe: Recipe, img: int) -> DetectionLo
 
 
 FAMILIES = {
-    "yolov5": Family(RowNetwork, yolov5_loss, "scratch-low"),
-    "darknet": Family(DarknetNetwork, darknet_loss, "scratch-low"),
+    "yolov5": Family(RowNetwork, anchor_loss, "scratch-low"),
+    "darknet": Family(DarknetNetwork, anchor_loss, "scratch-low"),
     "ppyoloe": Family(PpyoloeNetwork, ppyoloe_loss, "ppyoloe-300e"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from yolofleet.geometry.boxcoding import Exponential
 from yolofleet.models.blocks import BN_MOMENTUM, Upsample, folded
 from yolofleet.models.darknet_cfg import DarknetDescription, Layer, layers, levels
 from yolofleet.models.darknet_sections import Convolutional, Maxpool, Route, Shortcut, Yolo
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import AnchorDetector
 
 BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4
 
@@ -115,7 +116,7 @@ class Level(nn.Module):
         return x.unflatten(1, (self.anchors_per_cell, -1)).permute(0, 1, 3, 4, 2)
 
 
-class DarknetNetwork(Detector):
+class DarknetNetwork(AnchorDetector):
     """A network from a ``.cfg``, for any number of classes.
 
     Layers are numbered as Darknet does; tensors are called ``layers.0.conv.weight``, ``layers.0.bn.weight`` and so
@@ -169,43 +170,14 @@ class DarknetNetwork(Detector):
                 raws[i] = x
         return [raws[i] for i in self._levels]
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
-            anchor, y, x.
-        """
-        decoded = []
-        for raw, stride, anchors, coding in zip(
-            raws, self.strides, self.anchors_px, self.codings, strict=True
-        ):
-            n, a, h, w, values = raw.shape
-            raw = raw.float()
-            boxes = coding.boxes(raw[..., :4], anchors.to(raw.device).view(1, a, 1, 1, 2))
-            xs = torch.arange(w, device=raw.device, dtype=raw.dtype)
-            ys = torch.arange(h, device=raw.device, dtype=raw.dtype)
-            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
-            centres = (boxes[..., :2] + cells) * stride
-            rows = torch.cat([centres, boxes[..., 2:], raw[..., 4:].sigmoid()], -1)  # [N, A, H, W, 5 + C]
-            decoded.append(rows.reshape(n, a * h * w, values))
-        return torch.cat(decoded, 1)
-
     def freeze_groups(self) -> list[str]:
         return [f"layers.{i}." for i in range(len(self.layers))]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """torch's own starting values, and priors as in YOLOv5's networks: about 8 objects in an image of 640
-        pixels, and classes equally likely (arXiv:1708.02002, section 3.3).
-        """
+        """torch's own starting values, and priors as in YOLOv5's networks."""
         self.draw_weights(generator)
-        for i, stride in zip(self._levels, self.strides, strict=True):
-            unit = self.layers[i - 1]
-            assert isinstance(unit, ConvUnit) and unit.conv.bias is not None
-            bias = unit.conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
-            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
-            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+        self.set_priors([cast(ConvUnit, self.layers[i - 1]).conv for i in self._levels])
 
 
 def _module(layer: Layer) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.errors import ConfigError
+from yolofleet.geometry.boxcoding import BoxCoding
 from yolofleet.models.description import ModelDescription
 
 MAX_CLASSES = 100_000
@@ -83,6 +84,51 @@ class Detector(nn.Module):
     def freeze_groups(self) -> list[str]:
         """Prefixes of parameter names, such as ``model.0.``, in the order in which ``--freeze N`` counts."""
         raise NotImplementedError
+
+
+class AnchorDetector(Detector):
+    """A network that predicts from anchors: raws per level [N, A, H/s, W/s, 5 + C], views of convolutions' outputs.
+
+    Attributes:
+        codings: of each level's boxes.
+    """
+
+    codings: tuple[BoxCoding, ...]
+
+    @property
+    def anchors_px(self) -> Tensor:
+        """[L, A, 2] width, height, pixels, float32."""
+        raise NotImplementedError
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
+            anchor, y, x.
+        """
+        decoded = []
+        levels = zip(raws, self.strides, self.anchors_px, self.codings, strict=True)
+        for raw, stride, anchors, coding in levels:
+            n, a, h, w, values = raw.shape
+            raw = raw.float()
+            boxes = coding.boxes(raw[..., :4], anchors.to(raw.device).view(1, a, 1, 1, 2))
+            xs = torch.arange(w, device=raw.device, dtype=raw.dtype)
+            ys = torch.arange(h, device=raw.device, dtype=raw.dtype)
+            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
+            centres = (boxes[..., :2] + cells) * stride
+            rows = torch.cat([centres, boxes[..., 2:], raw[..., 4:].sigmoid()], -1)  # [N, A, H, W, 5 + C]
+            decoded.append(rows.reshape(n, a * h * w, values))
+        return torch.cat(decoded, 1)
+
+    def set_priors(self, last: Sequence[nn.Conv2d]) -> None:
+        """Add to the starting biases of each level's last convolution that there are about 8 objects in an image of
+        640 pixels, and that classes are equally likely (arXiv:1708.02002, section 3.3)."""
+        for conv, stride in zip(last, self.strides, strict=True):
+            assert conv.bias is not None
+            bias = conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
 
 
 def square_of(model: Detector, img: int, fit: str = "auto") -> tuple[int, int] | None:

@@ -7,14 +7,14 @@ test_yolov3_rows.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from yolofleet.geometry.boxcoding import SquaredSigmoid
 from yolofleet.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, Focus, Upsample
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import AnchorDetector
 from yolofleet.models.rows import Layer, RowDescription, layers
 
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
@@ -26,7 +26,7 @@ WITHOUT_WEIGHTS = {
 }
 
 
-class RowNetwork(Detector):
+class RowNetwork(AnchorDetector):
     """Blocks in the order of the rows, the last of them Detect."""
 
     description: RowDescription
@@ -42,6 +42,7 @@ class RowNetwork(Detector):
             [(w / s, h / s) for w, h in level]
             for level, s in zip(description.anchors_px, self.strides, strict=True)
         ]
+        self.codings = (SquaredSigmoid(),) * len(self.strides)
         self.backbone_groups = len(description.backbone)
         self.model = nn.ModuleList([*blocks, Detect(plan[-1].in_channels, nc, anchors_grid)])
 
@@ -89,41 +90,15 @@ class RowNetwork(Detector):
                 kept[i] = x
         return x  # type: ignore[return-value]  # the last block is Detect
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by
-            level, anchor, y, x. Centre = (2 sigmoid - 0.5 + cell) stride, size = (2 sigmoid)^2 anchor.
-        """
-        decoded = []
-        for raw, stride, anchors in zip(raws, self.strides, self.anchors_px, strict=True):
-            n, a, h, w, values = raw.shape
-            y = raw.float().sigmoid()
-            xs = torch.arange(w, device=y.device, dtype=y.dtype) - 0.5
-            ys = torch.arange(h, device=y.device, dtype=y.dtype) - 0.5
-            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
-            centres = (y[..., :2] * 2 + cells) * stride
-            sizes = (y[..., 2:4] * 2).square() * anchors.view(1, a, 1, 1, 2)
-            boxes = torch.cat([centres, sizes, y[..., 4:]], -1)  # [N, A, H, W, 5 + C]
-            decoded.append(boxes.reshape(n, a * h * w, values))
-        return torch.cat(decoded, 1)
-
     def freeze_groups(self) -> list[str]:
         return [f"model.{i}." for i in range(len(self.model))]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """torch's own starting values, and YOLOv5's priors for Detect: about 8 objects in an image of 640 pixels,
-        and classes equally likely (arXiv:1708.02002, section 3.3).
-        """
+        """torch's own starting values, and YOLOv5's priors for Detect."""
         self.draw_weights(generator)
         detect = self.detect
         detect.anchors.copy_(
             torch.tensor(self.description.anchors_px) / torch.tensor(self.strides).view(-1, 1, 1)
         )
-        for conv, stride in zip(detect.m, self.strides, strict=True):
-            assert isinstance(conv, nn.Conv2d) and conv.bias is not None
-            bias = conv.bias.view(detect.anchors_per_cell, detect.values_per_anchor)
-            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
-            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+        self.set_priors([cast(nn.Conv2d, conv) for conv in detect.m])
