@@ -15,6 +15,7 @@ import yaml
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
+from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError, DataError, NumericsError, Stopped
 from yolofleet.launch.scheduler import processes_per_machine, train_arguments
 
@@ -22,6 +23,7 @@ PORT = 29400
 LONGEST_NAME = 52  # a pod's host name is the job's, a hyphen and the index, of 63 characters
 QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+SERVICE = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # names of services begin with a letter
 GOES_WRONG_AGAIN = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
 
 
@@ -37,7 +39,7 @@ class KubernetesSettings(Frozen):
     )
     shm: str = setting("8Gi", "size of /dev/shm, which loader processes and NCCL need", pattern=QUANTITY)
     name: str = setting(
-        "", "name of the job; default: of the run", pattern=rf"^({LABEL})?$", max_length=LONGEST_NAME
+        "", "name of the job; default: of the run", pattern=rf"^({SERVICE})?$", max_length=LONGEST_NAME
     )
     namespace: str = setting("", "namespace", pattern=rf"^({LABEL})?$", max_length=63)
     claim: str = setting("", "persistent volume claim for data and results, shared by all pods", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
@@ -181,6 +183,11 @@ def _command(
     """The container's argv. Kubernetes replaces ``$(VARIABLE)`` in it; any other dollar is doubled."""
     arguments = train_arguments(given, config_file)
     run = [f"--resume={config.value.resume}"] if config.value.resume else []
+    for word in (*arguments, config.value.name):
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in word
+        ):  # bytes of a file's name that are no letters
+            raise ConfigError(f"{shown(word)} is not UTF-8, and Kubernetes takes nothing else")
     literal = [word.replace("$", "$$") for word in (*arguments, *run)]
     if not run:
         literal += [f"--name={config.value.name.replace('$', '$$')}-$(JOB_UID)", "--resume=auto"]
@@ -199,6 +206,8 @@ def _command(
 
 
 def _label(name: str) -> str:
-    """A run's name as Kubernetes allows it."""
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower())[:LONGEST_NAME].strip("-")
-    return label or "yolofleet"
+    """A run's name as Kubernetes allows it for a service."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"yolofleet-{label}"
+    return label[:LONGEST_NAME].strip("-")
