@@ -6,6 +6,7 @@ yolofleet.worker FOLDER`` is what our own launcher starts, one per device, and r
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import platform
@@ -494,6 +495,7 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
+    faulthandler.enable(os.dup(2))  # a crash goes into the agent's log, from where the launcher takes it
     if rank:  # rank 0 speaks; the others write
         log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)

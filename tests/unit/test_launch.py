@@ -83,3 +83,18 @@ def test_exit_codes_of_a_silent_worker_are_translated(
     assert explain(tmp_path, 1, 0) == 4
     said = capsys.readouterr().err
     assert "rank 1" in said and cause in said
+
+
+def test_the_own_traceback_of_a_process_that_crashed_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    own = 'Traceback (most recent call last):\n  File "worker.py", line 30\nImportError: libGL.so.1: cannot open'
+    agents = 'Traceback (most recent call last):\n  File "torch/distributed/run.py"\nChildFailedError:'
+    failed = "E1121 14:18:52.714000 11682 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
+    (tmp_path / "logs" / "agent.log").write_text(
+        f"a warning\n{own}\n{failed}\n{agents}\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n"
+    )
+    assert explain(tmp_path, 1, 0) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(own + "\nClusterError: rank 1 ended with exit code 1") and "run.py" not in said

@@ -22,6 +22,7 @@ from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL): most likely the kernel's out-of-memory killer; lower --batch, --workers or use --cache disk",
+    -6: "aborted itself: a library met a state that it cannot go on from; see its logs/rank-*.log",
     -7: "died of a bus error: /dev/shm is most likely full; use --workers 0 or --cache disk",
     -11: "died of a segmentation fault; run again with --workers 0 and --device cpu to narrow it down",
     -15: "was ended from outside (SIGTERM)",

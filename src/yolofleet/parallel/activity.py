@@ -20,14 +20,15 @@ class Phases(Protocol):
 
 
 class Activity:
-    """Attributes:
-    clock: of a training run, once there is one.
-    task: a long job outside of steps ("indexing"), else "".
-    ticks: parts of long jobs that are done, counted.
-    collectives: how many this rank has started; equal on all ranks that are equally far.
-    last: name, shape and number format of the last one.
-    waiting: for a collective, in this moment.
-    settle: finishes what must be finished before the process may be ended (a checkpoint being written).
+    """One rank's; equal numbers of collectives on all ranks mean that they are equally far.
+
+    Attributes:
+        clock: of a training run, once there is one.
+        task: a long job outside of steps ("indexing"), else "".
+        ticks: parts of long jobs that are done, counted.
+        collectives: how many have been started. last: name, shape and number format of the last one.
+        waiting: for a collective, in this moment.
+        settle: finishes what must be finished before the process may be ended (a checkpoint being written).
     """
 
     def __init__(self) -> None:

@@ -256,7 +256,8 @@ def _headline(verdict: Verdict, evidence: Evidence) -> str:
     many = len(verdict.missing) > 1
     what = "no sign of life" if verdict.kind == "silent" else "no progress"
     verb = ("give" if verdict.kind == "silent" else "make") + ("" if many else "s")
-    return f"{names} {verb} {what} {since}, in {beat.place_text()}"
+    seen = "last seen " if verdict.kind == "silent" else ""
+    return f"{names} {verb} {what} {since}, {seen}in {beat.place_text()}"
 
 
 def _about(rank: int, evidence: Evidence, *, alone: bool) -> list[str]:

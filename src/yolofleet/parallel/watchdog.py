@@ -39,6 +39,7 @@ from yolofleet.parallel.world import Store, World
 
 LOOK_S = 1.0
 RANKS_PER_S = 16  # beats are exchanged each second by that few ranks, more rarely by more
+MEET_S = 0.2  # until it is known who they are
 CLOCK_JUMP_S = 3.0  # no more than this is counted for one look: this process was stopped, or starved
 DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python is locked goes to its log
 ANSWER_WAIT_S = 5.0
@@ -49,6 +50,8 @@ DEAD = ("T", "t", "X", "Z")  # states of a process that will not answer
 
 class Watchdog:
     """Watches all ranks of a run from this one; a context manager.
+
+    Collective: every rank enters.
 
     Args:
         stall_s: shortest time without progress that is a stall; 0 = no watchdog.
@@ -72,7 +75,6 @@ class Watchdog:
     ) -> None:
         self.world, self.timeout_s, self.log, self.checkpoints = world, timeout_s, log, checkpoints
         self.resume, self.say = resume, say
-        self.is_on = world.size > 1 and stall_s > 0
         self.stall_s = stall_s
         self.members: dict[int, Member] = {}
         self.beats: dict[int, Beat] = {}
@@ -86,8 +88,8 @@ class Watchdog:
         self._arm_dump_at_s = 0.0
 
     def __enter__(self) -> Watchdog:
-        store = self.world.store("watchdog") if self.is_on else None  # collective
-        if store is None:
+        store = self.world.store("watchdog") if self.world.size > 1 else None
+        if store is None or self.stall_s == 0:  # a rank that takes no part switches it off for all
             return self
         rank = self.world.rank
         self._mine = Member(
@@ -101,6 +103,9 @@ class Watchdog:
         )
         self.members[rank] = self._mine
         self.beats[rank] = self._progress.look(0.0)
+        with suppress(RuntimeError):
+            store.set(f"member/{rank}", json.dumps(asdict(self._mine)))
+            store.set(f"beat/{rank}", json.dumps(asdict(self.beats[rank])))
         with suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self._dump = self.log.open("a", encoding="utf-8")
@@ -114,6 +119,8 @@ class Watchdog:
         self._closing.set()
         for thread in self._threads:
             thread.join(CLOSE_WAIT_S)
+        if self._ending.is_set():  # a report is on its way; it ends with the process
+            time.sleep(2 * ANSWER_WAIT_S + 2 * SETTLE_WAIT_S)
         if self._dump is not None:
             faulthandler.cancel_dump_traceback_later()
             self._dump.close()
@@ -135,7 +142,8 @@ class Watchdog:
                 else:
                     self._silent_s[other] += elapsed_s
             self._blind_s += elapsed_s
-            if self._blind_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
+            met = len(self.members) == self.world.size
+            if met and self._blind_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
                 self._end_blind(mine)
 
     def _rearm_dump(self, mine: Beat) -> None:
@@ -151,14 +159,15 @@ class Watchdog:
         """Thread: beats out and in, and the verdict on them. The last beat says that this rank is done."""
         rank, ranks = self.world.rank, range(self.world.size)
         with suppress(RuntimeError):  # the store is gone: `_watch` counts how long nothing comes
-            store.set(f"member/{rank}", json.dumps(asdict(self._mine)))
-            while not self._closing.wait(max(LOOK_S, len(ranks) / RANKS_PER_S)):
+            every_s = MEET_S
+            while not self._closing.wait(every_s):
                 store.set(f"beat/{rank}", json.dumps(asdict(self.beats[rank])))
                 if len(self.members) == len(ranks):
                     self._fetch_beats(store)
                 elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
                     texts = store.multi_get([f"member/{r}" for r in ranks])
                     self.members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
+                    every_s = max(LOOK_S, len(ranks) / RANKS_PER_S)
                 self._blind_s = 0.0
                 if store.check(["question"]):
                     self._answer(store)
@@ -178,23 +187,26 @@ class Watchdog:
     def _report(self, store: Store, verdict: Verdict) -> NoReturn:
         """Of the one rank that may: ask, tell, see to it that all end."""
         self._ending.set()
-        store.set("question", json.dumps([verdict.missing, verdict.kind]))
         found = {self.world.rank: own_findings()} | self._witness(verdict.missing)
         saved = {newest(self.checkpoints)}
-        waiting_for = set(self.members) - {self.world.rank}
+        able = {r for r, beat in self.beats.items() if not beat.ended} - {self.world.rank}
         if verdict.kind == "silent":
-            waiting_for -= set(verdict.missing)
-        for r in self._arrivals(store, "answer", waiting_for, ANSWER_WAIT_S):
-            answer = json.loads(store.get(f"answer/{r}"))
-            saved.add(answer["saved"])
-            for of, what in answer["found"].items():
-                found.setdefault(int(of), findings_from(what))
+            able -= set(verdict.missing)
+        with suppress(RuntimeError):
+            store.set("question", json.dumps([verdict.missing, verdict.kind]))
+            for r in self._arrivals(store, "answer", able, ANSWER_WAIT_S):
+                answer = json.loads(store.get(f"answer/{r}"))
+                saved.add(answer["saved"])
+                for of, what in answer["found"].items():
+                    if int(of) == r or int(of) not in found:  # what a rank says of itself counts most
+                        found[int(of)] = findings_from(what)
         self._tell(verdict, found, max(saved))
         self._settle()
-        for _ in self._arrivals(store, "settled", waiting_for, SETTLE_WAIT_S):
-            pass
-        store.set("end", "")
-        store.check(["end"])  # it has been answered: it has arrived
+        with suppress(RuntimeError):
+            for _ in self._arrivals(store, "settled", able, SETTLE_WAIT_S):
+                pass
+            store.set("end", "")
+            store.check(["end"])  # it has been answered: it has arrived
         self._end(verdict)
 
     def _answer(self, store: Store) -> NoReturn:
@@ -205,26 +217,25 @@ class Watchdog:
         verdict = Verdict(tuple(missing), kind, 0.0)
         found = {rank: own_findings()} | self._witness(verdict.missing)
         answer = {"found": {r: asdict(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
-        store.set(f"answer/{rank}", json.dumps(answer))
-        self._settle()
-        store.set(f"settled/{rank}", "")
-        for _ in self._arrivals(store, "end", {None}, ANSWER_WAIT_S + SETTLE_WAIT_S):
-            pass
+        with suppress(RuntimeError):
+            store.set(f"answer/{rank}", json.dumps(answer))
+            self._settle()
+            store.set(f"settled/{rank}", "")
+            for _ in self._arrivals(store, "end", {None}, ANSWER_WAIT_S + SETTLE_WAIT_S):
+                pass
         self._end(verdict)
 
     def _end_blind(self, mine: Beat) -> NoReturn:
         """Without the store: each machine's first rank tells what can be seen from there."""
         self._ending.set()
-        if len(self.members) < self.world.size:  # they had hardly met: their collective will fail by itself
-            sys.exit()
-        neighbours = [r for r, member in self.members.items() if r != self.world.rank and self._sees(member)]
+        neighbours = [r for r, m in self.members.items() if r != self.world.rank and self._sees(m)]
         found = {self.world.rank: own_findings()} | self._witness(neighbours)
         lost = tuple(r for r in neighbours if found[r].letter in DEAD)
         verdict = Verdict(lost or (0,), "silent" if lost else "blind", mine.silence_s)
         if self.world.rank == min(set(neighbours) - set(lost) | {self.world.rank}):
             self._tell(verdict, found, newest(self.checkpoints))
         else:
-            time.sleep(ANSWER_WAIT_S)  # the other tells it
+            time.sleep(ANSWER_WAIT_S)  # the other one tells it
         self._settle()
         self._end(verdict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -92,8 +93,6 @@ def children_of(pid: int) -> list[ProcessState]:
 def kill(pid: int, started: int) -> None:
     """End a process of this machine that does not answer."""
     if sys.platform != "win32" and state_of(pid, started).letter not in "XZ":
-        import os
-
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 

@@ -1,0 +1,301 @@
+"""Ranks that hang, in all ways that a process can: one report names them, and everything ends."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
+
+from yolofleet.parallel.watchdog import Watchdog
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks at them in /proc")
+
+STALL_S = 4.0
+DEADLINE_S = 120
+FIRST = 120  # steps, until beats of a steady state have been exchanged
+
+
+# -- forked ranks that do nothing but meet: milliseconds to start ------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def steps(world: World, clock: Clock, number: int, load: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(number):
+        with clock("data"):
+            load(step)
+            time.sleep(0.02)
+        with clock("comm"):
+            world.barrier()
+        clock.step(1)
+
+
+def member(rank: int, folder: Path, port: int, agent_store: bool, work: Callable[..., None]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(agent_store)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    world, clock = World(rank, 2, rank, 2, torch.device("cpu")), Clock()
+    world.activity.clock = clock
+    with Watchdog(
+        world,
+        stall_s=STALL_S,
+        timeout_s=60,
+        log=folder / f"rank-{rank}.log",
+        checkpoints=folder,
+        resume="resume it",
+        say=lambda error: (folder / f"report-{rank}").write_text(error.render()) and None,
+    ):
+        clock.training()
+        steps(world, clock, FIRST)
+        (folder / f"steady-{rank}").touch()
+        work(world, clock)
+    world.close()
+    os._exit(0)  # a fork of pytest: nothing of pytest's own end
+
+
+@contextmanager
+def two_ranks(folder: Path, work: Callable[..., None], *, agent_store: bool = True) -> Iterator[list]:
+    """Two forked ranks in ``work`` after some first steps; the store is ours, or rank 0's."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent_store else None
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=member, args=(r, folder, port, agent_store, work)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(list(folder.glob("steady-*"))) < 2:
+            assert all(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline_s
+            time.sleep(0.02)
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        del store
+
+
+def codes(ranks: list) -> list[int | None]:
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    return [rank.exitcode for rank in ranks]
+
+
+def the_report(folder: Path) -> str:
+    (report,) = folder.glob("report-*")  # exactly one
+    return report.read_text()
+
+
+def walk(world: World, clock: Clock) -> None:
+    steps(world, clock, 100_000)
+
+
+@pytest.mark.parametrize(("stopped", "agent_store"), [(1, True), (0, True), (0, False)])
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, stopped: int, agent_store: bool) -> None:
+    (tmp_path / "step-00000008.safetensors").touch()
+    with two_ranks(tmp_path, walk, agent_store=agent_store) as ranks:
+        os.kill(ranks[stopped].pid, signal.SIGSTOP)
+        assert codes(ranks)[1 - stopped] == 4
+        assert codes(ranks)[stopped] == -signal.SIGKILL, "its neighbour ends what cannot end itself"
+    report = the_report(tmp_path)
+    first, *more = report.splitlines()
+    assert re.match(rf"ClusterError: rank {stopped} \(.*, cpu\) gives no sign of life since ..:..:..", first)
+    assert f"process {ranks[stopped].pid} is stopped" in report
+    assert f"other: rank {1 - stopped} waits in collective" in report and "all_reduce float32 [1]" in report
+    assert (
+        "saved: step-00000008.safetensors" in report and "kill -CONT" in more[-1] and "resume it" in more[-1]
+    )
+
+
+def turns_for_ever(step: int) -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def holds_pythons_lock(step: int) -> None:
+    ctypes.PyDLL(None).sleep(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("hang", "says", "code"),
+    [
+        (turns_for_ever, f"makes no progress since .*, in 'data' after step {FIRST}", 4),
+        (holds_pythons_lock, "gives no sign of life since .*, last seen in '....", -signal.SIGKILL),
+    ],
+)
+def test_a_rank_that_hangs_in_its_code_shows_its_stack(
+    tmp_path: Path, hang: Callable[[int], None], says: str, code: int
+) -> None:
+    def work(world: World, clock: Clock) -> None:
+        steps(world, clock, 100, load=hang if world.rank == 1 else lambda step: None)
+
+    with two_ranks(tmp_path, work) as ranks:
+        assert codes(ranks) == [4, code]
+    report = the_report(tmp_path)
+    assert re.match(rf"ClusterError: rank 1 \(.*\) {says}", report)
+    stack = report[report.index("stack:") :]
+    assert hang.__name__ in stack.splitlines()[0] and "steps" in stack.splitlines()[1]
+
+
+def test_slow_but_moving_long_jobs_and_a_pause_of_all_ranks_are_no_stalls(tmp_path: Path) -> None:
+    def slowly(step: int) -> None:
+        time.sleep(0.8 * STALL_S)
+
+    def work(world: World, clock: Clock) -> None:
+        steps(world, clock, 2, load=slowly if world.rank == 1 else lambda step: None)
+        with clock("evaluate"):
+            if world.rank == 1:
+                time.sleep(1.8 * STALL_S)
+            world.barrier()
+        (tmp_path / f"paused-{world.rank}").touch()
+        steps(world, clock, 100)
+
+    with two_ranks(tmp_path, work) as ranks:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(list(tmp_path.glob("paused-*"))) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        for sent in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                os.kill(rank.pid, sent)
+            if sent == signal.SIGSTOP:
+                time.sleep(1.8 * STALL_S)
+        assert codes(ranks) == [0, 0]
+    assert not list(tmp_path.glob("report-*"))
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Path) -> None:
+    data, run = small_shapes(tmp_path), tmp_path / "runs" / "train" / "stopped"
+    args = train_args(data, "--device", "cpu:2", "--name", run.name, "--save-steps", "2")
+    args += ["--epochs", "200", "--val-period", "0"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "yolofleet", *map(str, args), "--stall-s", str(STALL_S)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not any(int(f.stem.split("-")[1]) >= 8 for f in run.glob("checkpoints/step-*.safetensors")):
+        assert launcher.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    everybody = family(launcher.pid)
+    (rank_1,) = [pid for pid in everybody if variable(pid, "RANK") == "1"]
+    os.kill(rank_1, signal.SIGSTOP)
+    _, said = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 4, said
+    assert said.startswith("ClusterError: rank 1 (") and f"process {rank_1} is stopped" in said
+    assert said.count("ClusterError") == 1 and f"yolofleet train --resume {run}" in said
+    assert not [pid for pid in everybody if Path(f"/proc/{pid}").exists()]
+
+    found = int(re.search(r"saved: step-(\d+)", said)[1])
+    enough = str(found // 3 + 1)  # 20 images in steps of 8
+    resumed = yolofleet(tmp_path, "train", "--resume", run, "--epochs", enough, "--device", "cpu")
+    assert f"resumed after step {found} " in resumed.out
+
+
+def variable(pid: int, name: str) -> str:
+    try:
+        texts = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:
+        return ""
+    return dict(text.split("=", 1) for text in texts if "=" in text).get(name, "")
+
+
+HANGING = """
+import os, sys, time
+import yolofleet.evaluate.run as evaluation
+from yolofleet.data.sample import TrainSamples
+
+match, sample = evaluation.match_detections, TrainSamples.sample
+
+def slow_match(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        time.sleep(float(os.environ["LONG_S"]))
+    return match(*args, **kwargs)
+
+def hanging_sample(self, epoch, position, **more):
+    while os.environ["RANK"] == "1" and epoch == 3:
+        time.sleep(0.01)
+    return sample(self, epoch, position, **more)
+
+evaluation.match_detections, TrainSamples.sample = slow_match, hanging_sample
+from yolofleet.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    data = small_shapes(tmp_path)
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    args = [
+        "train",
+        "--data",
+        data,
+        *SMALL,
+        "--epochs",
+        "9",
+        "--val-period",
+        "2",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "hanging.py", *map(str, args), "--stall-s", str(STALL_S), "--name", "hung"],
+            cwd=tmp_path,
+            env=environment(tmp_path)
+            | place
+            | {"RANK": str(r), "LOCAL_RANK": str(r), "LONG_S": str(1.8 * STALL_S)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [4, 4], said
+    (report,) = [text for text in said if "ClusterError" in text]
+    assert re.search(
+        r"ClusterError: rank 1 \(.*\) makes no progress since .*, in 'data' after step \d", report
+    )
+    assert "hanging_sample" in report and "its loader does not deliver" in report
+    assert "--resume" in report

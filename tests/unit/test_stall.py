@@ -1,0 +1,224 @@
+"""When is it a stall, through whom, and what is said of it: no processes here, see tests/multiprocess."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from yolofleet.parallel.activity import Activity
+from yolofleet.parallel.stall import (
+    FIRST_STEPS,
+    Beat,
+    Evidence,
+    Findings,
+    Member,
+    Progress,
+    Verdict,
+    judge,
+    stall_error,
+)
+from yolofleet.parallel.witness import children_of, dumped_stack, main_stack, started_ticks, state_of
+from yolofleet.report.clock import Clock
+
+STALL_S, TIMEOUT_S = 30.0, 600.0
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+WAITS = Beat(1, "comm", 40, 200, True, "all_reduce float32 [9]", 31.0, 30.0, 30.0, ended=False)
+LOADS = replace(WAITS, phase="data", collectives=199, waiting=False)
+
+
+def verdict_on(*beats: Beat, silent_s: tuple[float, ...] = ()) -> Verdict | None:
+    silent = dict(enumerate(silent_s or [0.0] * len(beats)))
+    return judge(dict(enumerate(beats)), silent, size=len(beats), timeout_s=TIMEOUT_S)
+
+
+def test_the_rank_that_has_not_come_to_the_collective_is_missing() -> None:
+    assert verdict_on(WAITS, LOADS, WAITS) == Verdict((1,), "stuck", 30.0)
+
+
+def test_ranks_that_wait_for_one_that_is_within_its_limit_are_no_stall() -> None:
+    assert verdict_on(WAITS, replace(LOADS, age_s=29.0)) is None
+    assert verdict_on(WAITS, replace(LOADS, age_s=299.0, limit_s=300.0)) is None
+    assert verdict_on(WAITS, LOADS, replace(LOADS, age_s=0.0)) is None, "one that is behind still moves"
+
+
+def test_a_silent_rank_is_a_stall_only_when_the_others_stand_still() -> None:
+    assert verdict_on(WAITS, LOADS, silent_s=(0, 31)) == Verdict((1,), "silent", 30.0)
+    assert verdict_on(WAITS, LOADS, silent_s=(0, 29)) == Verdict((1,), "stuck", 30.0)
+    assert verdict_on(replace(LOADS, age_s=1.0), LOADS, silent_s=(0, 31)) is None
+
+
+def test_ranks_that_all_wait_in_the_same_collective_wait_for_the_network() -> None:
+    assert verdict_on(WAITS, WAITS) == Verdict((0, 1), "waiting", 30.0)
+    assert verdict_on(WAITS, replace(WAITS, age_s=10.0)) is None
+
+
+def test_a_wait_is_reported_before_the_collective_fails_by_itself() -> None:
+    patient = replace(LOADS, phase="indexing", limit_s=1800.0, age_s=541.0)
+    assert verdict_on(replace(WAITS, age_s=539.0), patient) is None
+    assert verdict_on(replace(WAITS, age_s=541.0), patient) == Verdict((1,), "stuck", 540.0)
+
+
+def test_ranks_that_are_done_are_not_missed() -> None:
+    assert verdict_on(WAITS, replace(LOADS, ended=True), silent_s=(0, 99)) is None
+    assert judge({0: WAITS}, {0: 0.0}, size=2, timeout_s=TIMEOUT_S) is None, "not all have been heard of"
+
+
+class Hand:
+    """A clock hand that the test moves."""
+
+    at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def stepping(compute_s: float) -> tuple[Progress, Clock, Hand]:
+    """After ten steps of ``compute_s`` seconds, seen once a second."""
+    hand, activity = Hand(), Activity()
+    activity.clock = clock = Clock(now=hand)
+    progress = Progress(activity, STALL_S)
+    clock.training()
+    for _ in range(2 * FIRST_STEPS):
+        for _ in range(int(compute_s)):
+            progress.look(1.0)
+            hand.at += 1
+        with clock("comm"):
+            hand.at += 0.1
+        clock.step(8)
+    return progress, clock, hand
+
+
+def test_the_limit_of_a_phase_is_ten_times_what_is_usual_and_at_least_the_setting() -> None:
+    progress, _, _ = stepping(compute_s=1)
+    assert progress.look(1.0).limit_s == STALL_S
+    progress, clock, hand = stepping(compute_s=20)
+    beat = progress.look(1.0)
+    assert 10 * 18 <= beat.limit_s <= 10 * 20 and beat.silence_s == STALL_S
+    with clock("data"):
+        hand.at += 1
+        assert progress.look(1.0).limit_s == STALL_S, "each phase has its own"
+
+
+def test_first_steps_long_phases_and_tasks_have_their_own_limits() -> None:
+    activity = Activity()
+    progress = Progress(activity, STALL_S)
+    assert progress.look(0.0).limit_s == 20 * STALL_S
+    with activity.doing("indexing"):
+        assert progress.look(0.0).limit_s == 60 * STALL_S
+    with activity.doing("data set"):
+        assert progress.look(0.0).limit_s == float("inf"), "downloads have deadlines of their own"
+    activity.clock = clock = Clock()
+    clock.training()
+    assert progress.look(0.0).limit_s == 20 * STALL_S, "the first steps"
+    progress, clock, _ = stepping(compute_s=1)
+    for phase in ("evaluate", "checkpoint"):
+        with clock(phase):
+            assert progress.look(0.0).limit_s == 20 * STALL_S
+
+
+def test_any_change_is_progress_and_only_seconds_of_ones_own_running_count() -> None:
+    progress, clock, hand = stepping(compute_s=1)
+    progress.look(1.0)
+    assert progress.look(3.0).age_s == 3.0  # however long the process was suspended: the caller counts 3 s
+    progress.activity.tick()
+    assert progress.look(1.0).age_s == 0.0
+    progress.activity.started("all_reduce", (9,), "torch.float32")
+    beat = progress.look(1.0)
+    assert (beat.age_s, beat.collectives, beat.last) == (0.0, 1, "all_reduce float32 [9]")
+    hand.at += 1
+    clock.switch("data")
+    assert progress.look(1.0).age_s == 0.0 and progress.look(1.0).age_s == 1.0
+
+
+# -- what is said ------------------------------------------------------------------------------------------------
+
+
+def said(verdict: Verdict, found: dict[int, Findings], device: str = "cpu") -> str:
+    members = {r: Member(r, f"node-{r}", device, 70 + r, 5, "", "log") for r in range(3)}
+    evidence = Evidence(
+        members, {0: WAITS, 1: LOADS, 2: WAITS}, {0: 31.0, 1: 32.0, 2: 31.0}, found, time.time()
+    )
+    error = stall_error(
+        verdict, evidence, saved="step-00000030.safetensors", resume="yolofleet train --resume r"
+    )
+    assert error.exit_code == 4
+    return error.render()
+
+
+def test_the_report_says_who_where_since_when_what_the_others_wait_for_and_what_to_type() -> None:
+    found = Findings("process 71 is stopped (state T)", "T", ("loader.py:3 next",), ("process 80 is asleep",))
+    text = said(Verdict((1,), "silent", 30.0), {1: found})
+    first = text.splitlines()[0]
+    assert first.startswith("ClusterError: rank 1 (node-1, cpu) gives no sign of life since ")
+    assert first.endswith("(32 s; limit 30 s), last seen in 'data' after step 40")
+    for part in (
+        "state: process 71 is stopped",
+        "stack: loader.py:3 next",
+        "child: process 80",
+        "other: rank 0, 2 waits in collective 200 (all_reduce float32 [9])",
+        "saved: step-00000030.safetensors",
+        "kill -CONT 71",
+        "; then yolofleet train --resume r",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "device", "advice"),
+    [
+        ("silent", Findings(), "cpu", "ping node-1"),
+        ("silent", Findings("process 71 is gone", "X"), "cpu", "out of memory?"),
+        ("silent", Findings("process 71 is running (state R)", "R"), "cpu", "holds Python's lock"),
+        ("silent", Findings("process 71 is held by a debugger", "t"), "cpu", "a debugger holds it"),
+        ("stuck", Findings("x", "S", (), ("process 9 waits for a disk (state D)",)), "cpu", "network file system"),
+        ("stuck", Findings("x", "S"), "cpu", "its loader does not deliver"),
+        ("waiting", Findings("x", "S"), "cuda:0", "NCCL_SOCKET_IFNAME"),
+        ("blind", Findings(), "cpu", "the network to it is lost"),
+    ],
+)  # fmt: skip
+def test_the_likely_reason_follows_from_what_was_found(
+    kind: str, found: Findings, device: str, advice: str
+) -> None:
+    assert advice in said(Verdict((1,), kind, 30.0), {1: found}, device).splitlines()[-1]
+
+
+# -- what a machine can tell of a process ----------------------------------------------------------------------------
+
+
+@linux
+def test_states_of_processes_and_of_their_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        began = started_ticks(child.pid)
+        assert state_of(child.pid, began).letter in "RSD"
+        assert child.pid in [found.pid for found in children_of(os.getpid())]
+        os.kill(child.pid, 19)
+        deadline_s = time.monotonic() + 20
+        while state_of(child.pid, began).letter != "T" and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert "is stopped" in state_of(child.pid, began).text()
+        assert state_of(child.pid, began + 1).letter == "X", "the number belongs to another process now"
+        child.kill()
+    assert "is gone" in state_of(child.pid, began).text()
+
+
+def test_stacks_innermost_call_first(tmp_path: Path) -> None:
+    assert "main_stack" in main_stack()[0] and "test_stacks_innermost" in main_stack()[1]
+    log = tmp_path / "log"
+    with log.open("a") as file:
+        file.write("what it said before\n")
+        file.flush()
+        faulthandler.dump_traceback_later(0.01, file=file)
+        time.sleep(0.2)
+        faulthandler.cancel_dump_traceback_later()
+    assert "test_stacks_innermost" in dumped_stack(log, within_s=60)[0]
+    os.utime(log, (1, 1))
+    assert dumped_stack(log, within_s=60) == [], "of another moment"
+    assert dumped_stack(tmp_path / "none", within_s=60) == []
