@@ -3,39 +3,117 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_doctor
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import DoctorConfig
+
+if TYPE_CHECKING:
+    from yolofleet.doctor.findings import Finding
+    from yolofleet.doctor.fleet import Peer
+    from yolofleet.launch.remote import Remote
+
+ASK_S = 60.0  # longer than any probe takes
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
-    config = resolve_doctor(given, config_file=config_file).value
-    from yolofleet.doctor import run as doctor
+    resolved = resolve_doctor(given, config_file=config_file)
+    from yolofleet.doctor.run import as_json, exit_code, stream_for, tell
+    from yolofleet.report.folder import write_json
 
-    findings = examine(config)
-    doctor.tell(findings, doctor.stream_for(config.json_out))
-    values = doctor.as_json(findings)
-    if config.json_out == "-":
-        print(json.dumps(values), flush=True)
-    elif config.json_out:
-        from yolofleet.report.folder import write_json
-
-        write_json(Path(config.json_out), values)
-    return doctor.exit_code(findings)
+    findings = examine(resolved)
+    json_out = resolved.value.json_out
+    tell(findings, stream_for(json_out))
+    if json_out == "-":
+        print(json.dumps(as_json(findings)), flush=True)
+    elif json_out:
+        write_json(Path(json_out), as_json(findings))
+    return exit_code(findings)
 
 
-def examine(config: DoctorConfig) -> list[Any]:
-    """What the settings ask for: a log, or this machine."""
-    from yolofleet.doctor import run as doctor
-
+def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
+    """What the settings ask for: a log, a fleet or this machine."""
+    config = resolved.value
     if config.log:
         from yolofleet.doctor.logs import read_log
 
         return read_log(config.log)
-    return doctor.examine_here(doctor.planned(config), port=config.port)
+    if config.hosts or config.fleet:
+        return examine_fleet(resolved)
+    from yolofleet.doctor.run import examine_here, planned
+
+    return examine_here(planned(config), port=config.port, quick=config.quick)
+
+
+def examine_fleet(resolved: Resolved[DoctorConfig]) -> list[Finding]:
+    """Log in to every host, and ask them; those that cannot be logged in to are findings."""
+    from yolofleet.doctor.fleet import examine
+    from yolofleet.doctor.run import planned, results_folder
+    from yolofleet.launch.fleet import load_fleet, parse_hosts
+    from yolofleet.launch.remote import Remote
+
+    config = resolved.value
+    if config.fleet:
+        fleet = load_fleet(Path(config.fleet), config.device)
+    else:
+        fleet = parse_hosts(config.hosts, config.device)
+    port = config.port if resolved.is_given("port") else fleet.port
+    settings = planned(config)
+    remotes = [Remote(host) for host in fleet.hosts]
+    try:
+        with ThreadPoolExecutor(len(remotes)) as pool:
+            lost = [finding for finding in pool.map(log_in, remotes) if finding]
+        gone = {finding.where for finding in lost}
+        peers = [peer_of(remote) for remote in remotes if remote.name not in gone]
+        if not peers:
+            return lost
+        folders = [str(results_folder(settings))]
+        found = examine(peers, settings, port=port, folders=folders, quick=config.quick)
+        return [*lost, *found.findings]
+    finally:
+        with ThreadPoolExecutor(len(remotes)) as pool:
+            list(pool.map(Remote.close, remotes))
+
+
+def log_in(remote: Remote) -> Finding | None:
+    """Open the channel, and work in the host's folder; or why that cannot be."""
+    from yolofleet.doctor.findings import Finding
+    from yolofleet.errors import ClusterError
+    from yolofleet.launch.remote import Unreachable
+
+    folder = remote.host.folder or str(Path.cwd())
+    try:
+        remote.open()
+        remote.ask("enter", folder=folder)
+    except Unreachable as problem:
+        what = problem.what.removeprefix(f"{remote.name}: ")
+        return Finding(f"ssh-{problem.kind}", "fault", remote.name, what, problem.source or "", problem.hint)
+    except ClusterError as problem:
+        with suppress(ClusterError):
+            remote.close()
+        what = f"it has no folder {folder}: {problem.what.removeprefix(f'{remote.name}: ')}"
+        return Finding("folder-missing", "fault", remote.name, what, "a run works there", FOLDER)
+    return None
+
+
+FOLDER = "make it, or say folder: for this host (fleet.yaml)"
+
+
+def peer_of(remote: Remote) -> Peer:
+    from yolofleet.doctor.fleet import Peer
+
+    host = remote.host
+
+    def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
+        return remote.ask(probe, timeout_s=ASK_S, **arguments)
+
+    return Peer(remote.name, ask, host.device, host.address, host.interface, host.data)
 
 
 command = SchemaCommand(

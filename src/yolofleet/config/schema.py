@@ -420,8 +420,10 @@ class BenchConfig(Frozen):
 class DoctorConfig(Frozen):
     """`yolofleet doctor`. What it takes of a run's settings says what such a run would need."""
 
-    hosts: str = setting("", "these machines too, and between them: a:8,b:4,c:0+2,d:cpu:2", group="what")
-    fleet: str = setting("", "these machines too, from a fleet file (YAML)", group="what")
+    hosts: str = setting(
+        "", "these machines, and every way between them: a:8,b:4,c:0+2,d:cpu:2", group="what"
+    )
+    fleet: str = setting("", "as --hosts, from a fleet file (YAML)", group="what")
     log: str = setting("", "say what a log of NCCL, gloo or torchrun means; - = standard input", group="what")
     data: str = setting("", "data set of the run: is it the same on every machine?", group="what")
     img: int = setting(640, "image size of the run, pixels", ge=32, group="how much")
@@ -437,6 +439,7 @@ class DoctorConfig(Frozen):
     )
     prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
     port: int = setting(29500, "port of the rendezvous", ge=1, le=65535, group="where")
+    quick: bool = setting(False, "load no torch and measure nothing: a second or two", group="how much")
     project: Path | None = setting(None, "parent folder of results (default runs/train)", group="where")
     json_out: str = setting(
         "", "write the findings as JSON to a file, or - for standard output", group="keeping", flag="--json"

@@ -483,8 +483,8 @@ def judge_ways(
     findings: list[Finding] = []
     for target in found.names:
         findings += _judge_target(found, target, wanted[target], every[target], attempts, port)
-    ok = [finding for finding in findings if finding.code == "way"]
-    findings = [finding for finding in findings if finding.code != "way"]
+    ok = [finding for finding in findings if finding.level == "ok"]
+    findings = [finding for finding in findings if finding.level != "ok"]
     if ok:
         shown = ", ".join(f"{name} {m.address} ({m.card})" for name, m in found.meetings.items())
         findings.append(

@@ -311,7 +311,7 @@ def judge_way(source: str, target: str, attempt: Facts, target_facts: Facts, por
         network = own  # it comes from another network, by a router
     let_in = f"on {target}, as root:\n{opening(_firewall_of(target_facts), network)}"
     if outcome == "connected":
-        return Finding("way", "ok", where, f"{at} answers{through}")
+        return Finding("ways", "ok", where, f"{at} answers{through}")
     if outcome == "refused":
         return Finding(
             "way-refused",

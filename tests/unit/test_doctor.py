@@ -1,0 +1,403 @@
+"""What the doctor makes of what it saw: one sick organ at a time."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yolofleet.cli import main
+from yolofleet.config.load import resolve_doctor
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.cards import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.local import _has_kernels, judge_host
+from yolofleet.doctor.need import Need, need_of
+from yolofleet.doctor.network import judge_network
+from yolofleet.doctor.run import as_json, exit_code, preflight, tell
+from yolofleet.errors import ConfigError
+from yolofleet.launch.remote import REASONS
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def card(name: str, *addresses: str, up: bool = True, kind: str = "", mtu: int = 1500) -> dict[str, Any]:
+    return {
+        "name": name,
+        "addresses": list(addresses),
+        "up": up,
+        "mtu": mtu,
+        "kind": kind,
+        "speed_mbit": None,
+    }
+
+
+LO, ETH0 = card("lo", "127.0.0.1/8", "::1/128"), card("eth0", "10.0.0.1/24", "fe80::1/64")
+DOCKER0 = card("docker0", "172.17.0.1/16", kind="bridge")
+GPU = {
+    "index": 0, "name": "T4", "driver": "550.54", "memory_mib": 15360, "used_mib": 3, "busy_percent": 0,
+    "uncorrected_errors": 0,
+}  # fmt: skip
+DEVICE = {"name": "T4", "capability": "7.5", "memory": 15 * GIB, "problem": ""}
+TORCH = {
+    "version": "2.13.0+cu128", "cuda": "12.8", "hip": None, "gloo": True, "nccl": "2.27.3",
+    "arch_list": ["sm_70", "sm_75", "sm_80"], "devices": [DEVICE], "problem": "",
+}  # fmt: skip
+HEALTHY: dict[str, Any] = {
+    "host": "a",
+    "platform": "linux",
+    "software": {
+        "python": "3.11.7", "system": "Linux 6.1", "yolofleet": "0.1.0", "package_sha256": "0" * 64,
+        "nccl": None, "torch": "2.13.0+cu128", "numpy": "2.4", "cv2": "5.0",
+    },
+    "libraries": {"problems": {}, "torch": TORCH},
+    "gpus": {"state": "ok", "said": "", "cards": 1, "driver": "550.54", "gpus": [GPU]},
+    "memory": {"total": 64 * GIB, "swap": 0, "available": 60 * GIB, "machine_available": 60 * GIB},
+    "shm": {"size": 32 * GIB, "free": 32 * GIB, "largest": []},
+    "cores": {"visible": 16, "usable": 16, "quota": None},
+    "limits": {"open_files": 4096, "open_files_hard": 65536, "locked_memory": None},
+    "variables": {},
+    "cards": [LO, ETH0],
+    "names": {"addresses": ["10.0.0.1"], "problem": ""},
+    "port": {"port": 29500, "busy": False, "pid": None, "command": None, "user": None},
+    "ephemeral_ports": [32768, 60999],
+    "firewall": {"kind": "", "readable": True, "rules": [], "chains": []},
+    "infiniband": [],
+    "clock": {"time_s": 0.0, "synchronised": True},
+    "disks": [{"folder": "runs", "below": "/", "size": 999 * GIB, "free": 99 * GIB, "write_bytes_per_s": 1e9, "problem": None}],
+}  # fmt: skip
+NEED = Need(ranks=2, workers=4, prefetch=4, micro_batch=16, val_batch=32, img=640, on_gpu=True)
+
+
+def sick(**changes: Any) -> dict[str, Any]:
+    """A healthy machine but for these facts: ``shm__free=...`` is ``facts["shm"]["free"]``."""
+    facts = copy.deepcopy(HEALTHY)
+    for path, value in changes.items():
+        *folders, name = path.split("__")
+        inner = facts
+        for folder in folders:
+            inner = inner[folder]
+        inner[name] = value
+    return facts
+
+
+def findings(facts: dict[str, Any], need: Need = NEED) -> dict[str, Finding]:
+    """By code; those that are not in order."""
+    found = [*judge_host(facts, need, "a"), *judge_network(facts, "a")]
+    assert {finding.where for finding in found} == {"a"}
+    return {finding.code: finding for finding in found if finding.level != "ok"}
+
+
+def test_a_healthy_machine_has_nothing_but_order() -> None:
+    assert findings(sick()) == {}
+    in_order = [*judge_host(HEALTHY, NEED), *judge_network(HEALTHY)]
+    assert {"versions", "gpus", "cores", "memory", "shm", "disk", "cards", "port"} <= {
+        f.code for f in in_order
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "changes", "words"),
+    [
+        ("shm-small", "fault", {"shm__free": 60 * MIB, "shm__size": 64 * MIB}, "--shm-size=5g"),
+        ("memory-short", "fault", {"memory__available": 2 * GIB}, "docker run --memory"),
+        ("memory-short", "warn", {"memory__available": 7 * GIB, "memory__machine_available": 7 * GIB}, "--workers"),
+        ("cores-quota", "warn", {"cores__quota": 4.0}, "--threads 2"),
+        ("cores-crowded", "warn", {"cores__usable": 2}, "--workers 1"),
+        ("open-files", "warn", {"limits__open_files": 256}, "ulimit -n 65536"),
+        ("open-files", "warn", {"limits__open_files": 256, "limits__open_files_hard": 512}, "limits.conf"),
+        ("clock-unkept", "note", {"clock__synchronised": False}, "set-ntp"),
+        ("library-broken", "fault", {"libraries": {"problems": {"cv2": "ImportError: libGL.so.1: no"}, "torch": TORCH}}, "opencv-python-headless"),
+        ("library-broken", "fault", {"libraries": {"problems": {"yaml": "No module named 'yaml'"}, "torch": TORCH}}, "pip install PyYAML"),
+        ("libraries-unanswered", "fault", {"libraries": {"problem": "Illegal instruction (signal 4)", "late": False}}, "import torch"),
+        ("libraries-unanswered", "note", {"libraries": {"problem": "no answer within 12 s", "late": True}}, "import torch"),
+        ("torch-version", "warn", {"libraries__torch__version": "2.4.1"}, "torch>=2.6"),
+        ("infiniband-down", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "DOWN", "rate": "", "layer": ""}]}, "ibstat"),
+        ("locked-memory", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "ACTIVE", "rate": "", "layer": ""}], "limits__locked_memory": 8 * MIB}, "memlock"),
+        ("firewall", "note", {"firewall__kind": "ufw"}, "ufw allow from 10.0.0.0/24"),
+        ("firewall-unseen", "note", {"firewall__readable": False}, "doctor --hosts"),
+    ],
+)  # fmt: skip
+def test_one_sick_organ_is_named_with_what_to_type(code, level, changes, words) -> None:
+    found = findings(sick(**changes))
+    assert set(found) == {code}
+    assert found[code].level == level
+    assert words in found[code].why + found[code].fix
+
+
+def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
+    small = sick(shm__free=64 * MIB, shm__size=64 * MIB)
+    without = Need(2, 0, 4, 16, 32, 640, on_gpu=True)
+    assert findings(small, without)["shm-default"].level == "warn"  # NCCL wants some
+    # 2 ranks x 4 loader processes x (4 ahead + 1) x (16 + 32) images x 3 x 640 x 640 bytes
+    assert NEED.shm_bytes == 2 * 4 * 5 * 48 * 3 * 640 * 640
+    assert "2.2 GiB" in findings(small)["shm-small"].seen
+
+
+@pytest.mark.parametrize(
+    ("free", "problem", "code", "level"),
+    [
+        (3 * GIB, None, "disk-low", "warn"),
+        (100 * MIB, None, "disk-low", "fault"),
+        (99 * GIB, "Read-only file system", "disk-refuses", "fault"),
+    ],
+)
+def test_disks(free, problem, code, level) -> None:
+    facts = sick()
+    facts["disks"][0].update(free=free, problem=problem)
+    assert findings(facts)[code].level == level
+    facts["disks"][0].update(free=99 * GIB, problem=None, write_bytes_per_s=5e6)
+    assert findings(facts)["disk-slow"].level == "warn"
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "changes", "words"),
+    [
+        ("driver-silent", "fault", {"gpus__state": "silent", "gpus__said": "Driver/library version mismatch", "libraries__torch__devices": []}, "reboot"),
+        ("gpu-none", "fault", {"gpus__gpus": [], "gpus__state": "none", "libraries__torch__devices": []}, "--device cpu"),
+        ("torch-without-cuda", "fault", {"libraries__torch": {**TORCH, "cuda": None, "devices": []}}, "pip uninstall torch"),
+        ("cuda-unusable", "fault", {"libraries__torch__problem": "driver too old", "libraries__torch__devices": []}, "update the driver"),
+        ("gpus-hidden", "warn", {"variables": {"CUDA_VISIBLE_DEVICES": ""}, "libraries__torch__devices": []}, "unset CUDA_VISIBLE_DEVICES"),
+        ("gpu-broken", "fault", {"libraries__torch__devices": [{**DEVICE, "problem": "CUDA error: ECC"}]}, "xid"),
+        ("gpu-kernels", "fault", {"libraries__torch__devices": [{**DEVICE, "capability": "9.0"}]}, "get-started"),
+        ("gpu-errors", "warn", {"gpus__gpus": [{**GPU, "uncorrected_errors": 2}]}, "ECC"),
+        ("gpu-taken", "warn", {"gpus__gpus": [{**GPU, "used_mib": 9000}]}, "--query-compute-apps"),
+        ("gpus-unequal", "note", {"gpus__gpus": [GPU, {**GPU, "name": "A100"}]}, "--shares auto"),
+    ],
+)  # fmt: skip
+def test_gpus(code, level, changes, words) -> None:
+    found = findings(sick(**changes))
+    assert set(found) == {code}
+    assert found[code].level == level and words in found[code].fix
+
+
+def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
+    found = findings(
+        sick(gpus__gpus=[], gpus__state="none", libraries__torch={**TORCH, "cuda": None, "devices": []}),
+        Need(2, 0, 4, 16, 32, 64, on_gpu=False),
+    )
+    assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "works"),
+    [
+        ("7.5", ["sm_70", "sm_75"], True),
+        ("8.6", ["sm_80", "sm_90"], True),  # binaries of 8.0 run on 8.6
+        ("7.0", ["sm_75", "sm_80"], False),
+        ("9.0", ["sm_80"], False),
+        ("9.0", ["sm_80", "compute_80"], True),  # compiled when loaded
+        ("12.0", ["sm_90", "sm_120"], True),
+        ("9.0", ["sm_90a"], True),
+        ("9.4", ["gfx942"], True),  # not CUDA's
+    ],
+)
+def test_which_cards_a_build_of_torch_has_kernels_for(capability, architectures, works) -> None:
+    assert _has_kernels(capability, architectures) is works
+
+
+# -- variables, cards, names, ports --------------------------------------------------------------------------
+
+
+def test_stray_variables_are_a_fault_when_a_run_would_believe_them() -> None:
+    some = findings(sick(variables={"RANK": "3"}))["stray-variables"]
+    assert (some.level, some.fix) == ("warn", "unset RANK")
+    place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    whole = findings(sick(variables=place))["stray-variables"]
+    assert whole.level == "fault" and "rank 3 of 8" in whole.why
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", False),  # a prefix
+        ("NCCL_SOCKET_IFNAME", "=eth", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", False),
+        ("NCCL_SOCKET_IFNAME", "ib0", True),
+        ("GLOO_SOCKET_IFNAME", "eth", True),  # whole names alone
+        ("GLOO_SOCKET_IFNAME", "eth0", False),
+    ],
+)
+def test_variables_that_name_a_card_that_is_not_there(name, value, wrong) -> None:
+    found = findings(sick(variables={name: value}))
+    assert ("card-setting" in found) is wrong
+    assert found["communication-variables"].seen == f"{name}={value}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lo", "docker0", "br-0123456789ab", "veth1a2b", "virbr0", "vmnet8", "tailscale0", "tun0", "wg0", "wlp3s0", "cni0"],
+)  # fmt: skip
+def test_cards_on_which_machines_should_not_meet(name) -> None:
+    assert wrong_kind(card(name))
+
+
+@pytest.mark.parametrize("name", ["eth0", "enp3s0f1", "eno1", "ib0", "bond0", "br0", "ens5", "hsn0", "team0"])
+def test_cards_on_which_machines_meet(name) -> None:
+    assert not wrong_kind(card(name))
+    assert usable([card(name, "10.0.0.1/24")]) and not usable([card(name, "10.0.0.1/24", up=False)])
+
+
+def test_which_card_nccl_takes() -> None:
+    found = [LO, DOCKER0, card("virbr0", "192.168.122.1/24"), ETH0, card("ib0", "10.1.0.1/24")]
+    assert nccl_choice(found, {}) == "ib0"
+    assert nccl_choice(found[:-1], {}) == "virbr0"  # neither docker nor lo, so it takes it
+    assert nccl_choice(found[:2], {}) == "docker0"
+    assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "=eth0"}) == "eth0"
+    assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "^ib,virbr,lo,docker"}) == "eth0"
+    assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "none"}) is None
+    assert matches(["eth0", "eth1", "lo"], "eth") == ["eth0", "eth1"]
+
+
+def test_which_card_gloo_takes() -> None:
+    found = [LO, DOCKER0, ETH0]
+    assert gloo_choice(found, {}, ["10.0.0.1"]) == "eth0"
+    assert gloo_choice(found, {}, ["127.0.1.1"]) == "lo"
+    assert gloo_choice(found, {}, []) == "lo"
+    assert gloo_choice(found, {"GLOO_SOCKET_IFNAME": "docker0"}, ["10.0.0.1"]) == "docker0"
+
+
+def test_a_wrong_card_that_would_be_taken_is_named() -> None:
+    facts = sick(cards=[LO, card("virbr0", "192.168.122.1/24"), ETH0])
+    found = findings(facts)["card-wrong"]
+    assert "NCCL takes virbr0" in found.seen and "virtual machines" in found.why
+    assert found.fix.endswith("export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0")
+    several = findings(sick(cards=[LO, card("eth1", "192.168.0.1/24"), ETH0]))
+    assert several["card-several"].level == "note"
+    assert findings(sick(cards=[LO]))["card-none"].level == "note"
+    slow = findings(sick(cards=[LO, {**ETH0, "speed_mbit": 100}]))
+    assert slow["card-slow"].level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "code", "words"),
+    [
+        (["127.0.1.1"], "host-name-loopback", "127.0.1.1 a: 10.0.0.1 a"),
+        ([], "host-name-unknown", "echo '10.0.0.1 a'"),
+        (["10.9.9.9"], "host-name-elsewhere", "10.0.0.1 a"),
+    ],
+)
+def test_the_own_name(addresses, code, words) -> None:
+    found = findings(sick(names={"addresses": addresses, "problem": "Name or service not known"}))
+    assert set(found) == {code}
+    assert words in found[code].fix
+
+
+def test_a_busy_port_says_by_whom() -> None:
+    taken = {"port": 29500, "busy": True, "pid": 77, "command": "python old.py", "user": "me"}
+    found = findings(sick(port=taken))["port-busy"]
+    assert "process 77 of me: python old.py" in found.seen and "kill 77" in found.fix
+    hidden = findings(sick(port={**taken, "pid": None, "command": None}))["port-busy"]
+    assert "a process of me" in hidden.seen and "ss -ltnp" in hidden.fix
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
+    unseen = {"cards": None, "shm": None, "memory__available": None, "infiniband": []}
+    found = findings(sick(platform=platform, **unseen))
+    assert set(found) == {"unseen"}
+    assert "network cards" in found["unseen"].seen and "gloo" in found["unseen"].why
+
+
+# -- the verb ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_needs_follows_its_settings() -> None:
+    settings = TrainConfig(batch=24, img=320, device="cpu:3", workers=2)
+    need = need_of(settings, cores=8, gpus=0)
+    assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 12, False)
+    assert need.text == "3 processes x 12 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
+    assert need_of(TrainConfig(device="0,1"), cores=8, gpus=2).workers == 4
+    assert need_of(TrainConfig(device="0,1", parallel="dp"), cores=8, gpus=2).ranks == 1
+
+
+def test_the_worst_is_told_last_and_the_same_of_many_hosts_once() -> None:
+    findings = [Finding("b", "fault", "m1", "broken", fix="mend it"), Finding("g", "note", "m1", "no GPU")]
+    out = io.StringIO()
+    tell([*findings, Finding("g", "note", "m2", "no GPU")], out)
+    assert (
+        out.getvalue() == "note  g: m1, m2: no GPU\nfault b: m1: broken\n  try : mend it\n\n1 fault, 1 note\n"
+    )
+    assert (exit_code(findings), exit_code(findings[1:])) == (4, 0)
+    assert as_json(findings)["worst"] == "fault"
+
+
+def test_the_preflight_of_a_run_is_quick_and_speaks_of_what_could_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    found = preflight(TrainConfig(img=64, batch=4, device="cpu"))
+    assert [finding.code for finding in found] == ["stray-variables"]
+
+
+def test_the_verb_writes_json_and_ends_with_4_for_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--quick", "--img", "64", "--json", "-"]) == 4
+    out = capsys.readouterr()
+    values = json.loads(out.out)
+    assert values["worst"] == "fault" and "stray-variables" in {f["code"] for f in values["findings"]}
+    assert "unset RANK" in out.err
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    assert main(["doctor", "--quick", "--img", "64", "--json", "found.json"]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["worst"] in ("ok", "note", "warn")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hosts": "a:1", "fleet": "f.yaml"}, "--hosts"),
+        ({"log": "x.log", "hosts": "a:1"}, "--log"),
+        ({"batch": "7", "micro_batch": "2"}, "does not divide"),
+    ],
+)
+def test_settings_that_contradict_each_other(given, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve_doctor(given)
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+
+def test_every_finding_stands_in_the_documents() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "doctor.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
+    assert len(documented) == len(set(documented)), "a code stands there twice"
+    codes = {"folder-missing"}
+    for source in ("local", "network", "fleet"):
+        for call in calls(root / "src" / "yolofleet" / "doctor" / f"{source}.py", "Finding"):
+            codes |= texts(call.args[0])
+    for call in calls(root / "src" / "yolofleet" / "launch" / "remote.py", "Unreachable"):
+        codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
+    codes |= {f"ssh-{kind}" for _, kind, *_ in REASONS}
+    assert codes == set(documented)
+
+
+def calls(source: Path, name: str) -> list[ast.Call]:
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name]
+
+
+def texts(node: ast.AST) -> set[str]:
+    """Of a text, or of "one text if ... else another"."""
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}

@@ -1,0 +1,277 @@
+"""What the doctor makes of several hosts: each is a table of answers here; real ones are in tests/cluster."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from test_doctor import HEALTHY, LO, card
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor import fleet
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.fleet import (
+    Peer,
+    differences,
+    examine,
+    judge_all_reduce,
+    judge_clocks,
+    judge_data,
+    judge_speeds,
+)
+from yolofleet.doctor.network import Meeting, judge_way
+from yolofleet.errors import ClusterError
+
+CPU = TrainConfig(device="cpu", img=64, batch=4)
+
+
+class Host:
+    """A host that answers as told.
+
+    Attributes:
+        ways: address of another host -> outcome; connected where nothing is said.
+    """
+
+    def __init__(self, name: str, number: int, **changes: Any) -> None:
+        self.name, self.asked = name, []
+        self.facts = copy.deepcopy(HEALTHY) | {
+            "host": name,
+            "cards": [LO, card("eth0", f"10.0.0.{number}/24")],
+            "names": {"addresses": [f"10.0.0.{number}"], "problem": ""},
+        }
+        self.facts |= changes
+        self.ways: dict[str, str] = {}
+        self.answers: dict[str, Any] = {
+            "data": {"splits": {"train": {"digest": "a" * 32, "images": 8, "labels": 20}}, "problem": ""},
+            "all_reduce": {"seconds": 0.04, "barrier_s": 0.001, "problem": ""},
+            "measure": {"round_trip_s": 1e-4, "bytes_per_s": 1e8, "problem": "", "stalled": False},
+            "free_port": {"port": 4000},
+            "unlisten": {},
+        }
+
+    def ask(self, probe: str, arguments: Mapping[str, Any]) -> Any:
+        self.asked.append(probe)
+        if probe == "facts":
+            return self.facts
+        if probe == "time":
+            return {"time_s": time.time()}
+        if probe == "look_up":
+            return {name: {"addresses": [f"10.0.0.{name[1:]}"], "problem": ""} for name in arguments["names"]}
+        if probe == "listen":
+            return {"ports": [port or 40000 for port in arguments["ports"]], "problems": {}}
+        if probe == "reach":
+            return [self.attempt(target) for target in arguments["targets"]]
+        answer = self.answers[probe]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def attempt(self, target: Mapping[str, Any]) -> dict[str, Any]:
+        own = next(text.partition("/")[0] for text in self.facts["cards"][1]["addresses"])
+        outcome = self.ways.get(target["address"], "connected")
+        return {**target, "outcome": outcome, "own": own, "card": "eth0", "said": "said", "elapsed_s": 0.0}
+
+
+def hosts(count: int = 3) -> list[Host]:
+    return [Host(f"m{number}", number) for number in range(1, count + 1)]
+
+
+def examined(
+    made: list[Host], *, settings: TrainConfig = CPU, **stated: Mapping[str, str]
+) -> dict[str, Finding]:
+    """By code; those that are not in order. ``stated``: what the fleet file says of a host."""
+    peers = [Peer(host.name, host.ask, "cpu", **stated.get(host.name, {})) for host in made]
+    found = examine(peers, settings, port=29500)
+    # the package of the machine that runs this test is not the hosts'
+    return {f.code: f for f in found.findings if f.level != "ok" and f.code != "package-differs"}
+
+
+def test_a_healthy_fleet_is_measured_and_nothing_is_wrong() -> None:
+    made = hosts()
+    peers = [Peer(host.name, host.ask, "cpu") for host in made]
+    found = examine(peers, CPU, port=29500)
+    assert {f.code for f in found.findings if f.level != "ok"} == {"package-differs"}
+    assert found.meetings == {f"m{n}": Meeting(f"10.0.0.{n}", "eth0") for n in (1, 2, 3)}
+    assert {"ways", "speed", "all-reduce", "clocks"} <= {f.code for f in found.findings}
+    assert [host.asked.count("measure") for host in made] == [2, 2, 2]
+    assert all(host.asked[-2:] == ["unlisten", "all_reduce"] or host is made[0] for host in made)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "words"),
+    [
+        ("refused", "way-refused", "ufw allow from 10.0.0.0/24"),
+        ("prohibited", "way-prohibited", "ufw allow from 10.0.0.0/24"),
+        ("dropped", "way-dropped", "ufw allow from 10.0.0.0/24"),
+        ("silent", "way-silent", "interface: CARD"),
+        ("no-route", "way-no-route", "ip route get 10.0.0.3"),
+        ("self", "way-self", "address: ADDRESS of m3"),
+        ("other", "way-other", "ip neigh"),
+    ],
+)
+def test_each_way_that_is_closed_is_told_apart(outcome, code, words) -> None:
+    made = hosts()
+    made[2].facts["firewall"] = {"kind": "ufw", "readable": True, "rules": [], "chains": []}
+    made[1].ways["10.0.0.3"] = outcome
+    found = examined(made)
+    del found["firewall"]
+    assert set(found) == {code}
+    assert (found[code].level, found[code].where) == ("fault", "m2 -> m3")
+    assert words in found[code].fix
+    assert "measure" not in made[0].asked  # nothing to measure on
+
+
+def test_the_address_that_is_let_in_is_the_one_behind_a_router() -> None:
+    attempt = {
+        "address": "10.0.0.3",
+        "port": 1,
+        "own": "10.9.0.2",
+        "card": "eth0",
+        "outcome": "dropped",
+        "said": "x",
+    }
+    target = Host("m3", 3).facts | {"firewall": {"kind": "ufw", "chains": []}}
+    assert judge_way("m2", "m3", attempt, target, "x").fix.endswith("ufw allow from 10.9.0.2")
+
+
+def test_a_card_that_others_do_not_share_is_passed_over_and_named() -> None:
+    made = hosts()
+    made[2].facts["cards"].insert(1, card("eth1", "192.168.7.3/24"))
+    for other in made[:2]:
+        other.ways["192.168.7.3"] = "silent"
+    found = examined(made)
+    assert set(found) == {"card-unshared", "card-several"}
+    assert found["card-unshared"].level == "warn" and found["card-unshared"].where == "m3"
+    assert "NCCL_SOCKET_IFNAME=eth0" in found["card-unshared"].fix
+
+
+def test_a_wrong_card_in_the_fleet_file_is_a_fault_that_names_the_right_one() -> None:
+    made = hosts()
+    made[2].facts["cards"].append(card("eth1", "192.168.7.3/24"))
+    for other in made[:2]:
+        other.ways["192.168.7.3"] = "no-route"
+    found = examined(made, m3={"interface": "eth1"})
+    assert found["card-unshared"].level == "fault"
+    assert found["card-unshared"].fix == "in fleet.yaml: interface: eth0"
+    assert "way-no-route" in found
+    assert examined(hosts(), m3={"interface": "eth7"})["way-no-card"].where == "m3"
+
+
+def test_a_host_that_is_lost_on_the_way_is_a_finding_and_the_others_go_on() -> None:
+    made = hosts()
+    made[1].answers["measure"] = ClusterError("m2 did not answer within 60 s", hint="is it switched on?")
+    found = examined(made)
+    assert set(found) == {"host-lost"}
+    assert (found["host-lost"].where, found["host-lost"].fix) == ("m2", "is it switched on?")
+
+
+def test_a_busy_rendezvous_matters_on_the_first_host_alone() -> None:
+    made = hosts()
+    for host in made:
+        host.facts["port"] = {"port": 29500, "busy": True, "pid": 7, "command": "old", "user": "me"}
+    found = examined(made)
+    assert set(found) == {"port-busy"} and found["port-busy"].where == "m1"
+
+
+def test_software_that_differs() -> None:
+    made = {host.name: host.facts for host in hosts()}
+    same = {"yolofleet": "0.1.0", "package_sha256": "0" * 64}
+    assert [f.code for f in differences(made, same)] == ["same-software"]
+    assert [f.code for f in differences(made, {**same, "package_sha256": "1" * 64})] == ["package-differs"]
+    made["m3"]["software"] |= {"torch": "2.6.0", "cv2": "4.9", "python": "3.11.9"}  # a patch level is none
+    made["m3"]["libraries"] = {"problems": {}, "torch": {**HEALTHY["libraries"]["torch"], "nccl": "2.21"}}
+    made["m3"]["gpus"] = {**HEALTHY["gpus"], "driver": "535"}
+    found = {f.code: f for f in differences(made, same)}
+    assert set(found) == {"torch-differs", "libraries-differ", "nccl-differs", "drivers-differ"}
+    assert found["torch-differs"].seen == "torch is not the same: m1, m2: 2.13.0+cu128; m3: 2.6.0"
+    assert found["torch-differs"].fix == "pip install torch==2.13.0 on every host"
+
+
+def test_clocks() -> None:
+    assert [f.code for f in judge_clocks({"a": 0.5, "b": -0.5}, {})] == ["clocks"]
+    [wrong] = judge_clocks({"a": 0.1, "b": 3600.0, "c": 0.0}, {})
+    assert (wrong.where, wrong.seen) == ("b", "its clock is 60 min ahead of the others'")
+    [mine] = judge_clocks({"a": 100.0, "b": 100.1}, {})  # all but this machine agree
+    assert (mine.where, mine.seen) == ("this machine", "its clock is 100 s behind the others'")
+    assert [f.code for f in judge_clocks({"a": 3.0}, {"a": 4.0})] == [
+        "clocks"
+    ]  # a slow answer proves nothing
+
+
+def test_data_sets() -> None:
+    same = {"splits": {"train": {"digest": "a" * 32, "images": 8, "labels": 20}}, "problem": ""}
+    other = {"splits": {"train": {"digest": "b" * 32, "images": 7, "labels": 18}}, "problem": ""}
+    chosen = {name: "set.yaml" for name in "abc"}
+    assert [f.code for f in judge_data({"a": same, "b": same}, chosen)] == ["data"]
+    [wrong] = judge_data({"a": same, "b": other, "c": same}, chosen)
+    assert wrong.code == "data-differs"
+    assert wrong.seen.endswith("a, c: 8 images, 20 labels (aaaaaaaa); b: 7 images, 18 labels (bbbbbbbb)")
+    missing = {"splits": {}, "problem": "data set set.yaml does not exist"}
+    found = judge_data({"a": same, "b": missing, "c": {"problem": "no answer", "late": True}}, chosen)
+    assert [(f.code, f.level, f.where) for f in found] == [
+        ("data-missing", "fault", "b"),
+        ("data-unknown", "note", "c"),
+    ]
+
+
+def test_names_that_others_take_for_somebody_else() -> None:
+    made = hosts()
+    real = made[0].ask
+
+    def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
+        if probe == "look_up":
+            return {
+                "m2": {"addresses": ["127.0.1.1"], "problem": ""},
+                "m3": {"addresses": [], "problem": "unknown"},
+            }
+        return real(probe, arguments)
+
+    made[0].ask = ask  # type: ignore[method-assign]
+    found = examined(made)
+    assert set(found) == {"name-wrong", "name-unknown"}
+    assert found["name-wrong"].fix == "on m1, in /etc/hosts: 10.0.0.2 m2"
+
+
+def test_speeds() -> None:
+    good = {"round_trip_s": 1e-4, "bytes_per_s": 1e9, "problem": "", "stalled": False}
+    meetings = {name: Meeting(f"10.0.0.{name}", "eth0") for name in "123"}
+    ways = [(a, b) for a in "123" for b in "123" if a != b]
+    assert [f.code for f in judge_speeds(dict.fromkeys(ways, good), meetings)] == ["speed"]
+    measured = {**dict.fromkeys(ways, good), ("1", "2"): {**good, "bytes_per_s": 1e8}}
+    assert [f.code for f in judge_speeds(measured, meetings)] == ["way-slow", "speed"]
+    measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "timed out", "stalled": True}
+    [stalls, _] = judge_speeds(measured, meetings)
+    assert stalls.code == "way-stalls" and "mtu 1400" in stalls.fix
+    measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "Connection reset by peer"}
+    assert judge_speeds(measured, meetings)[0].code == "way-breaks"
+
+
+def test_cards_with_packets_of_unequal_size() -> None:
+    made = hosts()
+    made[1].facts["cards"][1]["mtu"] = 9000
+    found = examined(made)
+    assert found["mtu-differs"].fix == "the same everywhere: sudo ip link set eth0 mtu 1500"
+
+
+def test_a_sum_that_fails_is_a_fault() -> None:
+    assert (
+        judge_all_reduce({"a": {"seconds": None, "barrier_s": None, "problem": "Connection refused"}})[
+            0
+        ].level
+        == "fault"
+    )
+
+
+def test_the_order_of_measuring_leaves_each_host_to_one_other() -> None:
+    for count in (2, 3, 4, 8):
+        names = [f"m{i}" for i in range(count)]
+        pairs = [pair for one in fleet.rounds(names) for pair in one]
+        assert sorted(pairs) == sorted((a, b) for a in names for b in names if a != b)
+        for one in fleet.rounds(names):
+            busy = [name for pair in one for name in pair]
+            assert len(busy) == len(set(busy))
+    many = [pair for one in fleet.rounds([f"m{i}" for i in range(40)]) for pair in one]
+    assert len(many) == 40  # each to the next
