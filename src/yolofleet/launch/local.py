@@ -175,7 +175,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
     if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
         print(first["message"], file=sys.stderr)
-        if any(w["message"] != first["message"] for w in words):
+        if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
             print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
         return int(first["exit_code"])
     hint = resume or "give the same command again"
@@ -185,6 +185,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
         what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
         on = f" on {ending.host}" if ending.host else ""
         problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
+        print(crash_text(ending.log), end="", file=sys.stderr)
     elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
         known = "what was saved last is there" if resume else "nothing had been saved"
         problem = Stopped(f"stopped on request; {known}", hint=hint)
@@ -200,3 +201,13 @@ def ends_in(log: str) -> list[tuple[int, int]]:
     """(rank, exit code) of the workers that failed, as the agent's log has them; the root cause comes last."""
     found = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
     return [(int(rank), int(exit_code)) for rank, exit_code in found]
+
+
+def crash_text(agent_log: str) -> str:
+    """What a process wrote that died before, or without, having last words: the last traceback in the agent's
+    log above what the agent itself says of it; "" without one."""
+    processes = re.split(
+        r"^[WE]\d{4} .*torch/distributed/elastic", agent_log, maxsplit=1, flags=re.MULTILINE
+    )[0]
+    begin = max(processes.rfind(words) for words in ("Traceback (most recent call", "Fatal Python error"))
+    return processes[begin:].strip()[:4000] + "\n" if begin >= 0 else ""
