@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from yolofleet.errors import ConfigError
+from yolofleet.launch.agent import meeting_arguments
 from yolofleet.parallel.place import Place, expand_nodes, is_first, place_from_environment
 
 # of `srun -N2 --ntasks-per-node=2` under SLURM 22.05
@@ -191,3 +192,11 @@ def test_a_rank_of_which_too_little_is_known_is_refused(environment: dict[str, s
 def test_only_the_first_process_speaks() -> None:
     assert is_first({}) and is_first({"RANK": "0", "SLURM_PROCID": "1"})
     assert not is_first(SRUN) and not is_first(MPIRUN) and not is_first({"RANK": "4", "SLURM_PROCID": "0"})
+
+
+def test_agents_meet_where_the_scheduler_says() -> None:
+    two = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    said = ["--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=16050"]
+    assert meeting_arguments(two, ["--nproc-per-node=4"]) == said
+    assert meeting_arguments({}, [])[0] == "--nnodes=1"
+    assert meeting_arguments(two, ["--nnodes=3", "--node-rank=0", "--master-addr=a"]) == []

@@ -1,0 +1,58 @@
+"""The agent that schedulers start: its workers' exit codes, and a warning that is passed on. Real torchrun agents;
+their workers are small scripts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGUSR1 is POSIX")
+DEADLINE_S = 120
+SCRIPTS = {
+    "fails": "import os, sys, time; int(os.environ['RANK']) or sys.exit(3); time.sleep(60)",
+    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "is well": "import os; assert os.environ['WORLD_SIZE'] == '2'",
+    # saves for longer than torchrun waits for the end of the others (its monitor looks every 0.1 s)
+    "saves": (
+        "import signal, sys, time, pathlib, os\n"
+        "me = pathlib.Path(sys.argv[1] + os.environ['RANK'])\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.5), me.write_text('saved'), sys.exit(75)))\n"
+        "me.write_text('ready')\n"
+        "time.sleep(60)\n"
+    ),
+}
+
+
+def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
+    variables = environment(tmp_path)
+    marks = [tmp_path / f"mark{rank}" for rank in (0, 1)]
+    agents = {}
+    for name, text in SCRIPTS.items():
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        agents[name] = subprocess.Popen(
+            [sys.executable, "-m", "yolofleet.launch.agent", "--nproc-per-node=2", script, tmp_path / "mark"],
+            env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(mark.exists() and mark.read_text() == "ready" for mark in marks):
+            assert agents["saves"].poll() is None, agents["saves"].communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        agents["saves"].send_signal(signal.SIGUSR1)
+        said = {name: agent.communicate(timeout=DEADLINE_S)[0] for name, agent in agents.items()}
+    finally:
+        for agent in agents.values():
+            agent.kill()
+    codes = {name: agent.returncode for name, agent in agents.items()}
+    assert codes == {"fails": 3, "is killed": 4, "is well": 0, "saves": 75}, said
+    assert [mark.read_text() for mark in marks] == ["saved", "saved"]
+    assert "out-of-memory" in said["is killed"]
+    assert "Traceback" not in "".join(said.values())
