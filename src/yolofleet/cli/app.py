@@ -66,6 +66,17 @@ RENDER = Verbs(
     },
     help="Write a training run in the form that a scheduler takes, on standard output.",
 )
+FLEET = Verbs(
+    "fleet",
+    {
+        "check": ("yolofleet.cli.fleet:check_command", "can these hosts work together?"),
+        "run": ("yolofleet.cli.fleet:run_command", "run a command on every host"),
+        "ps": ("yolofleet.cli.fleet:ps_command", "what runs there"),
+        "logs": ("yolofleet.cli.fleet:logs_command", "what the ranks of a job say"),
+        "stop": ("yolofleet.cli.fleet:stop_command", "end a job on all hosts"),
+    },
+    help="Several machines, by ssh. `yolofleet train --hosts ...` trains on them.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -78,6 +89,7 @@ APP = Verbs(
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
         "weights": (WEIGHTS, "list, fetch, look into, check and convert weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
+        "fleet": (FLEET, "check several machines, run on them, and end what runs"),
         "doctor": ("yolofleet.cli.doctor:command", "say what is wrong with a machine, a fleet or a log"),
         "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),
     },

@@ -250,7 +250,10 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if not token.startswith("--") or token == "--":
+        if token == "--":  # what follows is no option of ours
+            result += [token, *rest]
+            break
+        if not token.startswith("--"):
             result.append(token)
             continue
         spelled, equals, value = token.partition("=")

@@ -82,6 +82,7 @@ class Running:
     grace_s: float
     why: str = ""
     kill_at_s: float = float("inf")
+    swept: bool = False
     tailed_at_s: float = 0.0
     decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
 
@@ -101,10 +102,12 @@ class Running:
     def is_over(self) -> bool:
         """The agent and everything that it started are gone. Ends what outlives the agent."""
         agent_lives, left = self.agent.poll() is None, descendants(os.getpid())
-        if not agent_lives and left and self.kill_at_s == float("inf"):
-            signal_all(left, signal.SIGTERM)
-            killed = self.agent.returncode < 0
-            self.kill_at_s = time.monotonic() + (self.grace_s if killed else AFTER_AGENT_S)
+        if not agent_lives and left and not self.swept:
+            self.swept = True
+            signal_all(left, signal.SIGTERM)  # workers whose agent was killed save, and stop
+            was_killed = not self.why and self.agent.returncode < 0
+            grace_s = self.grace_s if was_killed else AFTER_AGENT_S
+            self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
         if time.monotonic() > self.kill_at_s:
             end_descendants(os.getpid())
             with suppress(subprocess.TimeoutExpired):
@@ -180,7 +183,7 @@ def start(job: Frame) -> Running:
         job=job["id"],
         title=job["title"],
         host=socket.gethostname(),
-        folder=str(folder),
+        folder=str(folder.absolute()),
         node=meeting.node,
         ranks=(first_rank, processes),
         keeper=(keeper, started_at(keeper)),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.fleet import Peer, examine
+from yolofleet.doctor.run import results_folder
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.remote import Remote
@@ -83,7 +84,8 @@ def inspect(
     port = free_port(fleet, remotes)
     with ThreadPoolExecutor(1) as beside:
         hashing = beside.submit(files, remotes, names)
-        seen = examine([peer_of(remote) for remote in remotes], settings, port=port, quick=True)
+        peers = [peer_of(remote) for remote in remotes]
+        seen = examine(peers, settings, port=port, folders=[str(results_folder(settings))], quick=True)
         findings = [*seen.findings, *hashing.result()]
     met = seen.meetings
     spots = [Spot(met[r.name].address, met[r.name].card) if r.name in met else ALONE for r in remotes]

@@ -51,11 +51,13 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def crew(fleet: Fleet) -> Iterator[list[Remote]]:
+def crew(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[list[Remote]]:
     """Log in to all hosts at the same time. Everything that is started there ends with the block.
 
+    Args:
+        lost: takes the reasons of hosts that cannot be reached, and the others come alone.
     Raises:
-        Unreachable: one host or more; the first one's reason, and the names of the others.
+        Unreachable: one host or more, unless ``lost`` takes them; the first one's reason, and what the others said.
     """
     inbox: Queue[tuple[Remote, Frame]] = Queue()
     remotes = [Remote(host, inbox) for host in fleet.hosts]
@@ -70,18 +72,18 @@ def crew(fleet: Fleet) -> Iterator[list[Remote]]:
     try:
         with ThreadPoolExecutor(min(OPENERS, len(remotes))) as pool:
             problems = [problem for problem in pool.map(login, remotes) if problem is not None]
-        if problems:
+        if problems and lost is None:
             first, others = problems[0], problems[1:]
             if others:
                 first.source = "\n".join([first.source or "", *(problem.what for problem in others)]).strip()
             raise first
-        yield remotes
+        if lost is not None:
+            lost += problems
+        gone = {problem.host for problem in problems}
+        yield [remote for remote in remotes if remote.name not in gone]
     finally:
-        threads = [threading.Thread(target=remote.close) for remote in remotes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(remotes)) as pool:
+            list(pool.map(Remote.close, remotes))
 
 
 # -- a run ---------------------------------------------------------------------------------------------------
@@ -137,6 +139,30 @@ def run_on_fleet(
         finally:
             folders.fetch(remotes, discard=code in (None, *LEFT_BY_MISTAKES))
     return code, folders.here
+
+
+def run_command(fleet: Fleet, command: Sequence[str]) -> int:
+    """Run any command once on every host, each line with its host's name; when one fails, all are ended.
+
+    The variables of torchrun are set, so that ``torchrun SCRIPT`` is one job of all hosts.
+
+    Returns:
+        0, or the exit code of the command that failed first.
+    """
+    with stoppable(), crew(fleet) as remotes:
+        enter_folders(remotes)
+        findings, plan = inspect(fleet, remotes, TrainConfig())
+        for finding in findings:
+            if finding.level == "fault":
+                say(f"warning: {finding.where}: {finding.seen}")
+        watch = Watch(fleet, remotes, lambda *_: None, prefix=len(remotes) > 1)
+        title = " ".join(command)
+        job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
+        for node, remote in enumerate(remotes):
+            here = {"folder": ".", "streamed": False, "terminal": None}
+            remote.start({**job, **place(fleet, plan, node), **here})
+        watch.follow()
+        return watch.command_code()
 
 
 def job_text(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet: Fleet, node: int) -> str:
@@ -372,14 +398,30 @@ class Watch:
         causes = [w for ending in endings for w in ending.words if not w.get("secondary")]
         causes = [w for w in causes if w.get("exit_code") != Stopped.exit_code]
         problem: YolofleetError | None = None
-        if causes:
-            endings = [replace(ending, words=[w for w in ending.words if w in causes]) for ending in endings]
+        if causes:  # ranks that lost them or were asked to stop say no more than that
+            endings = [
+                replace(ending, words=[w if w in causes else {**w, "secondary": True} for w in ending.words])
+                for ending in endings
+            ]
         elif not asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
         if problem is not None:
             say(problem.render())
             return problem.exit_code
         return tell([e for e in endings if e.code or e.words] or endings, resume)
+
+    def command_code(self) -> int:
+        """Of a plain command: its exit code where it failed first, which is said."""
+        for node in (self.nodes[number] for number in self.order):
+            frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
+            code, why = int(frame["code"]), str(frame["why"])
+            if code:
+                ended = (
+                    f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                )
+                say(f"{node.remote.name}: {why or ended}")
+                return code if code > 0 else 128 - code
+        return 0
 
     def _own_end(self, node: Node, resume: str) -> ClusterError | None:
         """A host that was lost, or whose agent somebody killed."""

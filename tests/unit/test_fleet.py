@@ -1,0 +1,279 @@
+"""Fleets as users write them, what each host is told, and what is said when a run on them ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yolofleet.config.load import load_job, resolve_train, resolve_val
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
+from yolofleet.launch.keeper import ASKED
+from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
+from yolofleet.launch.ssh import Folders, Watch, fetch_folder, job_text
+from yolofleet.report.folder import RunFolder
+
+
+def test_the_short_form() -> None:
+    fleet = parse_hosts("a:8, b:0+2,me@c.example:cpu:4,d:+3")
+    assert [(host.name, host.device) for host in fleet.hosts] == [
+        ("a", "0,1,2,3,4,5,6,7"), ("b", "0,2"), ("me@c.example", "cpu:4"), ("d", "3")
+    ]  # fmt: skip
+    assert fleet.processes == 15
+    assert [fleet.first_rank(node) for node in range(4)] == [0, 8, 10, 14]
+
+
+def test_bare_names_have_the_devices_of_the_command() -> None:
+    assert [host.device for host in parse_hosts("a,b:cpu:2", "0,1").hosts] == ["0,1", "cpu:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a:8,a:4", "a is named twice"),
+        ("a", "how many processes"),
+        ("a:0", "names no devices"),
+        ("a:0+0", "names no devices"),
+        ("a:cpu:0", "names no devices"),
+        ("-oProxyCommand=touch:1", "is not a host"),
+        ("a;b:1", "is not a host"),
+        ("a:1,", "is not a host"),
+    ],
+)
+def test_what_is_no_fleet_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_hosts(text)
+
+
+FILE = """
+port: 29600
+silence_s: 30
+defaults:
+  python: /opt/yf/bin/python
+  env: {NCCL_DEBUG: WARN, A: 1}
+  gpus: 2
+hosts:
+  - node-a
+  - b:0+2
+  - host: c
+    device: cpu:4
+    interface: ib0
+    folder: ~/work
+    data: /fast/coco.yaml
+    env: {A: off}
+"""
+
+
+def test_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FILE)
+    fleet = load_fleet(path)
+    env = {"NCCL_DEBUG": "WARN", "A": "1"}
+    assert fleet.hosts == (
+        Host("node-a", "0,1", python="/opt/yf/bin/python", env=env),
+        Host("b", "0,2", python="/opt/yf/bin/python", env=env),
+        Host(
+            "c",
+            "cpu:4",
+            interface="ib0",
+            python="/opt/yf/bin/python",
+            folder="~/work",
+            data="/fast/coco.yaml",
+            env={**env, "A": "off"},
+        ),
+    )
+    assert (fleet.port, fleet.silence_s, fleet.source) == (29600, 30, str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("hosts:\n  - host: a\n    gpu: 8\n", 3, "'gpu' is not known|gpu is not known"),
+        ("hosts:\n  - host: a\n    gpus: 0\n", 3, "names no devices"),
+        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both say"),
+        ("hosts:\n  - host: '-oX'\n    gpus: 2\n", 2, "not a host's name"),
+        ("hosts: a:8\n", 1, "not a list"),
+        ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
+        ("hosts:\n  - host: a\n    gpus: 1\n    env: {A B: 1}\n", 4, "cannot be a variable"),
+        ("hosts:\n  - host: a\n    gpus: 1\n    folder: [x]\n", 4, "not a text"),
+        ("defaults: 3\nhosts: [a:1]\n", 1, "not a mapping"),
+        ("port: 29500\n", 0, "names no hosts"),
+    ],
+)
+def test_mistakes_in_the_file_have_a_line(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_fleet(path)
+    assert caught.value.source == (f"{path}:{line}" if line else str(path))
+
+
+def test_one_of_hosts_and_fleet_and_no_devices_beside(tmp_path: Path) -> None:
+    train = {"data": "d.yaml", "model": "yolov5n"}
+    assert fleet_of(resolve_train(train)[0]) is None
+    assert fleet_of(resolve_val({"data": "d", "weights": "w.safetensors", "hosts": "a:2"})) == parse_hosts(
+        "a:2"
+    )
+    for more, says in (
+        ({"hosts": "a:2", "fleet": "f.yaml"}, "both name"),
+        ({"hosts": "a:2", "device": "0"}, "no effect"),
+        ({"hosts": "a:2", "parallel": "dp"}, "one process"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            fleet_of(resolve_train({**train, **more})[0])
+
+
+def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:
+    config, recipe = resolve_train(
+        {"data": "d.yaml", "model": "yolov5n", "hosts": "a:8,b:cpu:2", "epochs": "7"}
+    )
+    fleet = Fleet((Host("a", "0,1"), Host("b", "cpu:2", data="/b/d.yaml")), "fleet.yaml")
+    for node, (device, data) in enumerate((("0,1", "d.yaml"), ("cpu:2", "/b/d.yaml"))):
+        path = tmp_path / "job.yaml"
+        path.write_text(job_text(config, recipe, fleet, node))
+        there = load_job(path)
+        assert (there.config.value.device, there.config.value.data, there.config.value.epochs) == (
+            device,
+            data,
+            7,
+        )
+        assert there.config.value.hosts == "" and there.config.sources["device"] == "fleet.yaml"
+        assert there.recipe == recipe
+
+
+def test_ssh_is_asked_for_nothing_but_the_keeper() -> None:
+    argv = keeper_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
+    assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
+    assert argv[-1] == "exec env 'A=b'\"'\"'c; rm' '/my env/python' -m yolofleet.launch.keeper"
+
+
+# -- the end -------------------------------------------------------------------------------------------------
+
+
+def watch_of(*endings: dict[str, Any] | str, wishes: int = 0) -> Watch:
+    """Hosts n0 ... with a process each, which ended in this order; a text: the host was lost."""
+    fleet = Fleet(tuple(Host(f"n{i}", "cpu") for i in range(len(endings))))
+    watch = Watch(fleet, [Remote(host) for host in fleet.hosts], lambda *_: None)
+    watch.wishes = wishes
+    for number, ending in enumerate(endings):
+        if isinstance(ending, str):
+            watch.nodes[number].lost = ending
+        else:
+            watch.nodes[number].ending = {"code": 0, "words": [], "log": "", "why": "", **ending}
+        watch._ended(number)
+    return watch
+
+
+def words(rank: int, message: str, exit_code: int, time: float, secondary: bool = False) -> dict[str, Any]:
+    return {
+        "rank": rank, "host": f"n{rank}", "message": message, "exit_code": exit_code, "time": time, "secondary": secondary
+    }  # fmt: skip
+
+
+STOPPED = "stopped by the launcher"
+KILLED = "Root Cause:\n[0]:\n  rank      : 1 (local_rank: 0)\n  exitcode  : -9 (pid: 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("endings", "wishes", "code", "says", "says_not"),
+    [
+        ([{}, {}], 0, 0, "", "Error"),
+        (  # the cause is on the second host, and the first one's rank only lost it
+            [
+                {"code": 1, "words": [words(0, "ClusterError: lost", 4, 1.0, True)]},
+                {"code": 1, "words": [words(1, "DataError: x.jpg", 3, 2.0)]},
+            ],
+            0, 3, "x.jpg\n  on   : rank 1, host n1", "lost",
+        ),
+        (  # ranks that were asked to stop because a host was lost do not hide that
+            ["nothing heard from it", {"code": 1, "words": [words(1, "Stopped: saved", 75, 3.0)], "why": STOPPED}],
+            0, 4, "n0 is lost, with rank 0: nothing heard", "Stopped",
+        ),
+        (  # Ctrl-C
+            [{"code": 1, "words": [words(0, "Stopped: saved", 75, 3.0)], "why": STOPPED}] * 2,
+            1, 75, "Stopped: saved", "lost",
+        ),
+        (  # `fleet stop`
+            [{"code": 1, "words": [words(0, "Stopped: saved", 75, 3.0)], "why": ASKED}, "Connection closed"],
+            0, 75, "Stopped: saved", "lost",
+        ),
+        (  # somebody killed an agent; its workers saved
+            [{"code": -signal.SIGKILL, "words": [words(0, "Stopped: saved", 75, 3.0)]}, {"code": 1, "why": STOPPED}],
+            0, 4, "agent of rank 0 on n0 was ended by SIGKILL", "Stopped",
+        ),
+        (  # a rank was killed; the other lost it
+            [{"code": 1, "words": [words(0, "ClusterError: lost", 4, 1.0, True)]}, {"code": 1, "log": KILLED}],
+            0, 4, "rank 1 on n1 was killed (SIGKILL)", "lost",
+        ),
+        (  # nothing but a log
+            [{"code": 1, "log": "ModuleNotFoundError: No module named 'torch'"}, {"code": -15, "why": STOPPED}],
+            0, 4, "could not be started on n0", "Stopped",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_is_said(
+    capsys: pytest.CaptureFixture[str],
+    endings: Sequence[dict[str, Any] | str],
+    wishes: int,
+    code: int,
+    says: str,
+    says_not: str,
+) -> None:
+    assert watch_of(*endings, wishes=wishes).explain("") == code
+    said = capsys.readouterr().err
+    assert says in said and says_not not in said
+
+
+def test_a_port_that_somebody_took_is_recognised() -> None:
+    busy = {
+        "code": 1,
+        "log": "The server socket has failed to listen on any local network address. EADDRINUSE",
+    }
+    assert watch_of(busy, {"code": 1}).met_busy_port
+    assert not watch_of(busy, {"code": 1, "words": [words(1, "x", 3, 1.0)]}).met_busy_port
+    assert not watch_of(busy, {"code": 1}, wishes=1).met_busy_port
+
+
+class FakeHost(Remote):
+    """Answers requests from a table."""
+
+    def __init__(self, name: str, answers: dict[str, Any]) -> None:
+        super().__init__(Host(name, "cpu"))
+        self.answers, self.asked = answers, []
+
+    def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
+        self.asked.append((request, arguments))
+        answer = self.answers[request]
+        return answer(arguments) if callable(answer) else answer
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
+def test_a_host_cannot_write_outside_of_the_runs_folder(tmp_path: Path, name: str) -> None:
+    host = FakeHost("n0", {"list_files": [[name, 3]], "read_piece": {"data": "YWJj", "offset": 0, "size": 3}})
+    with pytest.raises(ClusterError, match="outside"):
+        fetch_folder(host, "/there", tmp_path / "here")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_name_that_a_host_has_already_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def claim(arguments: dict[str, Any]) -> dict[str, str]:
+        taken = arguments["folder"] == "runs/train/exp"
+        return {"folder": f"/there/{arguments['folder']}", "owner": "" if taken else "n0"}
+
+    host = FakeHost("n0", {"claim": claim, "unclaim": None, "list_files": []})
+    settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
+    folders = Folders.claim("train", settings, [host], None)
+    assert folders.here == RunFolder(Path("runs/train/exp2")) and folders.there == ["/there/runs/train/exp2"]
+    assert not Path("runs/train/exp").exists()
+    folders.log(0, 3, "words\n")
+    assert Path("runs/train/exp2/logs/rank-3.log").read_text() == "words\n"
+    folders.fetch([host], discard=True)
+    assert not Path("runs/train/exp2").exists() and host.asked[-1][0] == "unclaim"

@@ -1,0 +1,243 @@
+"""A keeper without ssh: started here, spoken to, and left in every way; nothing that it started may outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from yolofleet.errors import ClusterError
+from yolofleet.launch.fleet import Host
+from yolofleet.launch.processes import descendants
+from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+
+STUBBORN = "trap '' TERM; (trap '' TERM; setsid sleep 61 & wait) & echo up; while :; do sleep 0.1; done"
+DEADLINE_S = 20.0
+
+
+def job(command: str, **more: Any) -> Frame:
+    meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo"}
+    base = {"id": "j1", "title": "a job", "folder": ".", "text": "", "streamed": False, "terminal": None}
+    rest = {"first_rank": 2, "processes": 4, "env": {}, "silence_s": 20.0, "grace_s": 0.5}
+    return {**base, **rest, "command": ["sh", "-c", command], "meeting": meeting, **more}
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return Host("localhost", "cpu:4")
+
+
+@pytest.fixture
+def remote(host: Host) -> Iterator[Remote]:
+    opened = Remote(host)
+    opened.open()
+    yield opened
+    opened.close()
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    gives_up_at_s = time.monotonic() + DEADLINE_S
+    while not (value := what()):
+        assert time.monotonic() < gives_up_at_s
+        time.sleep(0.02)
+    return value
+
+
+def started(remote: Remote, command: str, **more: Any) -> list[int]:
+    """Start a job; everything below the keeper once it has said something."""
+    remote.start(job(command, **more))
+    assert next_frame(remote)["text"] == "up\n"
+    return wait_for(lambda: descendants(remote.hello["pid"]))
+
+
+def next_frame(remote: Remote) -> Frame:
+    try:
+        return remote.inbox.get(timeout=DEADLINE_S)[1]
+    except Empty:
+        raise AssertionError("no frame came") from None
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [pid] * (state not in "ZX")
+    return found
+
+
+def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path) -> None:
+    assert remote.hello["software"]["python"] and abs(remote.ahead_s) < 2
+    assert abs(remote.ask("time")["time_s"] - time.time()) < 2
+    assert remote.ask("enter", folder=str(tmp_path)) == str(tmp_path)
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)))
+    assert list(remote.ask("hash_files", names=["a.bin", "b.bin"])) == ["a.bin"]
+    assert remote.ask("read_piece", file="a.bin", offset=-6)["data"] == "+vv8/f7/"
+    with pytest.raises(ClusterError, match="no probe 'rm'"):
+        remote.ask("rm", folder="/")
+    with pytest.raises(ClusterError, match="No such file"):
+        remote.ask("enter", folder="nowhere")
+
+
+def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote) -> None:
+    remote.start(
+        job(
+            'echo "$PET_NNODES $PET_NODE_RANK $PET_NPROC_PER_NODE $GLOO_SOCKET_IFNAME $A"; exit 3',
+            env={"A": "b c"},
+        )
+    )
+    assert next_frame(remote)["text"] == "3 1 4 lo b c\n"
+    ending = next_frame(remote)
+    assert (ending["type"], ending["code"], ending["why"]) == ("exit", 3, "")
+    (record,) = remote.ask("list_jobs")
+    assert (record["job"], record["code"], record["runs"], record["ranks"]) == ("j1", 3, False, [2, 4])
+    remote.start(job("true", id="j2"))  # one after the other is possible
+    assert next_frame(remote)["code"] == 0
+
+
+def test_no_such_command_is_an_end_like_others(remote: Remote) -> None:
+    remote.start(job("") | {"command": ["/no/such/program"]})
+    assert "No such file" in next_frame(remote)["why"]
+
+
+def test_stop_kills_what_does_not_listen(remote: Remote) -> None:
+    below = started(remote, STUBBORN)
+    began_s = time.monotonic()
+    remote.stop(0.5)
+    ending = next_frame(remote)
+    assert ending["why"] == "stopped by the launcher" and ending["code"] == -signal.SIGKILL
+    assert 0.4 < time.monotonic() - began_s < DEADLINE_S / 2
+    assert not alive(below) and not descendants(remote.hello["pid"])
+
+
+def test_what_outlives_the_command_is_ended(remote: Remote) -> None:
+    below = started(remote, "setsid sleep 62 & echo up; sleep 0.3")
+    assert next_frame(remote)["code"] == 0
+    assert not alive(below)
+
+
+def test_everything_ends_when_the_connection_does(remote: Remote) -> None:
+    below = [*started(remote, STUBBORN), remote.hello["pid"]]
+    remote.close()
+    assert not alive(below)
+
+
+@pytest.fixture
+def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a keeper with a job, and read no more than its greeting."""
+    keepers = []
+
+    def begin(command: str, **more: Any) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "yolofleet.launch.keeper"]
+        keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        keepers.append(keeper)
+        assert keeper.stdin and keeper.stdout
+        assert json.loads(keeper.stdout.readline())["type"] == "hello"
+        keeper.stdin.write(json.dumps({"type": "start", "job": job(command, **more)}).encode() + b"\n")
+        keeper.stdin.flush()
+        return keeper
+
+    yield begin
+    for keeper in keepers:
+        keeper.kill()
+        keeper.wait()
+        keeper.stdin.close()
+        keeper.stdout.close()
+
+
+def test_everything_ends_when_the_launcher_falls_silent(bare: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """As when a cable is pulled, or the launcher is stopped: the connection is there, and nothing comes."""
+    keeper = bare(STUBBORN, silence_s=0.5)
+    below = wait_for(lambda: descendants(keeper.pid))
+    assert keeper.stdout and keeper.wait(DEADLINE_S) == 0
+    frames = [json.loads(line) for line in keeper.stdout]
+    assert "nothing heard" in next(frame for frame in frames if frame["type"] == "exit")["why"]
+    assert not alive(below)
+
+
+def test_everything_ends_when_nobody_reads(bare: Callable[..., subprocess.Popen[bytes]]) -> None:
+    keeper = bare("while :; do echo 0123456789012345678901234567890123456789012345678901234567890; done")
+    below = wait_for(lambda: descendants(keeper.pid))
+    time.sleep(0.5)  # the pipe is full
+    assert keeper.stdin
+    keeper.stdin.close()
+    assert keeper.wait(DEADLINE_S) == 0
+    assert not alive(below)
+
+
+def test_what_it_started_dies_with_a_keeper_that_is_killed(remote: Remote) -> None:
+    below = started(remote, "echo up; exec sleep 63")
+    os.kill(remote.hello["pid"], signal.SIGKILL)
+    assert next_frame(remote)["type"] == "gone"
+    wait_for(lambda: not alive(below))
+
+
+def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host) -> None:
+    below = started(remote, "trap 'exit 75' TERM; echo up; while :; do sleep 0.1; done")
+    other = Remote(host)
+    other.open()
+    assert [record["runs"] for record in other.ask("list_jobs")] == [True]
+    assert other.ask("end_job", job="j1", deadline_s=10) == {"found": True, "left": False}
+    assert other.ask("end_job", job="j1", deadline_s=10) == {"found": False, "left": False}
+    other.close()
+    ending = next_frame(remote)
+    assert (ending["code"], ending["why"]) == (75, "stopped on request")
+    assert next_frame(remote)["type"] == "gone" and not alive(below)
+
+
+def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> None:
+    port = remote.ask("reserve_port", first=20000, count=1000)
+    assert remote.ask("reserve_port", first=port, count=1000) > port
+    assert remote.ask("listen", address="127.0.0.1", ports=[port], token="00" * 16, seconds=1)["ports"] == [
+        port
+    ]
+
+
+def test_words_of_a_login_shell_before_the_greeting_do_no_harm(host: Host, tmp_path: Path) -> None:
+    noisy = tmp_path / "python"
+    noisy.write_text(f'#!/bin/sh\necho "Welcome to a host"\necho "{{}}"\nexec {sys.executable} "$@"\n')
+    noisy.chmod(0o755)
+    remote = Remote(Host("localhost", "cpu", python=str(noisy)))
+    assert remote.open()["platform"] == "linux"
+    remote.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "says"),
+    [
+        ("ssh: Could not resolve hostname n9: Name or service not known", "unknown-host", "no host of that name"),
+        ("n9: Permission denied (publickey).", "key-refused", "ssh-copy-id n9"),
+        ("Host key verification failed.", "host-key", "ssh n9"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "host-key", "ssh-keygen -R n9"),
+        ("ssh: connect to host n9 port 22: Connection refused", "port-refused", "sshd"),
+        ("ssh: connect to host n9 port 22: No route to host", "no-route", "switched on"),
+        ("ssh: connect to host n9 port 22: Connection timed out", "time-out", "does not answer"),
+        ("kex_exchange_identification: read: Connection reset by peer", "closed", "sshd log"),
+        ("bash: line 1: /p/python: No such file or directory", "no-python", "no /p/python"),
+        ("/p/python: No module named yolofleet", "no-package", "has no yolofleet"),
+        ("something else", "other", "exit code 9"),
+    ],
+)  # fmt: skip
+def test_why_a_host_cannot_be_reached_has_a_name(words: str, kind: str, says: str) -> None:
+    problem = unreachable(Host("n9", "cpu", python="/p/python"), 9, words)
+    assert problem.kind == kind and says in problem.render() and words.splitlines()[-1] in problem.render()
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(Unreachable) as caught:
+        Remote(Host("localhost", "cpu", python="/no/such/python")).open()
+    assert caught.value.exit_code == 4 and "/no/such/python" in caught.value.render()
