@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +13,7 @@ from yolofleet.config.schema import DoctorConfig
 
 if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
-    from yolofleet.doctor.fleet import Peer
-    from yolofleet.launch.remote import Remote
-
-ASK_S = 60.0  # longer than any probe takes
+    from yolofleet.launch.remote import Remote, Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
@@ -56,7 +50,8 @@ def examine_fleet(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     from yolofleet.doctor.fleet import examine
     from yolofleet.doctor.run import planned, results_folder
     from yolofleet.launch.fleet import load_fleet, parse_hosts
-    from yolofleet.launch.remote import Remote
+    from yolofleet.launch.preflight import peer_of
+    from yolofleet.launch.ssh import crew
 
     config = resolved.value
     if config.fleet:
@@ -65,55 +60,37 @@ def examine_fleet(resolved: Resolved[DoctorConfig]) -> list[Finding]:
         fleet = parse_hosts(config.hosts, config.device)
     port = config.port if resolved.is_given("port") else fleet.port
     settings = planned(config)
-    remotes = [Remote(host) for host in fleet.hosts]
-    try:
-        with ThreadPoolExecutor(len(remotes)) as pool:
-            lost = [finding for finding in pool.map(log_in, remotes) if finding]
-        gone = {finding.where for finding in lost}
-        peers = [peer_of(remote) for remote in remotes if remote.name not in gone]
-        if not peers:
-            return lost
+    lost: list[Unreachable] = []
+    with crew(fleet, lost=lost) as remotes:
+        findings = [unreached(problem) for problem in lost]
+        strays = [finding for finding in map(enter, remotes) if finding]
+        outside = {finding.where for finding in strays}
+        peers = [peer_of(remote) for remote in remotes if remote.name not in outside]
         folders = [str(results_folder(settings))]
         found = examine(peers, settings, port=port, folders=folders, quick=config.quick)
-        return [*lost, *found.findings]
-    finally:
-        with ThreadPoolExecutor(len(remotes)) as pool:
-            list(pool.map(Remote.close, remotes))
+    return [*findings, *strays, *found.findings]
 
 
-def log_in(remote: Remote) -> Finding | None:
-    """Open the channel, and work in the host's folder; or why that cannot be."""
+def unreached(problem: Unreachable) -> Finding:
+    from yolofleet.doctor.findings import Finding
+
+    what = problem.what.removeprefix(f"{problem.host}: ")
+    return Finding(f"ssh-{problem.kind}", "fault", problem.host, what, problem.source or "", problem.hint)
+
+
+def enter(remote: Remote) -> Finding | None:
+    """Work in the host's folder; or why that cannot be."""
     from yolofleet.doctor.findings import Finding
     from yolofleet.errors import ClusterError
-    from yolofleet.launch.remote import Unreachable
 
     folder = remote.host.folder or str(Path.cwd())
     try:
-        remote.open()
         remote.ask("enter", folder=folder)
-    except Unreachable as problem:
-        what = problem.what.removeprefix(f"{remote.name}: ")
-        return Finding(f"ssh-{problem.kind}", "fault", remote.name, what, problem.source or "", problem.hint)
     except ClusterError as problem:
-        with suppress(ClusterError):
-            remote.close()
         what = f"it has no folder {folder}: {problem.what.removeprefix(f'{remote.name}: ')}"
-        return Finding("folder-missing", "fault", remote.name, what, "a run works there", FOLDER)
+        fix = "make it there, or say folder: for this host (fleet.yaml)"
+        return Finding("folder-missing", "fault", remote.name, what, "a run works there", fix)
     return None
-
-
-FOLDER = "make it, or say folder: for this host (fleet.yaml)"
-
-
-def peer_of(remote: Remote) -> Peer:
-    from yolofleet.doctor.fleet import Peer
-
-    host = remote.host
-
-    def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
-        return remote.ask(probe, timeout_s=ASK_S, **arguments)
-
-    return Peer(remote.name, ask, host.device, host.address, host.interface, host.data)
 
 
 command = SchemaCommand(

@@ -43,9 +43,14 @@ class Need:
         return self.workers * (self.prefetch + 1)  # one is being made
 
     @property
+    def train_shm_bytes(self) -> int:
+        """Images that loader processes have ready, as many as there can be."""
+        return self.ranks * self.waiting * self.micro_batch * 3 * self.img**2
+
+    @property
     def shm_bytes(self) -> int:
-        """Images that loader processes have ready, of training and of validation: they wait at the same time."""
-        return self.ranks * self.waiting * (self.micro_batch + self.val_batch) * 3 * self.img**2
+        """With those of validation: both wait at the same time."""
+        return self.train_shm_bytes + self.ranks * self.waiting * self.val_batch * 3 * self.img**2
 
     @property
     def memory_bytes(self) -> int:

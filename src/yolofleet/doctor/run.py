@@ -1,4 +1,4 @@
-"""The doctor's rounds: this machine, or a fleet; what a run wants to know before it starts; how it is told."""
+"""This machine, what a run on it wants to know before it starts, and how findings are told. Several: ``fleet.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 from yolofleet.config.schema import DoctorConfig, TrainConfig
 from yolofleet.doctor.findings import LEVELS, Finding, worst
-from yolofleet.doctor.fleet import Examination, Peer, examine
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import need_of
 from yolofleet.doctor.network import judge_network
@@ -57,19 +56,6 @@ def examine_here(settings: TrainConfig, *, port: int = 0, quick: bool = False) -
 def preflight(settings: TrainConfig) -> list[Finding]:
     """What would end a run on this machine, or hurt it, as far as that shows in a tenth of a second."""
     return [f for f in examine_here(settings, quick=True) if f.code in QUICK]
-
-
-def preflight_fleet(peers: Iterable[Peer], settings: TrainConfig, *, port: int) -> Examination:
-    """Before a run on several hosts: software, data, clocks, memory, and every way between them.
-
-    Args:
-        port: of the rendezvous on the first host.
-    Returns:
-        with the address and card where each host is met; ``findings`` without what is in order.
-    """
-    found = examine(peers, settings, port=port, folders=[str(results_folder(settings))], quick=True)
-    found.findings = [f for f in found.findings if f.level in ("warn", "fault")]
-    return found
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:
