@@ -386,7 +386,7 @@ def test_every_finding_stands_in_the_documents() -> None:
     documented = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
     assert len(documented) == len(set(documented)), "a code stands there twice"
     codes = {"folder-missing"}
-    for source in ("local", "network", "fleet"):
+    for source in ("local", "network", "alike", "speed", "fleet"):
         for call in calls(root / "src" / "yolofleet" / "doctor" / f"{source}.py", "Finding"):
             codes |= texts(call.args[0])
     for call in calls(root / "src" / "yolofleet" / "launch" / "remote.py", "Unreachable"):

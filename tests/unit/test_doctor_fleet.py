@@ -11,18 +11,11 @@ import pytest
 from test_doctor import HEALTHY, LO, card
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor import fleet
+from yolofleet.doctor.alike import differences, judge_clocks, judge_data
 from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.fleet import (
-    Peer,
-    differences,
-    examine,
-    judge_all_reduce,
-    judge_clocks,
-    judge_data,
-    judge_speeds,
-)
+from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.network import Meeting, judge_way
+from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import ClusterError
 
 CPU = TrainConfig(device="cpu", img=64, batch=4)
@@ -268,10 +261,10 @@ def test_a_sum_that_fails_is_a_fault() -> None:
 def test_the_order_of_measuring_leaves_each_host_to_one_other() -> None:
     for count in (2, 3, 4, 8):
         names = [f"m{i}" for i in range(count)]
-        pairs = [pair for one in fleet.rounds(names) for pair in one]
+        pairs = [pair for one in rounds(names) for pair in one]
         assert sorted(pairs) == sorted((a, b) for a in names for b in names if a != b)
-        for one in fleet.rounds(names):
+        for one in rounds(names):
             busy = [name for pair in one for name in pair]
             assert len(busy) == len(set(busy))
-    many = [pair for one in fleet.rounds([f"m{i}" for i in range(40)]) for pair in one]
+    many = [pair for one in rounds([f"m{i}" for i in range(40)]) for pair in one]
     assert len(many) == 40  # each to the next

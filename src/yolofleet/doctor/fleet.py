@@ -6,32 +6,28 @@ The hosts are asked by name for what ``probes.py`` does; how the question gets t
 from __future__ import annotations
 
 import secrets
-import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data
 from yolofleet.doctor.cards import card_with, network_of
 from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import need_of
 from yolofleet.doctor.network import Meeting, candidates, judge_network, judge_way, meeting_of
+from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import YolofleetError
 
 Reply = Any  # what JSON can say
 
-CLOCK_SKEW_S = 2.0
-SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 LISTEN_S = 60.0
-MOST_PAIRS_MEASURED = 56  # all of 8 hosts
-ALL_REDUCE_MIB = 4
 
 
 @dataclass(frozen=True)
@@ -148,15 +144,15 @@ def examine(
 def alone(found: Examination, settings: TrainConfig) -> list[Finding]:
     """What there is to say about each host by itself."""
     findings = []
-    for peer in found.peers:
+    for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
         cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
         gpus = len(facts.get("gpus", {}).get("gpus", ()))
         need = need_of(settings.model_copy(update={"device": peer.device}), cores, gpus)
         findings += judge_host(facts, need, peer.name)
         network = judge_network(facts, peer.name)
-        rendezvous = peer is found.peers[0]
-        findings += [f for f in network if rendezvous or f.code not in ("port", "port-busy")]
+        # the rendezvous is on the first host alone
+        findings += [f for f in network if number == 0 or f.code not in ("port", "port-busy")]
     return findings
 
 
@@ -179,110 +175,6 @@ def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:
 # -- what differs --------------------------------------------------------------------------------------------
 
 
-def groups(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Value as a text -> hosts that have it; the commonest first."""
-    found = defaultdict(list)
-    for name, value in values.items():
-        found[str(value)].append(name)
-    return dict(sorted(found.items(), key=lambda entry: -len(entry[1])))
-
-
-def groups_text(values: Mapping[str, Any]) -> str:
-    """``m1, m2: 2.13.0; m3: 2.6.0``."""
-    return "; ".join(f"{', '.join(names)}: {value}" for value, names in groups(values).items())
-
-
-def differences(
-    facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any] | None = None
-) -> list[Finding]:
-    """Software that is not the same everywhere.
-
-    Args:
-        here: software of this machine, from which a run would be started.
-    """
-
-    def each(*keys: str) -> dict[str, Any]:
-        found = {}
-        for name, value in facts.items():
-            inner: Any = value
-            for key in keys:
-                inner = (inner or {}).get(key)
-            found[name] = inner
-        return found
-
-    found = []
-    version, digest = each("software", "yolofleet"), each("software", "package_sha256")
-    if here:
-        version["this machine"], digest["this machine"] = here["yolofleet"], here["package_sha256"]
-    if len(groups(digest)) > 1:
-        both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in version}
-        found.append(
-            Finding(
-                "package-differs",
-                "fault",
-                "fleet",
-                f"yolofleet is not the same: {groups_text(both)}",
-                "the processes would do different things, and wait for each other",
-                "train with --sync-code, or install the same version everywhere: pip install yolofleet=="
-                f"{next(iter(version.values()))}",
-            )
-        )
-    torch = each("software", "torch")
-    if len(groups(torch)) > 1:
-        found.append(
-            Finding(
-                "torch-differs",
-                "fault",
-                "fleet",
-                f"torch is not the same: {groups_text(torch)}",
-                "they may not understand each other, and results are not those of one machine",
-                f"pip install torch=={next(iter(groups(torch))).partition('+')[0]} on every host",
-            )
-        )
-    nccl = each("libraries", "torch", "nccl")
-    if len(groups(nccl)) > 1 and all(
-        value["libraries"]["torch"]["devices"]
-        for value in facts.values()
-        if value.get("libraries", {}).get("torch")
-    ):
-        found.append(
-            Finding(
-                "nccl-differs",
-                "fault",
-                "fleet",
-                f"NCCL is not the same: {groups_text(nccl)}",
-                "'NCCL version mismatch', or a hang",
-                "install the same build of torch on every host",
-            )
-        )
-    for key, why in (
-        ("python", "objects of one may not be read by the other"),
-        ("numpy", "the last bits of images and labels may differ"),
-        ("cv2", "another decoder of JPEG gives other pixels"),
-    ):
-        values = each("software", key)
-        if key == "python":
-            values = {name: ".".join(str(value).split(".")[:2]) for name, value in values.items()}
-        if len(groups(values)) > 1:
-            found.append(
-                Finding(
-                    "libraries-differ",
-                    "warn",
-                    "fleet",
-                    f"{key} is not the same: {groups_text(values)}",
-                    f"{why}: the result is not that of one machine",
-                    "install the same version on every host",
-                )
-            )
-    driver = each("gpus", "driver")
-    if len(groups({name: value for name, value in driver.items() if value})) > 1:
-        found.append(Finding("drivers-differ", "note", "fleet", f"drivers: {groups_text(driver)}"))
-    if not found:
-        same = f"yolofleet {next(iter(version.values()))}, torch {next(iter(torch.values()))}"
-        found.append(Finding("same-software", "ok", "fleet", f"{same} on all {len(facts)} hosts"))
-    return found
-
-
 def clocks(found: Examination) -> list[Finding]:
     """Clocks of all hosts and of this machine, read three times; the shortest trip counts."""
     offsets_s: dict[str, float] = {}
@@ -295,40 +187,6 @@ def clocks(found: Examination) -> list[Finding]:
                 shortest_s[name] = answered_s - asked_s
                 offsets_s[name] = reply["time_s"] - (asked_s + answered_s) / 2
     return judge_clocks(offsets_s, shortest_s)
-
-
-def judge_clocks(offsets_s: Mapping[str, float], trips_s: Mapping[str, float]) -> list[Finding]:
-    """
-    Args:
-        offsets_s: of each host's clock to this machine's.
-        trips_s: of question and answer: half of it is uncertain.
-    """
-    if not offsets_s:
-        return []
-    middle = statistics.median_low([*offsets_s.values(), 0.0])  # this machine's clock is one of them
-    wrong = {
-        name: offset - middle
-        for name, offset in [*offsets_s.items(), ("this machine", 0.0)]
-        if abs(offset - middle) > CLOCK_SKEW_S + trips_s.get(name, 0.0) / 2
-    }
-    if not wrong:
-        largest = max(abs(offset - middle) for offset in [*offsets_s.values(), 0.0])
-        return [Finding("clocks", "ok", "fleet", f"clocks agree within {largest:.1f} s")]
-    return [
-        Finding(
-            "clock-off",
-            "warn",
-            name,
-            f"its clock is {_span(abs(skew))} {'ahead of' if skew > 0 else 'behind'} the others'",
-            "changed files look old or new: indexes and caches go wrong; logs do not fit together",
-            "sudo timedatectl set-ntp true; at once: sudo date -s @$(ssh OTHER date +%s)",
-        )
-        for name, skew in wrong.items()
-    ]
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def names(found: Examination) -> list[Finding]:
@@ -384,55 +242,6 @@ def data_sets(found: Examination, settings: TrainConfig) -> list[Finding]:
     return judge_data(seen, chosen)
 
 
-def judge_data(seen: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, str]) -> list[Finding]:
-    """
-    Args:
-        seen: host -> what ``apart.data`` found.
-        chosen: host -> data set.
-    """
-    findings = []
-    for name, answer in seen.items():
-        if answer["problem"]:
-            late = bool(answer.get("late"))
-            findings.append(
-                Finding(
-                    "data-unknown" if late else "data-missing",
-                    "note" if late else "fault",
-                    name,
-                    f"data set {chosen[name]}: {answer['problem']}",
-                    "its index is not made yet"
-                    if late
-                    else "every host reads the data set from its own disk",
-                    f"on {name}: yolofleet data check {chosen[name]}"
-                    + ("" if late else "; another place there: data: PATH in fleet.yaml"),
-                )
-            )
-    known = {name: answer["splits"] for name, answer in seen.items() if not answer["problem"]}
-    same = True
-    for split in sorted({split for splits in known.values() for split in splits}):
-        shown = {
-            name: "missing"
-            if split not in splits
-            else f"{splits[split]['images']} images, {splits[split]['labels']} labels ({splits[split]['digest'][:8]})"
-            for name, splits in known.items()
-        }
-        if len(groups(shown)) > 1:
-            same = False
-            findings.append(
-                Finding(
-                    "data-differs",
-                    "fault",
-                    "fleet",
-                    f"the {split} images or labels are not the same: {groups_text(shown)}",
-                    "ranks would train on different data, and count it differently",
-                    "copy the data set again: rsync -a --delete --checksum DATA/ HOST:DATA/",
-                )
-            )
-    if same and len(known) > 1:
-        findings.append(Finding("data", "ok", "fleet", f"the same data set on {len(known)} hosts"))
-    return findings
-
-
 # -- from each to each ---------------------------------------------------------------------------------------
 
 
@@ -463,26 +272,22 @@ def judge_ways(
         for peer in found.peers
     }
 
-    def targets(peer: Peer) -> Mapping[str, Any]:
-        return {
-            "targets": [
-                {"address": meeting.address, "port": number, "token": token, "host": name}
-                for name, numbers in open_ports.items()
-                if name != peer.name
-                for meeting in every[name]
-                for number in numbers
-            ]
-        }
+    def targets(source: str) -> list[dict[str, Any]]:
+        return [
+            {"address": meeting.address, "port": number, "token": token, "host": name}
+            for name, numbers in open_ports.items()
+            if name != source
+            for meeting in every.get(name, ())  # nothing of a host that was lost meanwhile
+            for number in numbers
+        ]
 
-    replies = found.ask("reach", targets)
     attempts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for source, results in replies.items():
-        peer = next(peer for peer in found.peers if peer.name == source)
-        for target, result in zip(targets(peer)["targets"], results, strict=True):
+    for source, results in found.ask("reach", lambda peer: {"targets": targets(peer.name)}).items():
+        for target, result in zip(targets(source), results, strict=True):
             attempts[source, target["host"]].append(result)
     findings: list[Finding] = []
-    for target in found.names:
-        findings += _judge_target(found, target, wanted[target], every[target], attempts, port)
+    for name in found.names:
+        findings += _judge_target(found, name, wanted[name], every[name], attempts, port)
     ok = [finding for finding in findings if finding.level == "ok"]
     findings = [finding for finding in findings if finding.level != "ok"]
     if ok:
@@ -592,29 +397,6 @@ def _wrong_card(target: str, wrong: Meeting, right: Meeting, found: Examination,
 # -- how fast ------------------------------------------------------------------------------------------------
 
 
-def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """All ordered pairs, in rounds in which each host takes part once at most; for many hosts, each with the
-    next alone.
-
-    >>> rounds(["a", "b", "c"])
-    [[('a', 'b')], [('b', 'a')], [('a', 'c')], [('c', 'a')], [('b', 'c')], [('c', 'b')]]
-    """
-    count = len(hosts)
-    pairs = [(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
-    pairs = [way for a, b in pairs for way in ((a, b), (b, a))]
-    if len(pairs) > MOST_PAIRS_MEASURED:
-        pairs = [(hosts[i], hosts[(i + 1) % count]) for i in range(count)]
-    found: list[list[tuple[str, str]]] = []
-    for pair in pairs:
-        for one in found:
-            if not set(pair) & set(chain.from_iterable(one)):
-                one.append(pair)
-                break
-        else:
-            found.append([pair])
-    return found
-
-
 def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int]]) -> list[Finding]:
     """Latency and bandwidth of every way, measured while the hosts do nothing else."""
     measured: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -631,66 +413,15 @@ def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int
     return judge_speeds(measured, found.meetings)
 
 
-def judge_speeds(
-    measured: Mapping[tuple[str, str], Mapping[str, Any]], meetings: Mapping[str, Meeting]
-) -> list[Finding]:
-    """
-    Args:
-        measured: (from, to) -> what ``probes.measure`` found.
-    """
-    findings = []
-    good = {way: m for way, m in measured.items() if m["bytes_per_s"]}
-    middle = statistics.median([m["bytes_per_s"] for m in good.values()]) if good else 0.0
-    for (source, target), one in measured.items():
-        where, card = f"{source} -> {target}", meetings[target].card
-        if one["stalled"]:
-            findings.append(
-                Finding(
-                    "way-stalls",
-                    "fault",
-                    where,
-                    "short messages pass and long ones do not",
-                    "packets are larger than something on the way takes (MTU), and nobody says so",
-                    f"ping -M do -s 1472 {meetings[target].address} fails? then on both: "
-                    f"sudo ip link set {card} mtu 1400",
-                )
-            )
-        elif one["problem"]:
-            findings.append(Finding("way-breaks", "fault", where, f"the connection broke: {one['problem']}"))
-        elif one["bytes_per_s"] < max(SLOW_BYTES_PER_S, middle / 4):
-            findings.append(
-                Finding(
-                    "way-slow",
-                    "warn",
-                    where,
-                    f"{one['bytes_per_s'] / 1e6:.0f} MB/s, round trip {one['round_trip_s'] * 1e3:.2f} ms; the middle "
-                    f"of all ways is {middle / 1e6:.0f} MB/s",
-                    "every step waits for the slowest way",
-                    f"another card or cable on {source} or {target}: sudo ethtool {card}",
-                )
-            )
-    if good:
-        slowest = min(good, key=lambda way: good[way]["bytes_per_s"])
-        farthest = max(good, key=lambda way: good[way]["round_trip_s"])
-        findings.append(
-            Finding(
-                "speed",
-                "ok",
-                "fleet",
-                f"{len(good)} ways: slowest {good[slowest]['bytes_per_s'] / 1e6:.0f} MB/s ({' -> '.join(slowest)}), "
-                f"longest round trip {good[farthest]['round_trip_s'] * 1e3:.2f} ms ({' -> '.join(farthest)})",
-            )
-        )
-    return findings
-
-
 def measured_all_reduce(found: Examination) -> list[Finding]:
     """A sum over all hosts through torch, one process each: what a step will wait for."""
+    if len(found.peers) < 2:
+        return []
     first = found.peers[0]
     order = {name: rank for rank, name in enumerate(found.names)}
     address = found.meetings[first.name].address
     port = found.ask("free_port", {"address": address}, [first]).get(first.name, {}).get("port")
-    if port is None or len(found.peers) < 2:
+    if port is None:
         return []
 
     def place(peer: Peer) -> Mapping[str, Any]:
@@ -700,29 +431,3 @@ def measured_all_reduce(found: Examination) -> list[Finding]:
 
     replies = found.ask("all_reduce", place)
     return judge_all_reduce(replies)
-
-
-def judge_all_reduce(replies: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    broken = {name: reply["problem"] for name, reply in replies.items() if reply["problem"]}
-    if broken:
-        return [
-            Finding(
-                "all-reduce-failed",
-                "fault",
-                "fleet",
-                f"a sum over all hosts through gloo failed: {groups_text(broken)}",
-                "a run would fail in the same way",
-                "faults above come first; else yolofleet doctor --log FILE with what it printed",
-            )
-        ]
-    slowest = max(reply["seconds"] for reply in replies.values())
-    small = max(reply["barrier_s"] for reply in replies.values())
-    return [
-        Finding(
-            "all-reduce",
-            "ok",
-            "fleet",
-            f"a sum of {ALL_REDUCE_MIB} MiB over {len(replies)} hosts takes {slowest * 1e3:.1f} ms "
-            f"({ALL_REDUCE_MIB / slowest:.0f} MiB/s), the smallest one {small * 1e3:.2f} ms (gloo)",
-        )
-    ]
