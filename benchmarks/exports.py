@@ -21,9 +21,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +40,7 @@ from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
 from yolofleet.export.runtime import Runtime, open_exported
-from yolofleet.export.verify import decoded_difference, partners_difference
+from yolofleet.export.verify import decoded_difference, generated_pictures, partners_difference
 from yolofleet.families import build_model
 from yolofleet.geometry.nms import detections
 from yolofleet.models.description import describe
@@ -101,19 +104,20 @@ class Row:
         ]
 
 
-def drawn(name: str, nc: int) -> Detector:
-    """A network whose every tensor is drawn, also those that start as zeros, so that all parts count."""
+def drawn(name: str, nc: int, img: int) -> Detector:
+    """A network whose output depends on the image, as a trained one's does and a fresh one's hardly: the statistics
+    of all normalisations are those of pictures, and the last layers' weights are large."""
     model = build_model(describe(name), nc)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                assert module.running_mean is not None and module.running_var is not None
-                module.running_mean.normal_(0, 0.1, generator=generator)
-                module.running_var.uniform_(0.5, 1.5, generator=generator)
-        for parameter in model.parameters():
-            if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_(0, 0.05, generator=generator)
+                module.momentum = None  # plain mean
+            elif isinstance(module, nn.Conv2d) and module.bias is not None:  # no normalisation after it
+                module.weight.normal_(0, 1 / module.weight[0].numel() ** 0.5, generator=generator)
+                module.bias.zero_()
+        pixels = [cv2.resize(picture, (img, img)) for picture in islice(generated_pictures(), 2)]
+        model.train()(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255)
     return model.eval()
 
 
@@ -129,7 +133,7 @@ def compare(network: Detector, runtime: Runtime, index: DataIndex, images: int, 
             with torch.inference_mode():
                 ours = network.decode(network(given))
             theirs = runtime(given)
-            box_px, score, _ = decoded_difference(ours, theirs)
+            box_px, score, _ = decoded_difference(ours, theirs, (given.shape[2], given.shape[3]))
             row.box_px, row.score = max(row.box_px, box_px), max(row.score, score)
             mine, found = (kept(decoded) for decoded in (ours, theirs))
             row.boxes += len(mine)
@@ -183,7 +187,7 @@ def main() -> int:
     model = (
         model_from_weights(load_weights(options.weights, options.cfg))
         if options.weights
-        else drawn(options.model, len(index.names))
+        else drawn(options.model, len(index.names), options.img)
     )
     network = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     size_hw = (options.img, options.img)

@@ -62,25 +62,18 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     )
     image = graph("Squeeze", graph("Slice", where, *graph.numbers([0], [1], [1])), column)  # [M]
 
-    # images in order, within an image by score: scores are below 2, so image i lies between 2 i and 2 i + 2
-    shift = graph("Mul", graph("Cast", image, to=onnx.TensorProto.FLOAT), graph.number(2, f32))
-    _, order = graph.several(
-        "TopK", 2, graph("Sub", score, shift), graph("Shape", score), largest=1, sorted=1
-    )
+    _, order = graph.several("TopK", 2, score, graph("Shape", score), largest=1, sorted=1)
     rows, image = graph("Gather", rows, order, axis=0), graph("Gather", image, order, axis=0)
 
-    # the place of a row among those of its image; what is beyond D goes to a row D that is cut off
+    # a row's place among those of its image, which is its rank; what is beyond D goes to a row D that is cut off
     count = graph("Shape", DECODED, start=0, end=1)  # [1] N
     images = graph("Range", graph.number(0, i64), graph("Squeeze", count), graph.number(1, i64))  # [N]
     is_of = graph(
         "Equal", graph("Unsqueeze", images, column), graph("Unsqueeze", image, graph.number([0], i64))
     )
-    of_each = graph("ReduceSum", graph("Cast", is_of, to=onnx.TensorProto.INT64), column, keepdims=0)  # [N]
-    before = graph("CumSum", of_each, graph.number(0, i64), exclusive=1)  # [N]
-    position = graph(
-        "Range", graph.number(0, i64), graph("Squeeze", graph("Shape", score)), graph.number(1, i64)
-    )
-    slot = graph("Sub", position, graph("Gather", before, image, axis=0))
+    is_of = graph("Cast", is_of, to=onnx.TensorProto.INT64)  # [N, M]
+    before = graph("CumSum", is_of, graph.number(1, i64), exclusive=1)
+    slot = graph("ReduceSum", graph("Mul", before, is_of), graph.number([0], i64), keepdims=0)  # [M]
     slot = graph("Min", slot, graph.number(nms.max_det, i64))
     target = graph(
         "Concat", graph("Unsqueeze", image, column), graph("Unsqueeze", slot, column), axis=1

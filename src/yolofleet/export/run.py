@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from torch import Tensor
 
 from yolofleet.checkpoint.reader import load_weights, resolve_weights
 from yolofleet.checkpoint.weights import model_from_weights
@@ -17,7 +20,13 @@ from yolofleet.export.facts import ExportFacts, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.runtime import first_line, open_exported
-from yolofleet.export.verify import batches_of, compare, generated_pictures, real_pictures
+from yolofleet.export.verify import (
+    batches_of,
+    compare,
+    compare_suppressed,
+    generated_pictures,
+    real_pictures,
+)
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.report.console import Console
@@ -97,7 +106,7 @@ def export(
                 "pictures": data or "generated",
                 "verified": False,
             }
-            figures |= _verified(format, made, model, facts, batches_of(facts, size_hw, pictures))
+            figures |= _verified(format, job, made, model, batches_of(facts, size_hw, pictures))
             for file in Path(temporary).iterdir():
                 replace(file, out.parent / file.name)
     except OSError as problem:
@@ -118,25 +127,36 @@ def _write(format: Format, job: ExportJob, path: Path) -> None:
 
 
 def _verified(
-    format: Format, path: Path, model: Detector, facts: ExportFacts, batches: list[Any]
+    format: Format, job: ExportJob, path: Path, model: Detector, batches: list[Tensor]
 ) -> dict[str, Any]:
     """What running the file showed, or why it was not run."""
     if absent := missing(format.runs):
         return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
-    try:
-        runtime = open_exported(path)
-    except ConfigError as problem:  # it runs elsewhere
-        return {"why_not": problem.what, "install": problem.hint}
-    difference = compare(runtime, fuse(model), batches)
-    difference.check(facts.half)
-    return {
-        "verified": True,
-        "runtime": runtime.place,
-        "images": difference.images,
-        "predictions": difference.boxes,
-        "box_px": difference.box_px,
-        "score": difference.score,
-    }
+    with TemporaryDirectory(prefix="yolofleet-verify-") as temporary:
+        plain_path, plain_job = path, job
+        if job.facts.nms is not None:
+            plain_job = dataclasses.replace(job, facts=dataclasses.replace(job.facts, nms=None))
+            plain_path = Path(temporary, path.name)
+            _write(format, plain_job, plain_path)
+        try:
+            runtime, plain = open_exported(path), open_exported(plain_path)
+        except ConfigError as problem:  # it runs elsewhere
+            return {"why_not": problem.what, "install": problem.hint}
+        difference = compare(plain, fuse(model), batches)
+        difference.check(job.facts.half)
+        figures: dict[str, Any] = {
+            "verified": True,
+            "runtime": runtime.place,
+            "images": difference.images,
+            "predictions": difference.boxes,
+            "box_px": difference.box_px,
+            "score": difference.score,
+        }
+        if job.facts.nms is not None:
+            kept = compare_suppressed(runtime, plain, batches)
+            kept.check(job.facts.half)
+            figures |= {"boxes": kept.boxes, "kept_box_px": kept.box_px, "kept_score": kept.score}
+    return figures
 
 
 def replace(made: Path, target: Path) -> None:
@@ -219,12 +239,12 @@ def verdict_text(figures: dict[str, Any]) -> str:
     """One line on what running the file showed."""
     if not figures["verified"]:
         return f"exported, NOT VERIFIED: {figures['why_not']} (to verify: {figures['install']})"
-    if not figures["predictions"]:
-        return (
-            f"exported; {figures['runtime']} runs it, but the {figures['images']} {figures['pictures']} pictures show no "
-            "boxes to compare: give --data"
-        )
-    return (
+    text = (
         f"exported and verified: {figures['runtime']} against the network on {figures['images']} pictures "
         f"({figures['pictures']}): boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
     )
+    if "boxes" not in figures:
+        return text
+    if not figures["boxes"]:
+        return f"{text}; no boxes there whose suppression could be compared: --data with pictures of yours has some"
+    return f"{text}; after suppression {figures['boxes']} boxes, within {figures['kept_box_px']:.2g} px"

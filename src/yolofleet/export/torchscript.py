@@ -38,7 +38,8 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     cpu_only(device, "TorchScript")
     check_program(path)
     extra = {FACTS_FILE: ""}
-    program = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+    with quiet():
+        program = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
     text: str | bytes = extra[FACTS_FILE]
     if not text:
         raise CheckpointError(

@@ -1,0 +1,71 @@
+"""A small network and its exported files, made once for all tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.graph import ExportGraph, ExportJob
+from yolofleet.export.verify import batches_of, generated_pictures
+from yolofleet.families import build_model
+from yolofleet.models.darknet_cfg import DarknetDescription
+from yolofleet.models.description import ModelDescription, describe
+from yolofleet.models.detector import Detector
+
+NAMES = ("person", "dog", "traffic light")
+SIZE_HW = (64, 96)
+
+
+def small(name: str) -> ModelDescription:
+    """A narrow and shallow form of a built-in model."""
+    description = describe(name)
+    if isinstance(description, DarknetDescription):
+        return description
+    return replace(description, depth_multiple=0.1, width_multiple=0.125)
+
+
+def pictures(count: int, size_hw: tuple[int, int] = SIZE_HW) -> Tensor:
+    """[N, 3, H, W] in 0..1, of the kind that :func:`network` has seen."""
+    shapes = ExportFacts("", "", NAMES, (32,), size_hw, count)
+    return batches_of(shapes, size_hw, generated_pictures())[0]
+
+
+def network(name: str = "yolov5n", nc: int = len(NAMES), seed: int = 0) -> Detector:
+    """A small network whose output depends on the image, as a trained one's does and a fresh one's hardly: the
+    statistics of all normalisations are those of some images, and the last layers' weights are large."""
+    model = build_model(small(name), nc, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = None  # plain mean
+            elif isinstance(module, nn.Conv2d) and module.bias is not None:  # no normalisation after it
+                module.weight.normal_(0, 1 / module.weight[0].numel() ** 0.5, generator=generator)
+                module.bias.zero_()
+        model.train()(pictures(4))
+    if nc == len(NAMES):
+        model.names = NAMES
+    return model.eval()
+
+
+def facts_of(
+    model: Detector,
+    *,
+    size_hw: tuple[int, int] | None = SIZE_HW,
+    batch: int | None = 1,
+    half: bool = False,
+    nms: Suppression | None = None,
+) -> ExportFacts:
+    description = model.description
+    return ExportFacts(
+        description.family, description.name, model.names, model.strides, size_hw, batch, half, nms
+    )
+
+
+def job_of(
+    model: Detector, facts: ExportFacts, size_hw: tuple[int, int] = SIZE_HW, *, simplify: bool = False
+) -> ExportJob:
+    return ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)

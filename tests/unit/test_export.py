@@ -1,0 +1,353 @@
+"""Exported files: what is written computes what the network computes, and says what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from exported import NAMES, SIZE_HW, facts_of, job_of, network, pictures
+from torch import nn
+
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.config.load import resolve_export
+from yolofleet.errors import CheckpointError, ConfigError, NumericsError
+from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.formats import FORMATS, format_named, format_of
+from yolofleet.export.graph import ExportGraph, ZeroBorder
+from yolofleet.export.run import export, export_command, size_of
+from yolofleet.export.runtime import Runtime, open_exported, open_weights
+from yolofleet.export.verify import decoded_difference, partners_difference
+from yolofleet.geometry.nms import detections
+from yolofleet.models.detector import Detector
+
+HERE = [name for name in ("onnx", "torchscript", "openvino", "ncnn") if not [
+    module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
+]]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Detector:
+    return network()
+
+
+@pytest.fixture(scope="module")
+def torchscript_file(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "model.torchscript"
+    FORMATS["torchscript"].module.write(job_of(model, facts_of(model)), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def weights(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    return path
+
+
+def assert_near(theirs: torch.Tensor, ours: torch.Tensor, size_hw: tuple[int, int] = SIZE_HW) -> None:
+    """Rounding, through a network that multiplies it."""
+    box_px, score, _ = decoded_difference(ours, theirs, size_hw)
+    assert box_px < 0.05 and score < 1e-3
+
+
+# -- what is computed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_a_file_of_one_size_computes_what_the_network_does_for_any_number_of_images(model, format, tmp_path):
+    out = tmp_path / ("a b ü" + FORMATS[format].suffix)
+    facts = facts_of(model, batch=1 if format == "ncnn" else 2)
+    figures = export(model, FORMATS[format], facts, SIZE_HW, out)
+    assert figures["verified"] and figures["box_px"] < 0.05 and figures["score"] < 1e-3
+    assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing temporary is left"
+    runtime = open_exported(out)
+    images = pictures(3)
+    with torch.inference_mode():
+        ours = model.decode(model(images))
+    assert_near(runtime.decode(runtime(images)), ours)
+    assert (runtime.nc, runtime.names, runtime.strides) == (3, NAMES, (8, 16, 32))
+
+
+@pytest.mark.parametrize("format", [name for name in HERE if name in ("onnx", "torchscript")])
+def test_a_file_of_any_size_computes_what_the_network_does_at_another_one(model, format, tmp_path):
+    out = tmp_path / ("model" + FORMATS[format].suffix)
+    facts = facts_of(model, size_hw=None, batch=None)
+    FORMATS[format].module.write(job_of(model, facts), out)
+    runtime = open_exported(out)
+    for count, size_hw in ((1, (96, 64)), (2, (32, 128))):
+        images = pictures(count, size_hw)
+        with torch.inference_mode():
+            ours = model.decode(model(images))
+        assert_near(runtime(images), ours, size_hw)
+
+
+@pytest.mark.parametrize("name", ["yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s"])
+def test_networks_of_every_family_can_be_exported(name, tmp_path):
+    pytest.importorskip("onnxruntime")
+    other = network(name)
+    is_free = name == "ppyoloe-s"
+    facts = facts_of(other, size_hw=None if is_free else SIZE_HW)
+    figures = export(other, FORMATS["onnx"], facts, SIZE_HW, tmp_path / "model.onnx")
+    assert figures["verified"] and figures["box_px"] < 0.01 and figures["score"] < 1e-4
+
+
+def test_onnx_in_16_bits_has_inputs_and_outputs_in_32(model, tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxslim")
+    out = tmp_path / "model.onnx"
+    export(model, FORMATS["onnx"], facts_of(model, half=True), SIZE_HW, out, simplify=True)
+    images, runtime = pictures(1), open_exported(out)
+    with torch.inference_mode():
+        ours = model.decode(model(images))
+    assert runtime(images).dtype == torch.float32
+    box_px, score, _ = decoded_difference(ours, runtime(images), SIZE_HW)
+    assert 1e-3 < box_px < 8 and 1e-4 < score < 0.05
+    weights = sum(p.numel() for p in model.parameters())
+    assert 2 * weights < out.stat().st_size < 2.3 * weights
+
+
+@pytest.mark.parametrize(("format", "agnostic"), [("onnx", False), ("openvino", True)], ids=str)
+def test_suppression_inside_a_file_keeps_the_boxes_that_ours_keeps(model, format, agnostic, tmp_path):
+    if format not in HERE:
+        pytest.skip(f"{format} is not installed")
+    settings = Suppression(median_score(model), 0.45, 20, agnostic)
+    facts = facts_of(model, size_hw=None, batch=None, nms=settings)
+    out = tmp_path / ("model" + FORMATS[format].suffix)
+    figures = export(model, FORMATS[format], facts, SIZE_HW, out)
+    assert figures["boxes"] == 6 * 20, (
+        "the limit is reached on every picture, so it is part of what is compared"
+    )
+    assert figures["kept_box_px"] < 1e-3 and figures["kept_score"] < 1e-5
+    boxes = open_exported(out)(pictures(3))
+    assert boxes.shape == (3, 20, 6)
+    assert (boxes[:, :-1, 4] >= boxes[:, 1:, 4]).all(), "best first"
+
+
+def median_score(model: Detector) -> float:
+    """Above which half of the places of some picture lie."""
+    with torch.inference_mode():
+        decoded = model.decode(model(pictures(1)))
+    return round(float((decoded[..., 4:5] * decoded[..., 5:]).amax(2).median()), 3)
+
+
+def test_suppression_inside_a_file_fills_up_with_zeros_where_it_finds_nothing(model, tmp_path):
+    pytest.importorskip("onnxruntime")
+    images = torch.cat([pictures(1), torch.zeros(1, 3, *SIZE_HW)])
+    with torch.inference_mode():
+        decoded = model.decode(model(images))
+    best = (decoded[..., 4:5] * decoded[..., 5:]).amax((1, 2))
+    settings = Suppression(float(best.mean()), 0.45, 300, False)  # between the best of both pictures
+    facts = facts_of(model, batch=None, nms=settings)
+    FORMATS["onnx"].module.write(job_of(model, facts), tmp_path / "model.onnx")
+    runtime, least = open_exported(tmp_path / "model.onnx"), int(best.argmin())
+    boxes = runtime(images)
+    assert not boxes[least].any()
+    assert boxes[1 - least, 0].any() and not boxes[1 - least, -1].any()
+    assert not runtime(images[least : least + 1]).any(), "no box in the whole batch"
+
+
+def test_borders_of_zeros_are_those_of_zero_padding():
+    x = torch.randn(2, 3, 5, 7)
+    for padding in ((0, 1, 0, 1), (1, 0, 2, 3), (0, 0, 0, 0)):
+        assert torch.equal(ZeroBorder(padding)(x), nn.ZeroPad2d(padding)(x))
+
+
+@pytest.mark.parametrize("name", ["yolov3-tiny", "darknet-yolov3-tiny"])
+def test_the_graph_that_is_exported_equals_the_network(name):
+    other = network(name)
+    images = pictures(1)
+    with torch.inference_mode():
+        assert_near(ExportGraph(other)(images), other.decode(other(images)))
+
+
+# -- verification ----------------------------------------------------------------------------------------------
+
+
+class Deceiving(nn.Module):
+    """Computes something else for the black picture that is traced than for all others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if bool(x.any()) else x + 1
+
+
+def test_a_file_that_computes_something_else_is_not_kept(tmp_path):
+    pytest.importorskip("onnxruntime")
+    wrong = network()
+    wrong.model.insert(0, nn.Sequential())  # type: ignore[union-attr]
+    wrong.model[0] = nn.Sequential(Deceiving(), wrong.model[1])  # type: ignore[index]
+    del wrong.model[1]  # type: ignore[union-attr]
+    out = tmp_path / "model.onnx"
+    out.write_bytes(b"an older file")
+    with pytest.raises(NumericsError, match="differs from the network") as caught:
+        export(wrong, FORMATS["onnx"], facts_of(wrong), SIZE_HW, out)
+    assert caught.value.exit_code == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert out.read_bytes() == b"an older file"
+
+
+def test_boxes_without_a_partner_are_infinitely_far():
+    box = torch.tensor([[0.0, 0, 10, 10, 0.9, 1]])
+    assert partners_difference(box, box, above=0.5) == (0, 0)
+    moved = box + torch.tensor([0.25, 0, 0, 0, 0.05, 0])
+    assert partners_difference(box, moved, above=0.5) == pytest.approx((0.25, 0.05))
+    for other in (box[:0], box + torch.tensor([0, 0, 0, 0, 0, 1])):  # none, and another class
+        assert partners_difference(box, other, above=0.5) == (float("inf"), float("inf"))
+        assert partners_difference(other, box, above=0.5) == (float("inf"), float("inf"))
+    assert partners_difference(box, box[:0], above=0.95) == (0, 0)
+
+
+def test_without_its_runtime_a_file_is_written_and_said_to_be_unverified(model, tmp_path, monkeypatch):
+    pytest.importorskip("onnx")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if it were not installed
+    out = tmp_path / "model.onnx"
+    figures = export(model, FORMATS["onnx"], facts_of(model), SIZE_HW, out)
+    assert out.stat().st_size > 4 * sum(p.numel() for p in model.parameters())
+    assert not figures["verified"] and figures["why_not"] == "onnxruntime is not installed"
+    assert figures["install"].endswith('-m pip install "yolofleet[onnx]"')
+    with pytest.raises(ConfigError, match="needs onnxruntime") as caught:
+        open_exported(out)
+    assert "yolofleet[onnx]" in caught.value.hint
+
+
+# -- the verb --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"format": "onxx"}, "did you mean onnx?"),
+        ({"format": "paddle"}, "not offered"),
+        ({"format": "tflite", "half": True}, "--half is not possible for tflite"),
+        ({"format": "ncnn", "dynamic": "size"}, "--dynamic is not possible for ncnn"),
+        ({"format": "torchscript", "nms": True}, "onnx, openvino can do it"),
+        ({"format": "torchscript", "simplify": True}, "--simplify is not possible"),
+        ({"format": "torchscript", "weights": "nowhere.pt"}, "neither here nor in"),
+        ({"format": "torchscript", "out": "model.onnx"}, "ends in .torchscript"),
+    ],
+)
+def test_what_cannot_be_exported_says_why(settings, says, weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        export_command(resolve_export({"weights": str(weights), **settings}).value)
+    assert says in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "--weights is missing"),
+        ({"weights": "w", "conf": "0.5"}, "no effect without --nms"),
+        ({"weights": "w", "dynamic": "batch", "batch": "2"}, "cannot stand together"),
+        ({"weights": "w", "img": "64x96"}, "img"),
+    ],
+)
+def test_settings_of_export_that_contradict_each_other_are_refused(settings, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve_export(settings)
+    assert says in caught.value.render()
+
+
+def test_sizes_are_rounded_up_to_the_stride():
+    assert size_of("", 640, 32) == (640, 640)
+    assert size_of("100", 640, 32) == (128, 128)
+    assert size_of("384,641", 640, 64) == (384, 704)
+
+
+def test_a_converter_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):
+    from yolofleet.export.formats import need
+
+    monkeypatch.setitem(sys.modules, "pnnx", None)
+    with pytest.raises(ConfigError, match="needs pnnx") as caught:
+        need(format_named("ncnn"), FORMATS["ncnn"].writes, "--format ncnn")
+    assert 'pip install "yolofleet[ncnn]"' in caught.value.hint
+
+
+# -- facts -----------------------------------------------------------------------------------------------------
+
+
+def test_facts_come_back_from_text(model):
+    for facts in (
+        facts_of(model),
+        facts_of(model, size_hw=None, batch=None, half=True, nms=Suppression(0.25, 0.45, 300, True)),
+    ):
+        assert ExportFacts.from_json(facts.to_json(), source="here") == facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"names": []},
+        {"names": "person"},
+        {"names": [1]},
+        {"strides": [0]},
+        {"strides": []},
+        {"strides": [8] * 100},
+        {"size_hw": [640]},
+        {"size_hw": [1e9, 2]},
+        {"batch": -1},
+        {"batch": True},
+        {"nms": {"conf": 2, "iou": 0.5, "max_det": 1, "agnostic": False}},
+        {"nms": {"conf": float("nan"), "iou": 0.5, "max_det": 1, "agnostic": False}},
+        {"family": None},
+    ],
+)
+def test_facts_that_somebody_changed_are_refused(model, change):
+    values = json.loads(facts_of(model).to_json()) | change
+    with pytest.raises(CheckpointError, match="here"):
+        ExportFacts.from_json(json.dumps(values), source="here")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+def test_facts_that_are_none_are_refused(text):
+    with pytest.raises(CheckpointError, match="here"):
+        ExportFacts.from_json(text, source="here")
+
+
+def test_names_are_shown_without_control_characters(model):
+    values = json.loads(facts_of(model).to_json()) | {"names": ["a\x1b[2Jb"]}
+    assert ExportFacts.from_json(json.dumps(values), source="here").names == ("a?[2Jb",)
+
+
+def test_formats_are_known_by_names_and_folders(tmp_path):
+    for name in ("a.onnx", "a.torchscript", "A.ONNX", "a.tflite", "a.engine"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "ov").mkdir()
+    (tmp_path / "ov" / "model.xml").write_bytes(b"")
+    found = {path.name: format_of(path) for path in tmp_path.iterdir()}
+    names = {name: format and format.name for name, format in found.items()}
+    assert names == {
+        "a.onnx": "onnx",
+        "A.ONNX": "onnx",
+        "a.torchscript": "torchscript",
+        "a.tflite": "tflite",
+        "a.engine": "tensorrt",
+        "ov": "openvino",
+    }
+    assert format_of(tmp_path / "ov" / "model.xml") is FORMATS["openvino"]
+    assert format_of(tmp_path) is None and format_of(tmp_path / "missing.onnx") is None
+
+
+def test_weights_and_exported_files_open_by_the_same_name(torchscript_file, weights):
+    assert isinstance(open_weights(str(torchscript_file)), Runtime)
+    assert isinstance(open_weights(str(weights)), Detector)
+    with pytest.raises(ConfigError, match="runs on the CPU"):
+        open_weights(str(torchscript_file), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="describes itself"):
+        open_weights(str(torchscript_file), "model.cfg")
+
+
+def test_detections_of_a_file_go_through_the_same_suppression(model, torchscript_file):
+    """A runtime stands where a network stands."""
+    images = pictures(1)
+    with torch.inference_mode():
+        ours = model.decode(model(images))
+    settings = {"conf": 0.3, "iou": 0.5, "max_det": 50, "multi_label": True}
+    mine = detections(ours, **settings)[0][0].numpy()
+    theirs = detections(open_exported(torchscript_file)(images), **settings)[0][0].numpy()
+    assert len(mine) and np.abs(mine - theirs).max() < 1e-2

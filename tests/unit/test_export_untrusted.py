@@ -1,0 +1,290 @@
+"""Exported files from strangers: data that is looked at first, never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from exported import NAMES, SIZE_HW, facts_of, job_of, network
+
+from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.export import torchscript
+from yolofleet.export.runtime import open_exported
+from yolofleet.export.torchscript_check import check_program
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """model.onnx and model.torchscript of a small network."""
+    folder = tmp_path_factory.mktemp("exported")
+    model = network()
+    torchscript.write(job_of(model, facts_of(model)), folder / "model.torchscript")
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        return folder
+    from yolofleet.export import onnx as onnx_format
+
+    onnx_format.write(job_of(model, facts_of(model)), folder / "model.onnx")
+    return folder
+
+
+@pytest.fixture
+def onnx_model(files):
+    """A fresh copy of the parsed file."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    return onnx.load(files / "model.onnx")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(YolofleetError) as caught:
+        open_exported(path)
+    assert caught.value.hint
+    return caught.value.render()
+
+
+# -- ONNX ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 5000, -1])
+def test_an_onnx_file_that_was_cut_off_is_refused(files, tmp_path, size):
+    pytest.importorskip("onnxruntime")
+    content = (files / "model.onnx").read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(content[:size])
+    assert "cut.onnx" in refusal(tmp_path / "cut.onnx")
+
+
+@pytest.mark.parametrize("content", [b"\x00" * 200, b"not ONNX" * 50, b"\xff" * 1000, b"PK\x03\x04"])
+def test_what_is_no_onnx_is_refused(tmp_path, content):
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "a.onnx").write_bytes(content)
+    assert "a.onnx" in refusal(tmp_path / "a.onnx")
+
+
+def with_external(model, location: str, *, offset: int = 0, length: int = 64, place: str = "initializer"):
+    """A tensor of the graph lies in the file ``location``."""
+    from onnx import TensorProto
+
+    if place == "initializer":
+        tensor = model.graph.initializer[0]
+    else:
+        tensor = next(a.t for node in model.graph.node for a in node.attribute if a.HasField("t"))
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, value
+    return model.SerializeToString()
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant"])
+@pytest.mark.parametrize(
+    "location",
+    ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "C:\\secret.bin", "\\\\host\\x", "..\\secret.bin", "link", ""],
+)  # fmt: skip
+def test_tensors_in_files_outside_the_folder_are_refused(onnx_model, tmp_path, location, place):
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(b"s" * 10_000)
+    (folder / "link").symlink_to(tmp_path / "secret.bin")
+    (folder / "a.onnx").write_bytes(with_external(onnx_model, location, place=place))
+    assert "outside its folder" in refusal(folder / "a.onnx")
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "length", "says"),
+    [
+        (None, 0, 64, "beside it"),
+        (10, 0, 64, "which has 10"),
+        (100, 90, 64, "which has 100"),
+        (100, -1, 64, "needs bytes"),
+    ],
+)
+def test_external_files_that_are_missing_or_short_are_named(onnx_model, tmp_path, size, offset, length, says):
+    if size is not None:
+        (tmp_path / "weights.bin").write_bytes(b"w" * size)
+    content = with_external(onnx_model, "weights.bin", offset=offset, length=length)
+    (tmp_path / "a.onnx").write_bytes(content)
+    message = refusal(tmp_path / "a.onnx")
+    assert says in message and "weights.bin" in message
+
+
+def test_tensors_in_a_whole_file_beside_it_are_used(onnx_model, tmp_path):
+    import onnx
+
+    onnx.save(onnx_model, tmp_path / "a.onnx", save_as_external_data=True, location="a.data")
+    assert (tmp_path / "a.data").stat().st_size > 10 * (tmp_path / "a.onnx").stat().st_size / 20
+    assert open_exported(tmp_path / "a.onnx").names == NAMES
+
+
+def test_a_graph_that_the_runtime_refuses_is_our_error(onnx_model, tmp_path):
+    onnx_model.graph.node[3].op_type = "NoSuchOperation"
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    assert "ONNX Runtime refuses" in refusal(tmp_path / "a.onnx")
+    onnx_model.graph.node[3].domain = "com.example"
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    assert "operations of 'com.example'" in refusal(tmp_path / "a.onnx")
+
+
+def test_a_file_that_lies_about_itself_is_refused_when_it_runs(onnx_model, tmp_path):
+    model = network()
+    model.names = (*NAMES, "another")
+    onnx_model.metadata_props[0].value = facts_of(model).to_json()
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    runtime = open_exported(tmp_path / "a.onnx")
+    with pytest.raises(CheckpointError, match=r"not \[1, K, 9\]"):
+        runtime(torch.zeros(1, 3, *SIZE_HW))
+    onnx_model.metadata_props[0].value = facts_of(network(), size_hw=(32, 32)).to_json()
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    runtime = open_exported(tmp_path / "a.onnx")
+    with pytest.raises(CheckpointError, match="cannot be run"):
+        runtime(torch.zeros(1, 3, 32, 32))
+
+
+# -- ONNX of other programs ------------------------------------------------------------------------------------
+
+
+def test_a_foreign_file_in_the_form_of_yolov5s_export_is_understood(onnx_model, tmp_path):
+    del onnx_model.metadata_props[:]
+    for key, value in (("stride", "32"), ("names", "{0: 'person', 1: \"dog's\", 2: 'traffic light'}")):
+        entry = onnx_model.metadata_props.add()
+        entry.key, entry.value = key, value
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    runtime = open_exported(tmp_path / "a.onnx")
+    assert runtime.names == ("person", "dog's", "traffic light")
+    assert (runtime.facts.size_hw, runtime.facts.batch, runtime.strides) == (SIZE_HW, 1, (8, 16, 32))
+    assert runtime(torch.zeros(2, 3, *SIZE_HW)).shape == (2, 3 * (96 + 24 + 6), 8)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8, 378), (1, 100, 6), (1, 378), (1, 300, 8)],
+    ids=["transposed", "boxes", "flat", "other rows"],
+)
+def test_a_foreign_file_of_another_form_is_refused_with_its_form(onnx_model, tmp_path, shape):
+    from onnx import TensorProto, helper
+
+    del onnx_model.metadata_props[:]
+    del onnx_model.graph.output[:]
+    onnx_model.graph.output.append(helper.make_tensor_value_info("decoded", TensorProto.FLOAT, shape))
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    message = refusal(tmp_path / "a.onnx")
+    assert "of another program" in message and str(list(shape)) in message
+
+
+# -- TorchScript -----------------------------------------------------------------------------------------------
+
+
+class Writes(torch.nn.Module):
+    """Maps a file of its choice, for writing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_file("/tmp/yolofleet-written", shared=True, size=4).sum()
+
+
+class Endless(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while bool(x.sum() > -1):
+            x = x + 1
+        return x
+
+
+class Awakes(torch.nn.Module):
+    """Does something while it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[float, bool]:
+        return self.scale, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[float, bool]) -> None:
+        self.scale, self.training = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [(Writes, "torch.from_file"), (Endless, "While"), (Awakes, "__getstate__")],
+    ids=["writes", "endless", "awakes"],
+)
+def test_torchscript_that_is_more_than_a_network_is_refused_before_it_is_loaded(tmp_path, made, says):
+    torch.jit.script(made()).save(str(tmp_path / "a.torchscript"))
+    assert says in refusal(tmp_path / "a.torchscript")
+
+
+def test_torchscript_of_another_program_is_refused(tmp_path):
+    traced = torch.jit.trace(torch.nn.SiLU(), torch.zeros(1, 3, 8, 8))
+    torch.jit.freeze(traced.eval()).save(str(tmp_path / "a.torchscript"))
+    assert "of another program" in refusal(tmp_path / "a.torchscript")
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, 100_000, -100])
+def test_torchscript_that_was_cut_off_is_refused(files, tmp_path, size):
+    content = (files / "model.torchscript").read_bytes()
+    (tmp_path / "cut.torchscript").write_bytes(content[:size])
+    assert "not a whole TorchScript file" in refusal(tmp_path / "cut.torchscript")
+
+
+def test_an_archive_that_is_no_torchscript_or_too_large_is_refused(files, tmp_path):
+    plain = tmp_path / "plain.torchscript"
+    with zipfile.ZipFile(plain, "w") as archive:
+        archive.writestr("a/code/a.py", "x = 1\n")
+    assert "not a TorchScript file" in refusal(plain)
+    bomb = tmp_path / "bomb.torchscript"
+    shutil.copy(files / "model.torchscript", bomb)
+    with zipfile.ZipFile(bomb, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/data/bomb", bytes(100 * 2**20))
+    assert bomb.stat().st_size < 5e6
+    assert "unpack" in refusal(bomb)
+    twice = tmp_path / "twice.torchscript"
+    shutil.copy(files / "model.torchscript", twice)
+    with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning):
+        archive.writestr(archive.namelist()[0], b"")
+    assert "twice" in refusal(twice)
+
+
+def test_our_own_torchscript_passes(files):
+    check_program(files / "model.torchscript")
+    assert open_exported(files / "model.torchscript").names == NAMES
+
+
+# -- formats of several files ----------------------------------------------------------------------------------
+
+
+def test_broken_openvino_files_are_refused(tmp_path):
+    pytest.importorskip("openvino")
+    for name, content in (("cut", b"<?xml version='1.0'?><net name='a'"), ("empty", b""), ("no", b"x" * 100)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.xml").write_bytes(content)
+        (folder / "model.bin").write_bytes(b"")
+        assert str(folder) in refusal(folder)
+
+
+def test_broken_ncnn_files_are_refused(tmp_path):
+    pytest.importorskip("ncnn")
+    folder = tmp_path / "a_ncnn"
+    folder.mkdir()
+    (folder / "model.ncnn.param").write_bytes(b"nothing")
+    assert "has no description" in refusal(folder)
+    (folder / "yolofleet.json").write_text(facts_of(network()).to_json(), encoding="utf-8")
+    assert "not a whole ncnn network" in refusal(folder)
+    (folder / "yolofleet.json").write_text("{", encoding="utf-8")
+    assert "wrong description" in refusal(folder)
+
+
+def test_a_runtime_that_is_not_here_is_named(tmp_path):
+    (tmp_path / "a.engine").write_bytes(b"")
+    with pytest.raises(ConfigError, match="needs tensorrt") as caught:
+        open_exported(tmp_path / "a.engine")
+    assert "yolofleet[tensorrt]" in caught.value.hint
