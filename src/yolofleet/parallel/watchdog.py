@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -104,8 +103,8 @@ class Watchdog:
         self.members[rank] = self._mine
         self.beats[rank] = self._progress.look(0.0)
         with suppress(RuntimeError):
-            store.set(f"member/{rank}", json.dumps(asdict(self._mine)))
-            store.set(f"beat/{rank}", json.dumps(asdict(self.beats[rank])))
+            store.set(f"member/{rank}", json.dumps(vars(self._mine)))
+            store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
         with suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self._dump = self.log.open("a", encoding="utf-8")
@@ -161,7 +160,7 @@ class Watchdog:
         with suppress(RuntimeError):  # the store is gone: `_watch` counts how long nothing comes
             every_s = MEET_S
             while not self._closing.wait(every_s):
-                store.set(f"beat/{rank}", json.dumps(asdict(self.beats[rank])))
+                store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
                 if len(self.members) == len(ranks):
                     self._fetch_beats(store)
                 elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
@@ -174,7 +173,7 @@ class Watchdog:
                 verdict = judge(self.beats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
                 if verdict is not None and store.add("reporters", 1) == 1:
                     self._report(store, verdict)
-            store.set(f"beat/{rank}", json.dumps(asdict(self._progress.look(0.0, ended=True))))
+            store.set(f"beat/{rank}", json.dumps(vars(self._progress.look(0.0, ended=True))))
             store.check(["question"])  # it has been answered: the beat has arrived
 
     def _fetch_beats(self, store: Store) -> None:
@@ -216,7 +215,7 @@ class Watchdog:
         missing, kind = json.loads(store.get("question"))
         verdict = Verdict(tuple(missing), kind, 0.0)
         found = {rank: own_findings()} | self._witness(verdict.missing)
-        answer = {"found": {r: asdict(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
+        answer = {"found": {r: vars(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
         with suppress(RuntimeError):
             store.set(f"answer/{rank}", json.dumps(answer))
             self._settle()
