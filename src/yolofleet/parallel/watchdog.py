@@ -1,7 +1,7 @@
 """A rank that hangs is named within a minute, and the run ended, instead of everybody waiting for it.
 
-Each rank has two threads. One looks at this rank's activity once a second and judges; the other exchanges
-beats with the other ranks through the store where they met, over a connection of its own. Two, because the
+Each rank has two threads. One looks at this rank's activity once a second; the other exchanges beats with the
+other ranks through the store where they met, over a connection of its own, and judges them. Two, because the
 store may be what hangs (it lives in rank 0, or in torchrun's agent). The step itself only sets variables.
 
 When a rank sees a stall, one of them becomes the reporter (first come, in the store). It asks all ranks for
