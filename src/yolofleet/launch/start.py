@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ConfigError, DataError, Stopped
+from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped
 from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.job import JobSpec
 from yolofleet.parallel.place import place_from_environment
@@ -41,6 +42,8 @@ def _start(
         from yolofleet.launch.ssh import run_on_fleet
 
         return run_on_fleet(config, recipe, fleet, resumed_folder(settings))[0]
+    if isinstance(settings, TrainConfig) and not is_worker():
+        look_first(settings)
     processes = processes_to_start(settings)
     if processes == 1 or is_worker():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
@@ -61,6 +64,23 @@ def _start(
             )
         )
         return run_processes(config, recipe, folder, processes)
+
+
+def look_first(settings: TrainConfig) -> None:
+    """The doctor's quick examination of this machine: what hurts a run is said, what it cannot do with is refused.
+
+    Raises:
+        ClusterError: the first thing that would end the run.
+    """
+    from yolofleet.doctor.run import preflight
+
+    for finding in preflight(settings):
+        if finding.level == "fault" and not finding.code.startswith(
+            "disk-"
+        ):  # a run says itself what it could not write
+            raise ClusterError(finding.seen, source=f"yolofleet doctor: {finding.code}", hint=finding.fix)
+        if finding.level in ("warn", "fault"):
+            print(finding.render(), file=sys.stderr, flush=True)
 
 
 def run_processes(
