@@ -78,7 +78,7 @@ def test_exit_codes_of_a_silent_worker_are_translated(
 ) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "agent.log").write_text(
-        f"Root Cause:\n[0]:\n  time      : x\n  rank      : 1 (local_rank: 1)\n  exitcode  : {exit_code} (pid: 7)\n"
+        f"E1121 api.py:1002] failed (exitcode: {exit_code}) local_rank: 0 (pid: 7) of binary: python\nRoot Cause:\n[0]:\n  time      : x\n  rank      : 1 (local_rank: 1)\n  exitcode  : {exit_code} (pid: 7)\n"
     )
     assert explain(tmp_path, 1, 0) == 4
     said = capsys.readouterr().err

@@ -62,12 +62,13 @@ def run(hosts: str, fleet_file: str, command: tuple[str, ...]) -> int:
 
 
 def jobs_of(remotes: Sequence[Remote]) -> list[Job]:
-    """The newest first."""
+    """The newest first, and each by its hosts in order."""
     from yolofleet.launch.preflight import on_each
 
     listed = on_each(remotes, lambda remote: list(remote.ask("list_jobs")))
     found = [(remote, job) for remote, jobs in zip(remotes, listed, strict=True) for job in jobs]
-    return sorted(found, key=lambda entry: -float(entry[1]["began_s"]))
+    began_s = {job["job"]: float(job["began_s"]) for _, job in found}
+    return sorted(found, key=lambda entry: (-began_s[entry[1]["job"]], entry[1]["job"], entry[1]["node"]))
 
 
 def with_jobs(hosts: str, fleet_file: str, work: Callable[[list[Job]], int]) -> int:
@@ -161,7 +162,7 @@ def logs(hosts: str, fleet_file: str, job: str, rank: int | None, lines: int, fo
             raise ConfigError(f"no job {name} is known there" if name else "no job is known there")
         files = [
             (remote, number, f"{record['folder']}/logs/rank-{number}.log", record)
-            for remote, record in sorted(parts, key=lambda entry: entry[1]["node"])
+            for remote, record in parts
             for number in range(record["ranks"][0], sum(record["ranks"]))
             if rank is None or rank == number
         ]

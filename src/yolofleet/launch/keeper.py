@@ -42,6 +42,7 @@ FAREWELL_S = 2.0  # for the last frames to leave
 AFTER_AGENT_S = 5.0  # for what is left when the agent has ended
 BEFORE_WORKERS_S = 2.0  # an agent without workers has nothing to save
 TAIL_S = 0.5
+POLL_S = 0.2  # has the agent ended?
 MOST_PENDING_BYTES = 8 << 20  # of frames that nobody reads; then output is left out
 MOST_LINE_BYTES = 16 << 20
 LOG_TAIL_BYTES = 32 << 10
@@ -101,7 +102,10 @@ class Running:
 
     def is_over(self) -> bool:
         """The agent and everything that it started are gone. Ends what outlives the agent."""
-        agent_lives, left = self.agent.poll() is None, descendants(os.getpid())
+        agent_lives = self.agent.poll() is None
+        if agent_lives and time.monotonic() < self.kill_at_s:
+            return False
+        left = descendants(os.getpid())
         if not agent_lives and left and not self.swept:
             self.swept = True
             signal_all(left, signal.SIGTERM)  # workers whose agent was killed save, and stop
@@ -321,7 +325,7 @@ class Keeper:
             if self.running is not None and self.running.agent.poll() is None:
                 selector.register(self.running.output, selectors.EVENT_READ)
             busy = self.running is not None or self.leaving
-            ready = {key.fd for key, _ in selector.select(0.1 if busy else 1.0)}
+            ready = {key.fd for key, _ in selector.select(POLL_S if busy else 1.0)}
         if self.wakes in ready:
             with suppress(OSError):
                 os.read(self.wakes, 1 << 16)

@@ -199,7 +199,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
 
 def ends_in(log: str) -> list[tuple[int, int]]:
     """(rank, exit code) of the workers that failed, as the agent's log has them; the root cause comes last."""
-    found = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    found = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", log, re.MULTILINE)
     return [(int(rank), int(exit_code)) for rank, exit_code in found]
 
 

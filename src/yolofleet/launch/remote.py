@@ -30,7 +30,6 @@ CONNECT_S = 10
 OPEN_S = 30.0
 ASK_S = 30.0
 BEAT_S = 2.0
-SILENCE_S = 20.0  # a host that says nothing for so long is lost
 MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
 SSH_OPTIONS = (
     *("-T", "-a", "-x"),  # no terminal, no agent, no X11
@@ -178,10 +177,6 @@ class Remote:
             if frame["type"] == "gone":
                 return
             yield frame
-
-    @property
-    def is_silent(self) -> bool:
-        return time.monotonic() - self.heard_at_s > SILENCE_S
 
     def words(self) -> str:
         """What ssh or the shell there said."""

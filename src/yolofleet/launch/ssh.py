@@ -316,8 +316,8 @@ class Watch:
         """Does anything ask for an end?"""
         now = time.monotonic()
         for number, node in enumerate(self.nodes):
-            if not node.is_over and node.remote.is_silent:
-                self._lose(number, "nothing heard from it")
+            if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
+                self._lose(number, f"nothing heard from it for {self.fleet.silence_s:.0f} s")
         failed = [n for n in self.nodes if n.is_over and (n.lost or (n.ending or {}).get("code") != 0)]
         lost = any(node.lost for node in failed)
         if self.wishes > 1:

@@ -1,0 +1,286 @@
+"""One command, several machines: the same result as one process, and nothing left behind however it ends.
+
+FLEET_REPEATS=20 provokes every end so often.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, small_shapes, yolofleet
+from machines import Lab, Machine, machines
+
+DEADLINE_S = 240
+REPEATS = int(os.environ.get("FLEET_REPEATS", "1"))
+HOSTS = """
+silence_s: 5
+grace_s: 6
+hosts: [m1:cpu:1, m2:cpu:1]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seen by all machines, as on NFS; ``own`` in it is each machine's own."""
+    made = tmp_path_factory.mktemp("shared")
+    (made / "own").mkdir()
+    (made / "tmp").mkdir()
+    (made / "fleet.yaml").write_text(HOSTS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    return small_shapes(folder)
+
+
+@pytest.fixture(scope="module")
+def lab(folder: Path, data: Path) -> Iterator[Lab]:
+    env = environment(folder)
+    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
+    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
+    with machines(3, private=[folder / "own"], environment=session) as made:
+        yield made
+
+
+class Command:
+    """A command that somebody gives at the desk, and the lines that they see, as they come."""
+
+    def __init__(self, lab: Lab, folder: Path, *args: str | Path) -> None:
+        os.chdir(folder)  # the machines take over this process's folder
+        self.began_s = time.monotonic()
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            lab.desk.argv(sys.executable, "-m", "yolofleet", *args),
+            env=environment(folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic() - self.began_s, line.rstrip("\n")))
+
+    @property
+    def said(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def wait_for(self, pattern: str) -> float:
+        """Seconds from the start until a line fitted."""
+        while time.monotonic() - self.began_s < DEADLINE_S:
+            for at_s, line in self.lines:
+                if re.search(pattern, line):
+                    return at_s
+            assert self.process.poll() is None, self.said
+            time.sleep(0.05)
+        raise AssertionError(f"no {pattern!r} in\n{self.said}")
+
+    def end(self) -> int:
+        code = self.process.wait(DEADLINE_S)
+        self._reader.join(5)
+        return code
+
+
+def nothing_left(lab: Lab, within_s: float) -> float:
+    """Seconds until no machine had a process or port of ours."""
+    began_s = time.monotonic()
+    while left := lab.left_behind():
+        assert time.monotonic() - began_s < within_s, left
+        time.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+def results(run: Path) -> dict:
+    return json.loads((run / "results.json").read_text())
+
+
+EXACT = [*SMALL, "--epochs", "2", "--threads", "1", "--reduce", "exact"]
+
+
+def test_three_machines_learn_what_one_process_learns(lab: Lab, folder: Path, data: Path) -> None:
+    """Nothing is shared: each machine has its own disk, where the data lie and results go; the desk has its, too."""
+    own = folder / "own"
+    for machine in lab.hosts:
+        shutil_copy = f"import shutil; shutil.copytree({str(data.parent)!r}, {str(own / 'set')!r})"
+        machine.run(sys.executable, "-c", shutil_copy)
+    taken = subprocess.Popen(
+        lab.hosts[0].argv(sys.executable, "-m", "http.server", "29500"), stderr=subprocess.DEVNULL
+    )
+    (folder / "three.yaml").write_text(
+        f"defaults: {{folder: {own}}}\nhosts: [m1:cpu:2, m2:cpu:1, {{host: m3, device: cpu, data: {own}/set/data.yaml}}]\n"
+    )
+    command = Command(lab, own, "train", "--data", "set/data.yaml", *EXACT, "--fleet", folder / "three.yaml")
+    checked_s = command.wait_for(r"meeting at 10\.77\.0\.1:29501")  # 29500 is taken
+    begun_s, stepped_s = command.wait_for("^yolofleet train"), command.wait_for("epoch 1/2")
+    assert command.end() == 0, command.said
+    taken.kill()
+    taken.wait()
+    nothing_left(lab, 5)
+    print(
+        f"\nfrom the command: checked {checked_s:.1f} s, training begins {begun_s:.1f} s, "
+        f"first epoch (3 steps) done {stepped_s:.1f} s, everything ended {command.lines[-1][0]:.1f} s"
+    )
+
+    there = results_there(lab.hosts[0], own / "runs" / "train" / "exp")
+    here = results_there(lab.desk, own / "runs" / "train" / "exp")
+    assert here == there, "results are copied to the desk"
+    listed = lab.desk.run("ls", "-R", own / "runs" / "train" / "exp").stdout
+    assert all(f"rank-{rank}.log" in listed for rank in range(4)) and "last.safetensors" in listed
+    assert "checkpoints" not in listed and f"stay on m1, in {own}" in command.said
+    assert command.said.count("epoch 2/2") == 1, "one view"
+
+    yolofleet(folder, "train", "--data", data, *EXACT, "--device", "cpu")
+    alone = results(folder / "runs" / "train" / "exp")
+    assert here["weights_sha256"] == alone["weights_sha256"] and here["metrics"] == alone["metrics"]
+
+
+def results_there(machine: Machine, run: Path) -> dict:
+    return json.loads(machine.run("cat", run / "results.json").stdout)
+
+
+def test_validation_is_shared_by_all_machines(lab: Lab, folder: Path, data: Path) -> None:
+    weights = next((folder / "runs" / "train" / "exp" / "weights").glob("last.safetensors"))
+    args = ["val", "--weights", weights, "--data", data, "--img", "64", "--no-plots"]
+    command = Command(lab, folder, *args, "--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--json", "-")
+    assert command.end() == 0, command.said
+    yolofleet(folder, *args)
+    assert results(folder / "runs/val/exp")["metrics"] == results(folder / "runs/val/exp2")["metrics"]
+    assert json.loads(command.lines[-1][1])["metrics"] == results(folder / "runs/val/exp")["metrics"]
+    nothing_left(lab, 5)
+
+
+# -- every way to end ----------------------------------------------------------------------------------------
+
+
+def worker_of(machine: Machine) -> int:
+    return next(
+        p for p, c in machine.processes().items() if "yolofleet.worker" in c and "distributed.run" not in c
+    )
+
+
+def agent_of(machine: Machine) -> int:
+    return next(p for p, c in machine.processes().items() if "distributed.run" in c)
+
+
+def interrupt(lab: Lab, command: Command) -> None:
+    command.process.send_signal(signal.SIGINT)
+
+
+def kill_launcher(lab: Lab, command: Command) -> None:
+    command.process.kill()
+
+
+def cut_link(lab: Lab, command: Command) -> None:
+    lab.hosts[1].unplug()
+
+
+def kill_worker(lab: Lab, command: Command) -> None:
+    os.kill(worker_of(lab.hosts[1]), signal.SIGKILL)
+
+
+def kill_agent(lab: Lab, command: Command) -> None:
+    os.kill(agent_of(lab.hosts[1]), signal.SIGKILL)
+
+
+def kill_keeper(lab: Lab, command: Command) -> None:
+    keeper = next(p for p, c in lab.hosts[1].processes().items() if "launch.keeper" in c)
+    os.kill(keeper, signal.SIGKILL)
+
+
+def stop(lab: Lab, command: Command) -> None:
+    said = lab.hosts[1].run(sys.executable, "-m", "yolofleet", "fleet", "ps", "--hosts", "m1,m2").stdout
+    assert len(re.findall(r"m[12] +[01] +runs .* train runs/train/", said)) == 2, said
+    done = lab.hosts[1].run(sys.executable, "-m", "yolofleet", "fleet", "stop", "--hosts", "m1,m2")
+    assert "has ended on m1, m2" in done.stdout, done.stdout + done.stderr
+
+
+SAVED = "Stopped: .*saved"
+ENDS: dict[str, tuple[Callable[[Lab, Command], None], int, str]] = {
+    "Ctrl-C": (interrupt, 75, SAVED),
+    "the launcher is killed": (kill_launcher, -signal.SIGKILL, ""),
+    "a cable is pulled": (cut_link, 4, "m2 is lost, with rank 1: nothing heard from it for 5 s"),
+    "a worker is killed": (kill_worker, 4, r"rank 1 on m2 was killed \(SIGKILL\)"),
+    "an agent is killed": (kill_agent, 4, "agent of rank 1 on m2 was ended by SIGKILL"),
+    "a keeper is killed": (kill_keeper, 4, "m2 is lost, with rank 1"),
+    "fleet stop": (stop, 75, SAVED),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("repeat", range(REPEATS))
+def test_nothing_is_left_behind(lab: Lab, folder: Path, data: Path, name: str, repeat: int) -> None:
+    provoke, code, says = ENDS[name]
+    endless = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]
+    command = Command(lab, folder, "train", "--data", data, *endless, "--fleet", "fleet.yaml")
+    try:
+        command.wait_for("epoch 1/")
+        if name == "Ctrl-C":
+            meeting = re.search(r"meeting at [0-9.]+:(\d+)", command.said)
+            assert meeting
+            only_the_store_is_open_to_all(lab, int(meeting[1]))
+        began_s = time.monotonic()
+        provoke(lab, command)
+        assert command.end() == code, command.said
+        told_s = time.monotonic() - began_s
+        left_s = told_s + nothing_left(lab, 30)
+        print(f"\n{name}: the launcher has ended after {told_s:.1f} s, everything after {left_s:.1f} s")
+        assert re.search(says, command.said), command.said
+    finally:
+        lab.hosts[1].plug()
+        command.process.kill()
+
+
+def only_the_store_is_open_to_all(lab: Lab, port: int) -> None:
+    """Workers listen on the chosen card; torch's store on all addresses of the first machine."""
+    assert [entry for entry in lab.hosts[0].listening() if entry[0] == "*"] == [("*", port)]
+    for machine in lab.hosts[:2]:
+        others = [address for address, number in machine.listening() if number != port]
+        assert others and set(others) == {machine.address}, machine.listening()
+
+
+def test_a_command_on_every_host(lab: Lab, folder: Path) -> None:
+    command = Command(
+        lab,
+        folder,
+        "fleet",
+        "run",
+        "--hosts",
+        "m1:2,m2:1,m3:1",
+        "--",
+        "sh",
+        "-c",
+        "echo $PET_NODE_RANK on $(hostname)",
+    )
+    assert command.end() == 0, command.said
+    assert sorted(line for _, line in command.lines) == ["m1: 0 on m1", "m2: 1 on m2", "m3: 2 on m3"]
+
+
+def test_hosts_that_differ_are_named_before_anything_starts(lab: Lab, folder: Path, data: Path) -> None:
+    other = folder / "other"
+    shutil.copytree(data.parent, other)
+    next((other / "labels" / "train").glob("*.txt")).unlink()
+    (folder / "odd.yaml").write_text(
+        f"hosts: [m1:cpu:1, {{host: m2, device: cpu, data: {other}/data.yaml}}]\n"
+    )
+    command = Command(lab, folder, "train", "--data", data, *SMALL, "--fleet", "odd.yaml")
+    assert command.end() == 4
+    assert "train images or labels are not the same" in command.said and "m2" in command.said
+    command = Command(lab, folder, "train", "--data", data, *SMALL, "--hosts", "m1:cpu:1,m9:cpu:1")
+    assert command.end() == 4 and "m9: there is no host of that name" in command.said
+    nothing_left(lab, 5)
