@@ -1,4 +1,4 @@
-"""Old spellings: YOLOv5's flags -> today's, in one table; and why some are refused.
+"""Old spellings: YOLOv5's flags, and those by which others name machines -> today's, in one table; and why some are refused.
 
 ``rewrite`` turns a command line into today's flags, each as ``--flag=value`` (so a value is never taken for
 a flag), before it is parsed. Underscores and hyphens are the same. Nothing is accepted and silently ignored:
@@ -122,9 +122,31 @@ BATCH = Spelling("one", _batch)
 DEVICE = Spelling("one", _device)
 HALF = switch("--precision=fp16")
 ONNX = refused("OpenCV does not run the network here", "leave it out")
+OF_TORCHRUN = refused(
+    "this is an option of torchrun, which starts the processes",
+    "torchrun ... train.py ..., with it before train.py; or leave it out: --hosts a:8,b:8 starts them all",
+    "one",
+)
+MACHINES = {
+    "--ips": now("--hosts"),  # PaddleDetection's fleetrun; --device counts for names without devices
+    "--selected-gpu": Spelling("one", _device, note=True),
+    "--selected-gpus": Spelling("one", _device, note=True),
+    "--gpus": Spelling("one", _device, note=True),
+    **dict.fromkeys(
+        ("--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint"),
+        OF_TORCHRUN,
+    ),
+    "--dist-url": refused("machines find each other by themselves", "--hosts a:8,b:8", "one"),
+    "--world-size": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
+    "--rank": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
+    "--dist-backend": refused(
+        "it follows from the device: NCCL on GPUs, gloo on CPUs", "leave it out", "one"
+    ),
+}
 
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "train": {
+        **MACHINES,
         "--img": IMG,
         "--imgsz": IMG,
         "--img-size": IMG,
@@ -161,6 +183,7 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--bbox-interval": refused(f"logging to Weights & Biases {LATER}", "--tensorboard", "one"),
     },
     "val": {
+        **MACHINES,
         "--img": IMG,
         "--imgsz": IMG,
         "--img-size": IMG,
