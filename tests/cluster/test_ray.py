@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,8 @@ def kill_one():
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, address="local", _temp_dir=sys.argv[3])
 threading.Thread(target=kill_one, daemon=True).start()
 result = torch_trainer(settings, workers=2, gpus=False, resources={"CPU": 1}, storage=storage, failures=1).fit()
-print("RESULT", json.dumps(result.metrics))
+print("RESULT", json.dumps(result.metrics), flush=True)
+assert {p.name for p in Path(result.checkpoint.path).iterdir()} >= {"best.safetensors", "last.safetensors"}
 ray.shutdown()
 """
 
@@ -54,10 +55,11 @@ def test_a_lost_worker_is_replaced_and_the_run_resumes(tmp_path: Path) -> None:
         "RAY_agent_register_timeout_ms": "100000",
     }
     settings = json.dumps(SETTINGS | {"data": str(data)})
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, settings, storage, f"/tmp/ray-{os.getpid()}"],
-        cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as sockets:  # their paths must be short
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, settings, storage, sockets],
+            cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     assert "killed" in done.stdout
     metrics = json.loads(done.stdout.rpartition("RESULT ")[2].splitlines()[0])
