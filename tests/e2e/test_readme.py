@@ -19,6 +19,7 @@ import pytest
 from commands import environment
 
 import yolofleet
+import yolofleet.launch.slurm
 import yolofleet.launch.start
 import yolofleet.predict.run
 from yolofleet import errors
@@ -168,6 +169,7 @@ def test_every_command_is_understood(
     started = []
     monkeypatch.setattr(yolofleet.launch.start, "start", lambda *_: started.append("train") or 0)
     monkeypatch.setattr(yolofleet.launch.start, "start_val", lambda *_: started.append("val") or 0)
+    monkeypatch.setattr(yolofleet.launch.slurm, "submit", lambda _: started.append("job") or "1")
     monkeypatch.setattr(yolofleet.predict.run, "predict_command", lambda *_: started.append("predict") or 0)
     if argv[0] in ("train", "val", "predict"):
         assert run(argv) == 0, capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch.kubernetes import KubernetesSettings
 from yolofleet.launch.scheduler import read_settings
 from yolofleet.launch.slurm import SlurmSettings, render, submit
 
@@ -257,3 +259,11 @@ def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(*resolve_train({"data": "shapes", "model": "yolov5n"})))
     text = script("resume", str(tmp_path))
     assert f"--resume={tmp_path}\n" in text and "--name" not in text
+
+
+def test_the_page_names_every_key() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "schedulers.md").read_text(encoding="utf-8")
+    for flag, model in {"--slurm": SlurmSettings, "--kubernetes": KubernetesSettings}.items():
+        table = page.split(f"| `{flag}` |")[1].split("\n\n")[0]
+        first_cells = "".join(row.split("|")[1] for row in table.splitlines()[2:])
+        assert set(re.findall(r"`(\w+)`", first_cells)) == set(model.model_fields), flag
