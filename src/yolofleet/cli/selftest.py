@@ -19,9 +19,9 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError, Stopped
-from yolofleet.launch.start import is_worker
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import die_with_parent, explain
+from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder, jsonable, storage_error, write_json, write_text
 
