@@ -245,6 +245,11 @@ def test_devices_that_the_job_does_not_have_are_refused(settings: str, device: s
         script("device", device, settings=settings)
 
 
+def test_machines_over_ssh_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--hosts"):
+        script("hosts", "a:2,b:2")
+
+
 def test_processes_of_a_node() -> None:
     assert "--nproc-per-node=3 " in script("device", "cpu:3")
     assert "--cpus-per-task=3\n" in script("device", "cpu:3")

@@ -48,7 +48,7 @@ def torch_trainer(
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError:
         raise ConfigError("Ray is not installed", hint="pip install 'yolofleet[ray]'") from None
-    decided = {"project", "name", "exist_ok", "resume", "device"} & set(settings)
+    decided = {"project", "name", "exist_ok", "resume", "device", "hosts", "fleet"} & set(settings)
     if decided:
         raise ConfigError(
             f"{', '.join(sorted(decided))}: decided by Ray",

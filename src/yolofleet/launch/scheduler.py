@@ -64,8 +64,15 @@ def processes_per_machine(config: Resolved[TrainConfig], gpus: int) -> int:
     """One for each GPU; without GPUs what ``--device cpu:N`` says.
 
     Raises:
-        ConfigError: ``--device`` names another number of devices.
+        ConfigError: ``--device`` names another number of devices, or ``--hosts`` other machines.
     """
+    for name in ("hosts", "fleet"):
+        if getattr(config.value, name):
+            raise ConfigError(
+                f"--{name} names machines, and the scheduler chooses them itself",
+                source=config.sources[name],
+                hint=f"leave out --{name}, or train over ssh without a scheduler",
+            )
     device = config.value.device
     here = processes_of(device)
     if gpus and device != "auto" and (device.startswith("cpu") or here != gpus):
