@@ -28,6 +28,7 @@ from yolofleet.errors import (
 )
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
+from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.start import is_worker, processes_to_start, resumed_folder, run_processes
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.report.folder import RunFolder
@@ -96,7 +97,7 @@ class Trainer:
         self.config, self.recipe = resolve_train(given, source="Trainer(...)")
 
     def fit(self) -> TrainResult:
-        """Train: here for one device, in a process per device for several (also from a notebook).
+        """Train: here for one device, in a process per device for several (also from a notebook), or on ``hosts``.
 
         Raises:
             YolofleetError: anything foreseen; Stopped when the run was asked to stop and can be resumed.
@@ -108,6 +109,12 @@ class Trainer:
             )
         settings = self.config.value
         resumed = resumed_folder(settings)
+        fleet = fleet_of(self.config)
+        if fleet is not None:
+            from yolofleet.launch.ssh import run_on_fleet
+
+            code, folder = run_on_fleet(self.config, self.recipe, fleet, resumed)
+            return self._result(code, folder)
         folder = (
             RunFolder(resumed)
             if resumed
@@ -115,12 +122,17 @@ class Trainer:
                 "train", project=settings.project, name=settings.name, exist_ok=settings.exist_ok
             )
         )
-        processes = processes_to_start(settings)
+        processes, code = processes_to_start(settings), 0
         if processes == 1:
             from yolofleet.worker import run
 
             run(self.config, self.recipe, folder)
-        elif code := run_processes(self.config, self.recipe, folder, processes):
+        else:
+            code = run_processes(self.config, self.recipe, folder, processes)
+        return self._result(code, folder)
+
+    def _result(self, code: int, folder: RunFolder) -> TrainResult:
+        if code:
             raise failure(code, folder)
         results = json.loads(folder.results_json.read_text(encoding="utf-8"))
         return TrainResult(folder.path, results["metrics"], best_weights(folder.path))

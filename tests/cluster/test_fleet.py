@@ -142,12 +142,24 @@ def test_three_machines_learn_what_one_process_learns(lab: Lab, folder: Path, da
     assert here == there, "results are copied to the desk"
     listed = lab.desk.run("ls", "-R", own / "runs" / "train" / "exp").stdout
     assert all(f"rank-{rank}.log" in listed for rank in range(4)) and "last.safetensors" in listed
-    assert "checkpoints" not in listed and f"stay on m1, in {own}" in command.said
+    assert "step-0" not in listed and "where.txt" in listed and f"stay on m1, in {own}" in command.said
     assert command.said.count("epoch 2/2") == 1, "one view"
 
     yolofleet(folder, "train", "--data", data, *EXACT, "--device", "cpu")
     alone = results(folder / "runs" / "train" / "exp")
     assert here["weights_sha256"] == alone["weights_sha256"] and here["metrics"] == alone["metrics"]
+
+
+def test_a_run_whose_states_are_elsewhere_goes_on(lab: Lab, folder: Path) -> None:
+    """The run of the test above: the desk has its results, m1 its states."""
+    command = Command(
+        lab, folder / "own", "train", "--resume", "auto", "--epochs", "3", "--fleet", folder / "three.yaml"
+    )
+    assert command.end() == 0, command.said
+    assert "epoch 3/3" in command.said and "epoch 2/3" not in command.said
+    rows = lab.desk.run("cat", folder / "own" / "runs" / "train" / "exp" / "results.csv").stdout
+    assert len(rows.splitlines()) == 4
+    nothing_left(lab, 5)
 
 
 def results_there(machine: Machine, run: Path) -> dict:

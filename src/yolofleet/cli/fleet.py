@@ -16,6 +16,7 @@ from yolofleet.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
     from yolofleet.launch.fleet import Fleet
+    from yolofleet.launch.preflight import Plan
     from yolofleet.launch.remote import Remote, Unreachable
 
 LINES_BYTES = 64 << 10  # of a log, that lines are taken from
@@ -52,7 +53,17 @@ def check(hosts: str, fleet_file: str, data: str) -> int:
     code = exit_code(findings)
     if not code:
         click.echo(describe(fleet, plan))
+        click.echo(firewall_line(fleet, plan))
     return code
+
+
+def firewall_line(fleet: Fleet, plan: Plan) -> str:
+    """torch's store listens on all addresses, and it believes everybody."""
+    members = ", ".join(spot.address for spot in plan.spots)
+    return (
+        f"while a run lasts, torch's store on {fleet.hosts[0].name} listens on all its networks (port {plan.port}); to keep "
+        f"others out, there:\n  sudo nft add rule inet filter input tcp dport {plan.port} ip saddr != {{ {members} }} drop"
+    )
 
 
 def run(hosts: str, fleet_file: str, command: tuple[str, ...]) -> int:

@@ -19,6 +19,9 @@ from yolofleet.errors import ConfigError
 FIXED_GROUPS = ("what", "how much", "how")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
+ELSEWHERE = (
+    "checkpoints/where.txt"  # in its place, when the states of a run on several hosts are on one of them
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,7 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
         for folder in project.glob("*")
         if name.fullmatch(folder.name) and (folder / "config.yaml").is_file()
     ]
-    states = [
-        (max(f.stat().st_mtime_ns for f in found), run)
-        for run in runs
-        if (found := list(run.glob(CHECKPOINTS)))
-    ]
+    states = [(max(f.stat().st_mtime_ns for f in found), run) for run in runs if (found := _states(run))]
     if states:
         newest = max(states)[1]
         return Found(newest, newest)
@@ -65,6 +64,11 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
     raise ConfigError(
         f"--resume auto: no run with a checkpoint in {project}", hint="--resume FOLDER names one"
     )
+
+
+def _states(folder: Path) -> list[Path]:
+    """Checkpoints of a run, or the file that says where they are."""
+    return [*folder.glob(CHECKPOINTS), *folder.glob(ELSEWHERE)]
 
 
 def _named_run(resume: str) -> Found:
@@ -81,7 +85,7 @@ def _named_run(resume: str) -> Found:
             f"--resume {shown(resume)}: {folder} is not a run folder (it has no config.yaml)",
             hint="--weights FILE starts a new run from these weights",
         )
-    if not any(folder.glob(CHECKPOINTS)):
+    if not _states(folder):
         raise ConfigError(
             f"--resume {shown(resume)}: {folder} has no checkpoint",
             hint="the run ended before its first one; start it anew",

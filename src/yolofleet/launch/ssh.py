@@ -25,6 +25,7 @@ from typing import Any
 from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
@@ -32,7 +33,7 @@ from yolofleet.launch.keeper import AGENT, ASKED
 from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, stoppable, tell
 from yolofleet.launch.preflight import Plan, enter_folders, files_of, free_port, inspect, raise_faults
 from yolofleet.launch.remote import Frame, Remote, Unreachable
-from yolofleet.report.folder import RunFolder, make_folder, storage_error
+from yolofleet.report.folder import RunFolder, make_folder, storage_error, write_text
 
 SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
 FAILED_GRACE_S = 8.0
@@ -134,10 +135,16 @@ def run_on_fleet(
                     break
                 say(f"note: port {plan.port} of {remotes[0].name} was taken in the meantime; trying another")
                 plan = replace(plan, port=free_port(fleet, remotes, passed_over=[plan.port]))
-            resume = f"yolofleet train --resume {folders.here.path}" if verb == "train" else ""
-            code = watch.explain(resume)
+            code = watch.explain(folders.resume_command(settings, remotes))
         finally:
             folders.fetch(remotes, discard=code in (None, *LEFT_BY_MISTAKES))
+        if (
+            isinstance(settings, ValConfig)
+            and settings.json_out not in ("", "-")
+            and folders.owners[0] != HERE
+        ):
+            with suppress(OSError):
+                shutil.copyfile(folders.here.results_json, settings.json_out)
     return code, folders.here
 
 
@@ -531,6 +538,21 @@ class Folders:
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(text)
 
+    def resume_command(self, settings: TrainConfig | ValConfig, remotes: Sequence[Remote]) -> str:
+        """What goes on from the states that the run has saved; "" when there are none."""
+        if isinstance(settings, ValConfig):
+            return ""
+        saved = False
+        if self.owners[0] == HERE:
+            saved = any(self.here.path.glob(CHECKPOINTS))
+        else:
+            with suppress(ClusterError):
+                saved = bool(
+                    remotes[0].ask("list_files", 5, folder=f"{self.there[0]}/checkpoints", without=[])
+                )
+        hosts = f"--fleet {settings.fleet}" if settings.fleet else f"--hosts {settings.hosts}"
+        return f"yolofleet train --resume {self.here.path} {hosts}" if saved else ""
+
     def fetch(self, remotes: Sequence[Remote], *, discard: bool) -> None:
         """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
 
@@ -545,9 +567,10 @@ class Folders:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
                 say(f"warning: the results stay on {owner}, in {self.there[node]}: {words}")
         if self.owners[0] != HERE and not discard:
-            say(
-                f"results are in {self.here.path}; states to resume from stay on {self.owners[0]}, in {self.there[0]}"
-            )
+            owner, folder = self.owners[0], self.there[0]
+            say(f"results are in {self.here.path}; states to resume from stay on {owner}, in {folder}")
+            with suppress(YolofleetError):
+                write_text(self.here.path / ELSEWHERE, f"{owner}:{folder}/checkpoints\n")
         self.give_back(remotes, discard=discard)
 
     def give_back(self, remotes: Sequence[Remote], *, discard: bool) -> None:
