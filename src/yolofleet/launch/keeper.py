@@ -151,6 +151,8 @@ def start(job: Frame) -> Running:
     if job["command"]:
         argv = list(job["command"])
         environment |= meeting_environment(meeting, processes)
+        programs = str(Path(sys.executable).parent)  # torchrun's, and what else is installed beside this python
+        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     else:
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
