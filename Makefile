@@ -8,7 +8,7 @@ EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
 
-.PHONY: env demo test test-slow test-cluster contract lint bench clean
+.PHONY: env demo test test-slow test-export test-cluster contract lint bench clean
 
 env: $(VENV)/.made
 
@@ -30,8 +30,8 @@ demo: env
 	@echo "look at $(DEMO)/predict and $(DEMO)/train/plots"
 
 test: env
-	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py
-	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py
+	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py export.py
+	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu and not cluster"
 
@@ -43,13 +43,17 @@ test-slow: env
 test-cluster: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
 
+# converters that need environments of their own (TensorFlow Lite, Core ML): built in a temporary folder, gigabytes
+test-export: env
+	OMP_NUM_THREADS=1 $(PY) tests/export/environments.py tflite coreml
+
 # one hash for every fleet: the whole matrix
 contract: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/multiprocess/test_contract.py -s --timeout 3600
 
 lint: env
-	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py
-	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py
+	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py
+	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py export.py
 
 # a minute on one core; benchmarks/README.md says what the figures mean
 bench: env

@@ -8,8 +8,8 @@ and the file: the largest difference of predictions, of boxes after suppression 
 of both, and milliseconds of CPU time an image at batch 1 on one thread, turn by turn. Exit code 1 when boxes differ by
 more than 0.5 px, scores by more than 0.001, or figures in the third digit.
 
-``--model`` takes a network with drawn weights, for families of which there are none at hand; its figures are 0 then,
-and only predictions are compared.
+``--model`` takes a network with drawn weights, for families of which there are none at hand; then predictions alone
+are compared.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +37,7 @@ from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
 from yolofleet.export.runtime import Runtime, open_exported
-from yolofleet.export.verify import decoded_difference, generated_pictures, partners_difference
+from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.families import build_model
 from yolofleet.geometry.nms import detections
 from yolofleet.models.description import describe
@@ -104,9 +101,9 @@ class Row:
         ]
 
 
-def drawn(name: str, nc: int, img: int) -> Detector:
+def drawn(name: str, nc: int, pictures: Tensor) -> Detector:
     """A network whose output depends on the image, as a trained one's does and a fresh one's hardly: the statistics
-    of all normalisations are those of pictures, and the last layers' weights are large."""
+    of all normalisations are those of ``pictures``, and the last layers' weights are drawn, too."""
     model = build_model(describe(name), nc)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -116,13 +113,22 @@ def drawn(name: str, nc: int, img: int) -> Detector:
             elif isinstance(module, nn.Conv2d) and module.bias is not None:  # no normalisation after it
                 module.weight.normal_(0, 1 / module.weight[0].numel() ** 0.5, generator=generator)
                 module.bias.zero_()
-        pixels = [cv2.resize(picture, (img, img)) for picture in islice(generated_pictures(), 2)]
-        model.train()(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255)
+        model.train()(pictures)
     return model.eval()
 
 
-def compare(network: Detector, runtime: Runtime, index: DataIndex, images: int, img: int, row: Row) -> None:
-    """Predictions and boxes of the first ``images``."""
+def first_pictures(index: DataIndex, img: int) -> Tensor:
+    """[4, 3, H, W] in 0..1."""
+    batch = val_batches(index, img, 4, 32)[:1]
+    with val_loader(index, batch, img, workers=0) as loaded:
+        return next(iter(loaded))[1].float() / 255
+
+
+def compare(
+    network: Detector, runtime: Runtime, index: DataIndex, images: int, img: int, trained: bool, row: Row
+) -> None:
+    """Predictions of the first ``images``, and boxes of a ``trained`` network: without training, rounding decides
+    which of many equal boxes are kept."""
     batches = val_batches(index, img, 1, max(network.strides))[:images]
     size_hw = runtime.facts.size_hw
     if size_hw is not None:
@@ -135,6 +141,8 @@ def compare(network: Detector, runtime: Runtime, index: DataIndex, images: int, 
             theirs = runtime(given)
             box_px, score, _ = decoded_difference(ours, theirs, (given.shape[2], given.shape[3]))
             row.box_px, row.score = max(row.box_px, box_px), max(row.score, score)
+            if not trained:
+                continue
             mine, found = (kept(decoded) for decoded in (ours, theirs))
             row.boxes += len(mine)
             box_px, score = partners_difference(mine, found, above=0.25 + LIMIT_SCORE)
@@ -158,8 +166,9 @@ def cpu_ms(network: Detector, runtime: Runtime, size_hw: tuple[int, int], row: R
     images = torch.rand(1, 3, *size_hw, generator=torch.Generator().manual_seed(0))
     plain = images.to(memory_format=torch.channels_last)
     times: dict[str, list[float]] = {"network": [], "file": []}
+    turns: list[tuple[str, Any, Tensor]] = [("network", network, plain), ("file", runtime, images)]
     for _ in range(PASSES):
-        for name, model, given in (("network", network, plain), ("file", runtime, images)):
+        for name, model, given in turns:
             began_s = time.process_time()
             with torch.inference_mode():
                 model.decode(model(given))
@@ -187,7 +196,7 @@ def main() -> int:
     model = (
         model_from_weights(load_weights(options.weights, options.cfg))
         if options.weights
-        else drawn(options.model, len(index.names), options.img)
+        else drawn(options.model, len(index.names), first_pictures(index, options.img))
     )
     network = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     size_hw = (options.img, options.img)
@@ -205,14 +214,22 @@ def main() -> int:
                     size_hw=None if free else size_hw,
                     batch=None if free else 1,
                 )
-                figures = export(model, FORMATS[name], facts, size_hw, out)
+                figures = export(model, FORMATS[name], facts, size_hw, out, data=options.data)
                 if not figures["verified"]:
                     print(f"{name}: exported, not run: {figures['why_not']}", flush=True)
                     continue
                 runtime = open_exported(out, threads=1)
                 row = Row(name, "any" if free else f"{size_hw[0]} x {size_hw[1]}", runtime.place)
-                compare(network, runtime, index, options.images or len(index), options.img, row)
-                if not options.images:
+                compare(
+                    network,
+                    runtime,
+                    index,
+                    options.images or len(index),
+                    options.img,
+                    bool(options.weights),
+                    row,
+                )
+                if options.weights and not options.images:
                     if free not in of_network:
                         of_network[free] = map_of(network, index, options.img, None if free else size_hw)
                     row.map_network = of_network[free]

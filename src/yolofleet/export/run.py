@@ -15,7 +15,7 @@ from torch import Tensor
 from yolofleet.checkpoint.reader import load_weights, resolve_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
-from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.facts import ExportFacts, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
@@ -30,7 +30,7 @@ from yolofleet.export.verify import (
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.report.console import Console
-from yolofleet.report.folder import make_folder, storage_error, write_json
+from yolofleet.report.folder import make_folder, write_json
 
 
 def export_command(config: ExportConfig) -> int:
@@ -110,7 +110,9 @@ def export(
             for file in Path(temporary).iterdir():
                 replace(file, out.parent / file.name)
     except OSError as problem:
-        raise storage_error(problem, out) from None
+        raise StorageError(
+            f"cannot write {out}: {problem.strerror or problem}", hint="another --out, or more space on the disk"
+        ) from None
     return figures
 
 

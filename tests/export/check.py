@@ -1,0 +1,42 @@
+"""Export a small network of every family to one format and compare it; run by ``environments.py``.
+
+python tests/export/check.py tflite
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from exported import SIZE_HW, facts_of, network
+
+from yolofleet.export.formats import FORMATS
+from yolofleet.export.run import export
+
+RUNS_ELSEWHERE = {"coreml": sys.platform != "darwin"}
+
+
+def main(format: str) -> int:
+    for name in ("yolov5n", "yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s"):
+        model = network(name)
+        began_s = time.monotonic()
+        with TemporaryDirectory() as folder:
+            out = Path(folder, "model" + FORMATS[format].suffix)
+            figures = export(model, FORMATS[format], facts_of(model), SIZE_HW, out)
+        result = (
+            f"boxes within {figures['box_px']:.1e} px, scores within {figures['score']:.1e} ({figures['runtime']})"
+            if figures["verified"]
+            else f"written, not run: {figures['why_not']}"
+        )
+        print(f"{format} {name}: {result}, {time.monotonic() - began_s:.0f} s", flush=True)
+        if not figures["verified"] and not RUNS_ELSEWHERE.get(format):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
