@@ -371,7 +371,7 @@ def test_settings_that_cannot_be(refused):
         ("--batch 0", 2, ["--batch 0 is below 1"]),
         ("--micro-batch 3", 2, ["--micro-batch 3 does not divide --batch 8", "1, 2 or 4"]),
         ("--precision fp16", 2, ["--precision fp16"]),
-        ("--freeze model.99", 2, ["--freeze model.99", "layers are model.0 to model.7"]),
+        ("--freeze model.99", 2, ["--freeze model.99", "layers are 0 (model.0) to 7 (model.7)"]),
         ("--shares 1,2", 2, ["1,2"]),
         ("--model yolov5q", 2, ["yolov5q"]),
         ("--cfg nowhere.yaml", 2, ["nowhere.yaml does not exist"]),
