@@ -21,6 +21,8 @@ import pytest
 from commands import SMALL, environment, small_shapes, yolofleet
 from machines import Lab, Machine, machines
 
+import yolofleet as yolofleet_package
+
 DEADLINE_S = 240
 REPEATS = int(os.environ.get("FLEET_REPEATS", "1"))
 HOSTS = """
@@ -113,7 +115,16 @@ def results(run: Path) -> dict:
 EXACT = [*SMALL, "--epochs", "2", "--threads", "1", "--reduce", "exact"]
 
 
-def test_three_machines_learn_what_one_process_learns(lab: Lab, folder: Path, data: Path) -> None:
+@pytest.fixture(scope="module")
+def trained_alone(folder: Path, data: Path) -> Path:
+    """By one process."""
+    yolofleet(folder, "train", "--data", data, *EXACT, "--device", "cpu", "--name", "alone")
+    return folder / "runs" / "train" / "alone"
+
+
+def test_three_machines_learn_what_one_process_learns(
+    lab: Lab, folder: Path, data: Path, trained_alone: Path
+) -> None:
     """Nothing is shared: each machine has its own disk, where the data lie and results go; the desk has its, too."""
     own = folder / "own"
     for machine in lab.hosts:
@@ -145,8 +156,7 @@ def test_three_machines_learn_what_one_process_learns(lab: Lab, folder: Path, da
     assert "step-0" not in listed and "where.txt" in listed and f"stay on m1, in {own}" in command.said
     assert command.said.count("epoch 2/2") == 1, "one view"
 
-    yolofleet(folder, "train", "--data", data, *EXACT, "--device", "cpu")
-    alone = results(folder / "runs" / "train" / "exp")
+    alone = results(trained_alone)
     assert here["weights_sha256"] == alone["weights_sha256"] and here["metrics"] == alone["metrics"]
 
 
@@ -166,8 +176,10 @@ def results_there(machine: Machine, run: Path) -> dict:
     return json.loads(machine.run("cat", run / "results.json").stdout)
 
 
-def test_validation_is_shared_by_all_machines(lab: Lab, folder: Path, data: Path) -> None:
-    weights = next((folder / "runs" / "train" / "exp" / "weights").glob("last.safetensors"))
+def test_validation_is_shared_by_all_machines(
+    lab: Lab, folder: Path, data: Path, trained_alone: Path
+) -> None:
+    weights = trained_alone / "weights" / "last.safetensors"
     args = ["val", "--weights", weights, "--data", data, "--img", "64", "--no-plots"]
     command = Command(lab, folder, *args, "--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--json", "-")
     assert command.end() == 0, command.said
@@ -295,4 +307,21 @@ def test_hosts_that_differ_are_named_before_anything_starts(lab: Lab, folder: Pa
     assert "train images or labels are not the same" in command.said and "m2" in command.said
     command = Command(lab, folder, "train", "--data", data, *SMALL, "--hosts", "m1:cpu:1,m9:cpu:1")
     assert command.end() == 4 and "m9: there is no host of that name" in command.said
+    nothing_left(lab, 5)
+
+
+def test_a_host_with_other_code_is_named_or_sent_this_one(lab: Lab, folder: Path, data: Path) -> None:
+    package = Path(yolofleet_package.__file__).parent
+    shutil.copytree(package, folder / "old" / "yolofleet", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "old" / "yolofleet" / "train" / "step.py").open("a") as file:
+        file.write("raise SystemExit('this is old code')\n")
+    (folder / "old.yaml").write_text(
+        f"hosts: [m1:cpu:1, {{host: m2, device: cpu, env: {{PYTHONPATH: {folder}/old}}}}]\n"
+    )
+    args = ["train", "--data", data, *SMALL, "--max-steps", "1", "--val-period", "0", "--fleet", "old.yaml"]
+    command = Command(lab, folder, *args)
+    assert command.end() == 4 and "yolofleet is not the same" in command.said
+    command = Command(lab, folder, *args, "--sync-code")
+    assert command.end() == 0, command.said
+    assert not list((folder / "tmp").glob("yolofleet-code-*"))
     nothing_left(lab, 5)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 import pytest
 
 from yolofleet.errors import ClusterError
+from yolofleet.launch.code import discard, packed, take
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.processes import descendants
 from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
@@ -205,6 +210,31 @@ def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> Non
     assert remote.ask("listen", address="127.0.0.1", ports=[port], token="00" * 16, seconds=1)["ports"] == [
         port
     ]
+
+
+def test_hosts_compute_with_the_code_that_they_are_sent(remote: Remote, tmp_path: Path) -> None:
+    package = packed()
+    there = Path(remote.ask("take_code", **package))
+    assert there.is_relative_to(tmp_path) and not list(there.rglob("*.pyc"))
+    program = "import yolofleet, sys; sys.stdout.write(yolofleet.__file__)"
+    remote.start(job("") | {"command": [sys.executable, "-c", program]})
+    assert next_frame(remote)["text"] == str(there / "__init__.py")
+    with pytest.raises(ClusterError, match="not arrive whole"):
+        remote.ask("take_code", **{**package, "sha256": "0" * 64})
+    remote.close()
+    assert not there.exists()
+
+
+@pytest.mark.parametrize("name", ["../x.py", "/x.py", "a/../../x.py"])
+def test_code_cannot_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
+    with pytest.raises(OSError, match="cannot be"):
+        take({"archive": base64.b64encode(stream.getvalue()).decode(), "sha256": ""})
+    discard()
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_words_of_a_login_shell_before_the_greeting_do_no_harm(host: Host, tmp_path: Path) -> None:

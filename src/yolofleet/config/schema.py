@@ -72,6 +72,9 @@ class WhereAll(Where):
         group="where",
     )
     fleet: str = setting("", "the same as a YAML file, with folders, cards and variables", group="where")
+    sync_code: bool = setting(
+        False, "hosts compute with the yolofleet of this machine, whatever they have installed", group="where"
+    )
 
 
 class TrainConfig(WhereAll):

@@ -133,6 +133,8 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
     """
     settings = config.value
     if not (settings.hosts or settings.fleet):
+        if settings.sync_code:
+            raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
         return None
     if settings.hosts and settings.fleet:
         raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.doctor.facts import software
-from yolofleet.launch import jobs, requests
+from yolofleet.launch import code, jobs, requests
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
 from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path
 from yolofleet.launch.processes import descendants, end_descendants, signal_all, started_at
@@ -151,7 +151,9 @@ def start(job: Frame) -> Running:
     if job["command"]:
         argv = list(job["command"])
         environment |= meeting_environment(meeting, processes)
-        programs = str(Path(sys.executable).parent)  # torchrun's, and what else is installed beside this python
+        programs = str(
+            Path(sys.executable).parent
+        )  # torchrun's, and what else is installed beside this python
         environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     else:
         logs = folder / "logs"
@@ -273,15 +275,16 @@ class Keeper:
         self._pass_on(running, everything=over)
         if not over:
             return
-        code = running.agent.returncode
+        returned = running.agent.returncode
+        exit_code = -signal.SIGKILL if returned is None else returned
         self.send(
             type="exit",
-            code=-signal.SIGKILL if code is None else code,
+            code=exit_code,
             words=running.last_words(),
             log=running.log_tail(),
             why=running.why,
         )
-        jobs.write(jobs.ended(running.record, code if code is not None else -signal.SIGKILL))
+        jobs.write(jobs.ended(running.record, exit_code))
         os.close(running.output)
         self.running = None
 
@@ -393,6 +396,7 @@ class Keeper:
         while self.pending and time.monotonic() < gives_up_at_s:
             self._wait()
         end_descendants(os.getpid())
+        code.discard()
 
 
 def introduction() -> Frame:
@@ -416,9 +420,9 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what anything prints here must not get between the frames
     adopt_orphans()
-    code = Keeper(incoming, outgoing).run()
+    exit_code = Keeper(incoming, outgoing).run()
     sys.stderr.flush()
-    os._exit(code)  # threads of requests may still wait for something
+    os._exit(exit_code)  # threads of requests may still wait for something
 
 
 if __name__ == "__main__":

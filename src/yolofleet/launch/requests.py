@@ -18,6 +18,7 @@ from typing import Any
 
 from yolofleet.doctor.probes import run_probe
 from yolofleet.launch import jobs
+from yolofleet.launch.code import take
 from yolofleet.launch.processes import signal_all
 from yolofleet.report.folder import RunFolder
 
@@ -148,6 +149,7 @@ REQUESTS: dict[str, Callable[[Arguments], Any]] = {
     "enter": enter,
     "claim": claim,
     "unclaim": unclaim,
+    "take_code": take,
     "hash_files": hash_files,
     "reserve_port": reserve_port,
     "list_files": list_files,

@@ -28,10 +28,19 @@ from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped, YolofleetError
+from yolofleet.launch.code import packed
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.keeper import AGENT, ASKED
 from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, stoppable, tell
-from yolofleet.launch.preflight import Plan, enter_folders, files_of, free_port, inspect, raise_faults
+from yolofleet.launch.preflight import (
+    Plan,
+    enter_folders,
+    files_of,
+    free_port,
+    inspect,
+    on_each,
+    raise_faults,
+)
 from yolofleet.launch.remote import Frame, Remote, Unreachable
 from yolofleet.report.folder import RunFolder, make_folder, storage_error, write_text
 
@@ -40,6 +49,7 @@ FAILED_GRACE_S = 8.0
 AFTER_GRACE_S = 10.0  # a host that has not ended everything by then is given up
 PORT_TRIES = 3
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
+SEND_S = 120.0  # for the code
 OPENERS = 32  # logins at a time
 HERE = "launcher"
 NOT_FETCHED = ("checkpoints",)
@@ -179,8 +189,14 @@ def job_text(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet: Flee
         ConfigError: its settings cannot stand together.
     """
     host = fleet.hosts[node]
-    own: dict[str, Any] = {"device": host.device, "hosts": "", "fleet": ""}
-    sources = {**config.sources, "device": fleet.source, "hosts": DEFAULT, "fleet": DEFAULT}
+    own: dict[str, Any] = {"device": host.device, "hosts": "", "fleet": "", "sync_code": False}
+    sources = {
+        **config.sources,
+        "device": fleet.source,
+        "hosts": DEFAULT,
+        "fleet": DEFAULT,
+        "sync_code": DEFAULT,
+    }
     if host.data:
         own["data"], sources["data"] = host.data, fleet.source
     there = Resolved(config.value.model_copy(update=own), sources, config.notes)
@@ -197,9 +213,15 @@ def check(config: Resolved[Any], fleet: Fleet, remotes: Sequence[Remote]) -> Pla
     """
     enter_folders(remotes)
     settings = config.value
+    if settings.sync_code:
+        package = packed()
+        on_each(remotes, lambda remote: remote.ask("take_code", SEND_S, **package))
     if not isinstance(settings, TrainConfig):
-        settings = TrainConfig(data=settings.data, single_cls=settings.single_cls, img=settings.img)
+        shared = TrainConfig.model_fields.keys() & ValConfig.model_fields.keys() - {"batch"}
+        settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     findings, plan = inspect(fleet, remotes, settings, files_of(config.value))
+    if settings.sync_code:  # it is what was installed that differs
+        findings = [finding for finding in findings if finding.code != "package-differs"]
     for finding in findings:
         if finding.level == "warn":
             say(f"warning: {finding.where}: {finding.seen}")
@@ -234,7 +256,8 @@ def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
         },
         "first_rank": fleet.first_rank(node),
         "processes": host.processes,
-        "env": dict(host.env),
+        # the keeper has all variables of its host; these are its user's choice of a card against ours
+        "env": {name: value for name, value in host.env.items() if name.endswith("_SOCKET_IFNAME")},
         "silence_s": fleet.silence_s,
         "grace_s": fleet.grace_s,
     }
@@ -491,6 +514,7 @@ class Folders:
             while True:
                 found = cls._claim(verb, settings, remotes, resumed, mark)
                 if all(found.owners):
+                    found.give_back(remotes, discard=False)  # the marks have done their work
                     make_folder(found.here.logs)
                     return found
                 passed_over.append(found)  # kept for now, so that the next try gets another name
