@@ -189,6 +189,49 @@ def test_validation_is_shared_by_all_machines(
     nothing_left(lab, 5)
 
 
+PORT_TAKEN_IN_THE_MEANTIME = """
+import sys
+from yolofleet.cli import main
+from yolofleet.launch import preflight, ssh
+
+free_port, inspect = preflight.free_port, preflight.inspect
+preflight.free_port = lambda fleet, remotes: 29500  # somebody listens there, and it is not noticed
+
+def inspect_blindly(*arguments):
+    findings, plan = inspect(*arguments)
+    return [finding for finding in findings if finding.code != "port-busy"], plan
+
+ssh.inspect = inspect_blindly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_port_that_is_taken_at_the_last_moment_is_replaced(lab: Lab, folder: Path, data: Path) -> None:
+    taken = subprocess.Popen(
+        lab.hosts[0].argv(sys.executable, "-m", "http.server", "29500"), stderr=subprocess.DEVNULL
+    )
+    args = [
+        "train",
+        "--data",
+        data,
+        *SMALL,
+        "--max-steps",
+        "1",
+        "--val-period",
+        "0",
+        "--hosts",
+        "m1:cpu:1,m2:cpu:1",
+    ]
+    os.chdir(folder)
+    done = lab.desk.run(
+        sys.executable, "-c", PORT_TAKEN_IN_THE_MEANTIME, *args, env=environment(folder), timeout_s=DEADLINE_S
+    )
+    assert "port 29500 of m1 was taken in the meantime; trying another" in done.stderr
+    taken.kill()
+    taken.wait()
+    nothing_left(lab, 5)
+
+
 # -- every way to end ----------------------------------------------------------------------------------------
 
 

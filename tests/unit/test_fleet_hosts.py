@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
 from yolofleet.launch.keeper import ASKED
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
 from yolofleet.launch.ssh import Folders, Watch, fetch_folder, job_text
+from yolofleet.launch.start import start
 from yolofleet.report.folder import RunFolder
 
 
@@ -125,6 +127,21 @@ def test_one_of_hosts_and_fleet_and_no_devices_beside(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             fleet_of(resolve_train({**train, **more})[0])
+
+
+def test_a_worker_does_not_start_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2"})
+    with pytest.raises(ConfigError, match="one of several already"):
+        start(config, recipe)
+
+
+def test_a_dry_run_names_the_hosts() -> None:
+    config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2,b:cpu:1"})
+    assert "3 processes on a (0,1), b (cpu:1)" in plan(config, recipe)
 
 
 def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:

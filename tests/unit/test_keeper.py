@@ -270,4 +270,8 @@ def test_why_a_host_cannot_be_reached_has_a_name(words: str, kind: str, says: st
 def test_an_interpreter_that_is_not_there_is_named() -> None:
     with pytest.raises(Unreachable) as caught:
         Remote(Host("localhost", "cpu", python="/no/such/python")).open()
-    assert caught.value.exit_code == 4 and "/no/such/python" in caught.value.render()
+    assert (
+        caught.value.exit_code == 4
+        and caught.value.kind == "no-python"
+        and "/no/such/python" in caught.value.render()
+    )

@@ -15,6 +15,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
+from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.slurm import SlurmSettings
 from yolofleet.parallel.place import place_from_environment
 
@@ -44,7 +45,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     micro_batch, step_images = micro_batch_of(c), c.batch * max(1, round(c.nominal_batch / c.batch))
     lines += [
         "would run",
-        f"  {_processes(c)}",
+        f"  {_processes(config)}",
         f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
     ]
     return "\n".join(lines)
@@ -61,10 +62,14 @@ def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
     return rows
 
 
-def _processes(config: TrainConfig) -> str:
-    place = place_from_environment(os.environ)
+def _processes(resolved: Resolved[TrainConfig]) -> str:
+    config, place = resolved.value, place_from_environment(os.environ)
     if place.size > 1:
         return f"{place.size} processes, started by {place.source}"
+    fleet = fleet_of(resolved)
+    if fleet is not None:
+        hosts = ", ".join(f"{host.name} ({host.device})" for host in fleet.hosts)
+        return f"{fleet.processes} processes on {hosts}"
     if config.device == "auto":
         return "one process, on the first CUDA device or else on the CPU"
     from yolofleet.config.device import processes_of

@@ -100,8 +100,10 @@ class Remote:
                 start_new_session=True,
             )
         except OSError as problem:
-            missing = "is OpenSSH's client installed?" if self.name != HERE else ""
-            raise Unreachable(self.name, "no-ssh", f"cannot start {problem.filename}", hint=missing) from None
+            what = f"cannot start {problem.filename}"
+            if self.name == HERE:
+                raise Unreachable(self.name, "no-python", what, hint="say python: (fleet.yaml)") from None
+            raise Unreachable(self.name, "no-ssh", what, hint="install OpenSSH's client here") from None
         threading.Thread(target=self._read_errors, daemon=True).start()
         threading.Thread(target=self._read, daemon=True).start()
         try:

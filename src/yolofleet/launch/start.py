@@ -37,7 +37,12 @@ def _start(
     verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
 ) -> int:
     settings = config.value
-    fleet = None if is_worker() else fleet_of(config)
+    fleet = fleet_of(config)
+    if fleet is not None and is_worker():
+        raise ConfigError(
+            "--hosts and --fleet start all processes, and this one is one of several already",
+            hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
+        )
     if fleet is not None:
         from yolofleet.launch.ssh import run_on_fleet
 
