@@ -13,10 +13,12 @@ from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
+from yolofleet.launch.folders import Folders, fetch_folder
 from yolofleet.launch.keeper import ASKED
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
-from yolofleet.launch.ssh import Folders, Watch, fetch_folder, job_text
+from yolofleet.launch.ssh import job_text
 from yolofleet.launch.start import start
+from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 
 

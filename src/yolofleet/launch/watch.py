@@ -1,0 +1,241 @@
+"""What becomes of a job on several hosts: followed to the end of all its processes, and explained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty
+from typing import Any
+
+from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.launch.fleet import Fleet
+from yolofleet.launch.keeper import ASKED
+from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
+from yolofleet.launch.remote import Frame, Remote
+
+SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
+FAILED_GRACE_S = 8.0
+AFTER_GRACE_S = 10.0  # a host that has not ended everything by then is given up
+BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Node:
+    """What is known of one host's part of the job."""
+
+    remote: Remote
+    ending: Frame | None = None  # its frame `exit`
+    lost: str = ""  # why it will not come
+    ended_at_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.ending is not None or bool(self.lost)
+
+
+@dataclass
+class Watch:
+    """Follows one start of a job to the end of all its processes.
+
+    Args:
+        log: takes (node, rank or AGENT, text).
+    """
+
+    fleet: Fleet
+    remotes: Sequence[Remote]
+    log: Callable[[int, int, str], None]
+    prefix: bool = False  # every line with its host: there is no rank 0 that speaks for all
+    nodes: list[Node] = field(init=False)
+    wishes: int = 0  # signals that asked to stop
+    order: list[int] = field(default_factory=list)  # nodes as they ended
+    stopped_at_s: float = 0.0
+    give_up_at_s: float = float("inf")
+    began_line: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = [Node(remote) for remote in self.remotes]
+
+    def follow(self) -> None:
+        """Until every host has ended everything, or is given up."""
+        inbox = self.remotes[0].inbox
+        with self._signals():
+            while not all(node.is_over for node in self.nodes):
+                with suppress(Empty):
+                    remote, frame = inbox.get(timeout=0.2)
+                    self._take(self.remotes.index(remote), frame)
+                self._look()
+
+    def _take(self, number: int, frame: Frame) -> None:
+        node = self.nodes[number]
+        kind = frame["type"]
+        if kind == "output":
+            self._show(number, str(frame["text"]))
+        elif kind == "log":
+            self.log(number, int(frame["rank"]), str(frame["text"]))
+        elif kind == "exit" and not node.is_over:
+            node.ending = frame
+            self._ended(number)
+        elif kind == "gone" and not node.is_over:
+            self._lose(number, node.remote.words() or "the connection ended")
+
+    def _ended(self, number: int) -> None:
+        self.nodes[number].ended_at_s = time.monotonic()
+        self.order.append(number)
+
+    def _lose(self, number: int, why: str) -> None:
+        self.nodes[number].lost = why
+        self._ended(number)
+        threading.Thread(target=self.nodes[number].remote.close, daemon=True).start()
+
+    def _look(self) -> None:
+        """Does anything ask for an end?"""
+        now = time.monotonic()
+        for number, node in enumerate(self.nodes):
+            if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
+                self._lose(number, f"nothing heard from it for {self.fleet.silence_s:.0f} s")
+        failed = [n for n in self.nodes if n.is_over and (n.lost or (n.ending or {}).get("code") != 0)]
+        lost = any(node.lost for node in failed)
+        if self.wishes > 1:
+            self._stop(0.0)
+        elif self.wishes:
+            self._stop(self.fleet.grace_s)
+        elif failed and (lost or now - min(node.ended_at_s for node in failed) > SETTLE_S):
+            self._stop(FAILED_GRACE_S)
+        if now > self.give_up_at_s:
+            for number, node in enumerate(self.nodes):
+                if not node.is_over:
+                    self._lose(number, "it did not end its processes in time")
+
+    def _stop(self, grace_s: float) -> None:
+        """Ask the hosts that still run to end; once, or again to hasten."""
+        now = time.monotonic()
+        give_up_at_s = now + grace_s + AFTER_GRACE_S
+        if self.stopped_at_s and give_up_at_s > self.give_up_at_s - 1.0:
+            return
+        self.stopped_at_s = self.stopped_at_s or now
+        self.give_up_at_s = give_up_at_s
+        for node in self.nodes:
+            if not node.is_over:
+                node.remote.stop(grace_s)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and the like: the first asks all hosts to save and stop, the second ends them at once."""
+
+        def wish(number: int, _frame: Any) -> None:
+            self.wishes += 1
+            words = b"\nstopping all hosts after this step, then saving; Ctrl-C again ends at once\n"
+            with suppress(OSError):
+                os.write(2, words if self.wishes == 1 else b"\nending all hosts at once\n")
+
+        previous = {}
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.signal(number, wish) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _show(self, number: int, text: str) -> None:
+        """On the screen as it came; what is not the console's has its host before each line."""
+        if self.prefix or number > 0:
+            mark, shown = f"{self.remotes[number].name}: ", ""
+            for line in text.splitlines(keepends=True):
+                shown += line if self.began_line.get(number) else mark + line
+                self.began_line[number] = not line.endswith("\n")
+            text = shown
+        with suppress(OSError, ValueError):  # nobody reads
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    # -- why it ended ------------------------------------------------------------------------------
+
+    @property
+    def met_busy_port(self) -> bool:
+        """The agents did not meet because somebody took the port; nothing had begun."""
+        first = self.nodes[0].ending or {}
+        return (
+            not self.wishes
+            and first.get("code") not in (0, None)
+            and not any((node.ending or {}).get("words") for node in self.nodes)
+            and not ends_in(str(first.get("log", "")))
+            and any(words in str(first.get("log", "")) for words in BUSY_PORT)
+        )
+
+    def explain(self, resume: str) -> int:
+        """Print why the run ended, unless all is well; returns the exit code."""
+        if all((node.ending or {}).get("code") == 0 for node in self.nodes):
+            return 0
+        ended = [self.nodes[number] for number in self.order]
+        endings = [self._ending(node) for node in ended]
+        asked = bool(self.wishes) or any((n.ending or {}).get("why") == ASKED for n in ended)
+        causes = [w for ending in endings for w in ending.words if not w.get("secondary")]
+        causes = [w for w in causes if w.get("exit_code") != Stopped.exit_code]
+        problem: YolofleetError | None = None
+        if causes:  # ranks that lost them or were asked to stop say no more than that
+            endings = [
+                replace(ending, words=[w if w in causes else {**w, "secondary": True} for w in ending.words])
+                for ending in endings
+            ]
+        elif not asked:
+            problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
+        if problem is not None:
+            say(problem.render())
+            return problem.exit_code
+        return tell([e for e in endings if e.code or e.words] or endings, resume)
+
+    def command_code(self) -> int:
+        """Of a plain command: its exit code where it failed first, which is said."""
+        for node in (self.nodes[number] for number in self.order):
+            frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
+            code, why = int(frame["code"]), str(frame["why"])
+            if code:
+                ended = (
+                    f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                )
+                say(f"{node.remote.name}: {why or ended}")
+                return code if code > 0 else 128 - code
+        return 0
+
+    def _own_end(self, node: Node, resume: str) -> ClusterError | None:
+        """A host that was lost, or whose agent somebody killed."""
+        first = self.fleet.first_rank(self.nodes.index(node))
+        last = first + node.remote.host.processes - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        hint = resume or "give the same command again"
+        if node.lost:
+            what, *more = node.lost.splitlines()
+            return ClusterError(
+                f"{node.remote.name} is lost, with {ranks}: {what}", source=" ".join(more) or None, hint=hint
+            )
+        frame = node.ending or {}
+        if int(frame.get("code") or 0) < 0 and not frame.get("why"):
+            name = signal.Signals(-int(frame["code"])).name
+            return ClusterError(
+                f"torchrun's agent of {ranks} on {node.remote.name} was ended by {name}", hint=hint
+            )
+        return None
+
+    def _ending(self, node: Node) -> Ending:
+        frame = node.ending or {"code": 1, "words": [], "log": "", "why": node.lost}
+        code = -signal.SIGTERM if frame["why"] and int(frame["code"]) < 0 else int(frame["code"])
+        return Ending(
+            code=code,
+            words=list(frame["words"]),
+            log=str(frame["log"]) or str(frame["why"]),
+            source=f"logs/agent-{self.nodes.index(node)}.log",
+            host=node.remote.name,
+            ahead_s=node.remote.ahead_s,
+        )
