@@ -111,7 +111,8 @@ def export(
                 replace(file, out.parent / file.name)
     except OSError as problem:
         raise StorageError(
-            f"cannot write {out}: {problem.strerror or problem}", hint="another --out, or more space on the disk"
+            f"cannot write {out}: {problem.strerror or problem}",
+            hint="another --out, or more space on the disk",
         ) from None
     return figures
 
