@@ -30,7 +30,8 @@ class TorchscriptRuntime(Runtime):
 
     def _run(self, images: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            return self._program(torch.from_numpy(images)).numpy()
+            given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
+            return self._program(given).numpy()
 
 
 def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
