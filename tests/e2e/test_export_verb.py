@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import small_shapes
 from exported import network
+from reference import reference
 
 from yolofleet import load_model
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -127,6 +130,36 @@ def test_a_file_that_suppresses_gives_the_boxes_of_predict(place, capsys):
         assert says in capsys.readouterr().err
     assert main(["val", "--weights", str(out), "--data", str(data)]) == 2
     assert "export without --nms" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "network",
+    [
+        ("--weights", "weights/yolov5n.pt", "--img", "640"),
+        (
+            "--weights",
+            "weights/yolov3-tiny.weights",
+            "--cfg",
+            "weights/yolov3-tiny.mask123.cfg",
+            "--img",
+            "416",
+        ),
+    ],
+    ids=["yolov5", "darknet"],
+)
+def test_files_score_what_trained_networks_score_on_real_pictures(network):
+    """Boxes within 0.5 px, scores within 0.001, COCO's figures to three digits, on 128 images."""
+    pytest.importorskip("onnxruntime")
+    argv = [str(reference(word)) if word.startswith("weights/") else word for word in network]
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "exports.py"
+    data = reference("data/coco128val/data.yaml")
+    done = subprocess.run(
+        [sys.executable, str(script), *argv, "--data", str(data)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all equal" in done.stdout
 
 
 def test_an_exported_file_is_a_model_in_python(place):

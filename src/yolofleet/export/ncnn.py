@@ -35,7 +35,9 @@ def write(job: ExportJob, path: Path) -> None:
         try:
             done = subprocess.run(argv, cwd=temporary, capture_output=True, timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise CheckpointError(f"pnnx did not end within {DEADLINE_S} s") from None
+            raise CheckpointError(f"pnnx did not end within {DEADLINE_S} s", hint="--format onnx") from None
+        except OSError as problem:
+            raise CheckpointError(f"pnnx cannot be started: {problem}", hint="install pnnx again") from None
         made = [Path(temporary, name) for name in (PARAM, BIN)]
         if done.returncode or not all(file.is_file() for file in made):
             words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,7 +119,8 @@ def export(
 
 def _write(format: Format, job: ExportJob, path: Path) -> None:
     try:
-        format.module.write(job, path)
+        with contextlib.redirect_stdout(sys.stderr):  # some converters talk
+            format.module.write(job, path)
     except (YolofleetError, OSError):
         raise
     except Exception as problem:  # each converter has exceptions of its own
@@ -135,7 +136,7 @@ def _verified(
     """What running the file showed, or why it was not run."""
     if absent := missing(format.runs):
         return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
-    with TemporaryDirectory(prefix="yolofleet-verify-") as temporary:
+    with TemporaryDirectory(prefix="yolofleet-verify-", ignore_cleanup_errors=True) as temporary:
         plain_path, plain_job = path, job
         if job.facts.nms is not None:
             plain_job = dataclasses.replace(job, facts=dataclasses.replace(job.facts, nms=None))
@@ -163,10 +164,12 @@ def _verified(
 
 
 def replace(made: Path, target: Path) -> None:
-    """Put a file or folder in the place of an older one."""
-    if target.is_dir():
-        shutil.rmtree(target)
-    made.replace(target)
+    """Put a file or folder in the place of an older one; what else lies in an older folder stays."""
+    if not target.is_dir():
+        made.replace(target)
+        return
+    for part in made.iterdir():
+        replace(part, target / part.name)
 
 
 def check_abilities(format: Format, config: ExportConfig) -> None:

@@ -54,7 +54,8 @@ class Difference:
             raise NumericsError(
                 f"the exported file differs from the network: boxes by {self.box_px:.3g} px (at most {most_px:g}), "
                 f"scores by {self.score:.3g} (at most {most_score:g})",
-                hint="the file was removed; another --format, or without --half and --simplify, may be right",
+                hint="it was not kept; --data compares on pictures of the kind that the network knows, and another "
+                "--format, or none of --half and --simplify, may be right",
             )
 
 
