@@ -12,18 +12,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, small_shapes, yolofleet
+from desk import DEADLINE_S, Command, agent_of, nothing_left, worker_of
 from machines import Lab, Machine, machines
 
 import yolofleet as yolofleet_package
 
-DEADLINE_S = 240
 REPEATS = int(os.environ.get("FLEET_REPEATS", "1"))
 HOSTS = """
 silence_s: 5
@@ -54,58 +53,6 @@ def lab(folder: Path, data: Path) -> Iterator[Lab]:
     session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
     with machines(3, private=[folder / "own"], environment=session) as made:
         yield made
-
-
-class Command:
-    """A command that somebody gives at the desk, and the lines that they see, as they come."""
-
-    def __init__(self, lab: Lab, folder: Path, *args: str | Path) -> None:
-        os.chdir(folder)  # the machines take over this process's folder
-        self.began_s = time.monotonic()
-        self.lines: list[tuple[float, str]] = []
-        self.process = subprocess.Popen(
-            lab.desk.argv(sys.executable, "-m", "yolofleet", *args),
-            env=environment(folder),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic() - self.began_s, line.rstrip("\n")))
-
-    @property
-    def said(self) -> str:
-        return "\n".join(line for _, line in self.lines)
-
-    def wait_for(self, pattern: str) -> float:
-        """Seconds from the start until a line fitted."""
-        while time.monotonic() - self.began_s < DEADLINE_S:
-            for at_s, line in self.lines:
-                if re.search(pattern, line):
-                    return at_s
-            assert self.process.poll() is None, self.said
-            time.sleep(0.05)
-        raise AssertionError(f"no {pattern!r} in\n{self.said}")
-
-    def end(self) -> int:
-        code = self.process.wait(DEADLINE_S)
-        self._reader.join(5)
-        return code
-
-
-def nothing_left(lab: Lab, within_s: float) -> float:
-    """Seconds until no machine had a process or port of ours."""
-    began_s = time.monotonic()
-    while left := lab.left_behind():
-        assert time.monotonic() - began_s < within_s, left
-        time.sleep(0.1)
-    return time.monotonic() - began_s
 
 
 def results(run: Path) -> dict:
@@ -233,16 +180,6 @@ def test_a_port_that_is_taken_at_the_last_moment_is_replaced(lab: Lab, folder: P
 
 
 # -- every way to end ----------------------------------------------------------------------------------------
-
-
-def worker_of(machine: Machine) -> int:
-    return next(
-        p for p, c in machine.processes().items() if "yolofleet.worker" in c and "distributed.run" not in c
-    )
-
-
-def agent_of(machine: Machine) -> int:
-    return next(p for p, c in machine.processes().items() if "distributed.run" in c)
 
 
 def interrupt(lab: Lab, command: Command) -> None:

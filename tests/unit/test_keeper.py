@@ -74,15 +74,15 @@ def next_frame(remote: Remote) -> Frame:
         raise AssertionError("no frame came") from None
 
 
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def alive(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found += [pid] * (state not in "ZX")
-    return found
+    return [pid for pid in pids if state(pid) not in "ZX"]
 
 
 def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path) -> None:
@@ -127,6 +127,14 @@ def test_stop_kills_what_does_not_listen(remote: Remote) -> None:
     assert ending["why"] == "stopped by the launcher" and ending["code"] == -signal.SIGKILL
     assert 0.4 < time.monotonic() - began_s < DEADLINE_S / 2
     assert not alive(below) and not descendants(remote.hello["pid"])
+
+
+def test_a_rank_that_cannot_end_because_it_is_stopped_is_named(remote: Remote) -> None:
+    started(remote, "(RANK=5 exec sh -c 'kill -STOP $$') & echo up; sleep 63")
+    (halted,) = wait_for(lambda: [p for p in descendants(remote.hello["pid"]) if state(p) == "T"])
+    remote.stop(0.2)
+    (said,) = next_frame(remote)["stopped"]
+    assert said.startswith(f"rank 5: process {halted} is stopped")
 
 
 def test_what_outlives_the_command_is_ended(remote: Remote) -> None:

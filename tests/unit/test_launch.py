@@ -10,7 +10,7 @@ import pytest
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment
-from yolofleet.launch.local import error_path, explain
+from yolofleet.launch.local import error_path, exit_text, explain
 
 
 def test_the_agents_command_is_exactly_this() -> None:
@@ -71,7 +71,13 @@ def test_the_cause_is_said_before_its_echo(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "cause"), [(-9, "out-of-memory"), (-7, "/dev/shm"), (-11, "segmentation"), (-15, "SIGTERM")]
+    ("exit_code", "cause"),
+    [
+        (-9, "most likely the kernel's out-of-memory"),
+        (-7, "/dev/shm"),
+        (-11, "segmentation"),
+        (-15, "SIGTERM"),
+    ],
 )
 def test_exit_codes_of_a_silent_worker_are_translated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int, cause: str
@@ -83,6 +89,15 @@ def test_exit_codes_of_a_silent_worker_are_translated(
     assert explain(tmp_path, 1, 0) == 4
     said = capsys.readouterr().err
     assert "rank 1" in said and cause in said
+
+
+@pytest.mark.parametrize(
+    ("kills", "says"),
+    [(None, "most likely the kernel's"), (2, "by the kernel's"), (0, "was not the kernel's")],
+)
+def test_a_kill_is_the_kernels_only_where_it_counts_one(kills: int | None, says: str) -> None:
+    assert says in exit_text(-9, kills) and "SIGKILL" in exit_text(-9, kills)
+    assert exit_text(-7, kills) == exit_text(-7, None)
 
 
 def test_the_own_traceback_of_a_process_that_crashed_comes_first(

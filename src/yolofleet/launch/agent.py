@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
-from yolofleet.launch.local import EXIT_SIGNALS
+from yolofleet.launch.local import exit_text
+from yolofleet.launch.processes import oom_kills, oom_kills_since
 from yolofleet.parallel.place import scheduled_place
 
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
         logging.CRITICAL
     )  # see _explained
-    warning = StopWarning()
+    warning, before = StopWarning(), oom_kills()
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         if warning.has_come:
             return Stopped.exit_code
         rank, failure = failed.get_first_failure()
-        return _explained(rank, failure.exitcode)
+        return _explained(rank, failure.exitcode, oom_kills_since(before))
     except SignalException as ended:
         return 128 + ended.sigval
     return 0
@@ -100,12 +101,13 @@ def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[s
     ]
 
 
-def _explained(rank: int, exit_code: int) -> int:
+def _explained(rank: int, exit_code: int, oom_kills: int | None) -> int:
     """A worker that ended by itself has said why; of one that was killed it is said here."""
     if exit_code > 0:
         return exit_code
-    what = EXIT_SIGNALS.get(exit_code, f"was ended by signal {-exit_code}")
-    problem = ClusterError(f"rank {rank} {what}", hint="start the job again: it resumes")
+    problem = ClusterError(
+        f"rank {rank} {exit_text(exit_code, oom_kills)}", hint="start the job again: it resumes"
+    )
     print(problem.render(), file=sys.stderr)
     return problem.exit_code
 

@@ -7,7 +7,7 @@ starts dies with it. Standard library alone; Linux.
 
 From the launcher: ``{"type": "beat"}``, ``ask`` (id, request, arguments), ``start`` (job), ``stop`` (grace_s).
 To it: ``hello``, ``beat``, ``reply`` (id, value or error), ``output`` (text for the screen), ``log`` (rank, text;
-rank -1: the agent), ``exit`` (code, words, log, why).
+rank -1: the agent), ``exit`` (code, words, log, why, stopped, oom_kills).
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ from yolofleet.doctor.facts import software
 from yolofleet.launch import code, jobs, requests
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
 from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path
-from yolofleet.launch.processes import descendants, end_descendants, signal_all, started_at
+from yolofleet.launch.processes import (
+    descendants,
+    end_descendants,
+    oom_kills,
+    oom_kills_since,
+    signal_all,
+    started_at,
+    variable,
+)
+from yolofleet.parallel.witness import STOPPED, started_ticks, state_of
 
 PROTOCOL = 1
 BEAT_S = 2.0
@@ -81,7 +90,9 @@ class Running:
     streamed: bool  # the launcher does not see this disk
     log_offset: int
     grace_s: float
+    oom_kills_before: int | None = field(default_factory=oom_kills)
     why: str = ""
+    stopped: list[str] = field(default_factory=list)  # ranks that could not react when they were asked to end
     kill_at_s: float = float("inf")
     swept: bool = False
     tailed_at_s: float = 0.0
@@ -94,6 +105,7 @@ class Running:
     def end(self, why: str, grace_s: float) -> None:
         """SIGTERM now, SIGKILL after ``grace_s``; a second call can only hasten it."""
         if not self.why and self.agent.poll() is None:
+            self.stopped = stopped_ranks(descendants(self.agent.pid))
             self.agent.terminate()
         self.why = self.why or why
         if not descendants(self.agent.pid):
@@ -136,6 +148,13 @@ class Running:
                 file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
         return ""
+
+
+def stopped_ranks(pids: list[int]) -> list[str]:
+    """Of these processes the workers that somebody or something has stopped."""
+    states = {pid: state_of(pid, started_ticks(pid)) for pid in pids}
+    found = [(variable(pid, "RANK"), state) for pid, state in states.items() if state.letter in STOPPED]
+    return [f"rank {rank}: {state.text()}" for rank, state in found if rank]
 
 
 def start(job: Frame) -> Running:
@@ -283,6 +302,8 @@ class Keeper:
             words=running.last_words(),
             log=running.log_tail(),
             why=running.why,
+            stopped=running.stopped,
+            oom_kills=oom_kills_since(running.oom_kills_before),
         )
         jobs.write(jobs.ended(running.record, exit_code))
         os.close(running.output)

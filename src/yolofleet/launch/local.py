@@ -19,14 +19,34 @@ from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
+from yolofleet.launch.processes import oom_kills, oom_kills_since
 
 EXIT_SIGNALS = {
-    -9: "was killed (SIGKILL): most likely the kernel's out-of-memory killer; lower --batch, --workers or use --cache disk",
+    -9: "was killed (SIGKILL)",
     -6: "aborted itself: a library met a state that it cannot go on from; see its logs/rank-*.log",
     -7: "died of a bus error: /dev/shm is most likely full; use --workers 0 or --cache disk",
     -11: "died of a segmentation fault; run again with --workers 0 and --device cpu to narrow it down",
     -15: "was ended from outside (SIGTERM)",
 }
+
+LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
+
+
+def exit_text(exit_code: int, oom_kills: int | None) -> str:
+    """How a process ended.
+
+    Args:
+        oom_kills: processes that the kernel ended for lack of memory meanwhile; None: unknown.
+    """
+    what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
+    if exit_code != -9:
+        return what
+    if oom_kills is None:
+        return f"{what}: most likely the kernel's out-of-memory killer; {LESS_MEMORY}"
+    if oom_kills:
+        return f"{what} by the kernel's out-of-memory killer: the machine, or its control group, has too little; {LESS_MEMORY}"
+    return f"{what} by somebody; it was not the kernel's out-of-memory killer"
+
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -86,6 +106,7 @@ def run_agent(job: JobSpec) -> int:
     for stale in logs.glob("error-rank-*.json"):
         stale.unlink()
     agent: subprocess.Popen[bytes] | None = None
+    before = oom_kills()
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent is None:
@@ -117,7 +138,7 @@ def run_agent(job: JobSpec) -> int:
             agent.kill()
     if code == 0:
         return 0
-    return explain(job.folder, code, started_at)
+    return explain(job.folder, code, started_at, oom_kills_since(before))
 
 
 @dataclass(frozen=True)
@@ -131,6 +152,7 @@ class Ending:
         source: where that log is.
         host: its name, when there are several.
         ahead_s: of its clock.
+        oom_kills: see :func:`exit_text`.
     """
 
     code: int
@@ -139,9 +161,10 @@ class Ending:
     source: str
     host: str = ""
     ahead_s: float = 0.0
+    oom_kills: int | None = None
 
 
-def explain(folder: Path, code: int, log_offset: int) -> int:
+def explain(folder: Path, code: int, log_offset: int, oom_kills: int | None = None) -> int:
     """Print why the workers of this machine ended; returns the exit code to give."""
     words = []
     for path in sorted((folder / "logs").glob("error-rank-*.json")):
@@ -156,7 +179,8 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
         log = ""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
     return tell(
-        [Ending(code, words, log, str(log_path))], f"yolofleet train --resume {folder}" if saved else ""
+        [Ending(code, words, log, str(log_path), oom_kills=oom_kills)],
+        f"yolofleet train --resume {folder}" if saved else "",
     )
 
 
@@ -182,7 +206,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
     ending = endings[0]
     if ends:
         ending, rank, exit_code = killed or ends[0]
-        what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
+        what = exit_text(exit_code, ending.oom_kills)
         on = f" on {ending.host}" if ending.host else ""
         problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
         print(crash_text(ending.log), end="", file=sys.stderr)

@@ -41,6 +41,32 @@ def _stat(folder: Path) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
+def variable(pid: int, name: str) -> str:
+    """Of the environment that a process was started with; "" when it has none of that name, or has ended."""
+    with suppress(OSError):
+        for entry in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            key, _, value = entry.partition(b"=")
+            if key.decode("utf-8", "replace") == name:
+                return value.decode("utf-8", "replace")
+    return ""
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has ended on this machine for lack of memory, of the machine or of a control
+    group, since it was started; None = it does not say."""
+    with suppress(OSError, ValueError):
+        for line in (PROC / "vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def oom_kills_since(before: int | None) -> int | None:
+    """How many more than ``before``."""
+    now = oom_kills()
+    return None if now is None or before is None else now - before
+
+
 def signal_all(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(OSError):

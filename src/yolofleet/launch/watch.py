@@ -178,6 +178,13 @@ class Watch:
         """Print why the run ended, unless all is well; returns the exit code."""
         if all((node.ending or {}).get("code") == 0 for node in self.nodes):
             return 0
+        code = self._explain(resume)
+        for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their keepers did
+            for rank in (node.ending or {}).get("stopped", []):
+                say(f"  {node.remote.name}: {rank}")
+        return code
+
+    def _explain(self, resume: str) -> int:
         ended = [self.nodes[number] for number in self.order]
         endings = [self._ending(node) for node in ended]
         asked = bool(self.wishes) or any((n.ending or {}).get("why") == ASKED for n in ended)
@@ -238,4 +245,5 @@ class Watch:
             source=f"logs/agent-{self.nodes.index(node)}.log",
             host=node.remote.name,
             ahead_s=node.remote.ahead_s,
+            oom_kills=frame.get("oom_kills"),
         )

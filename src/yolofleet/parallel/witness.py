@@ -22,6 +22,7 @@ STATES = {
     "R": "is running (state R)",
     "S": "is asleep (state S)",
 }
+STOPPED = "Tt"  # states of processes that cannot react
 FRAMES_SHOWN = 10
 DUMP = "Timeout ("  # how faulthandler.dump_traceback_later begins
 

@@ -1,0 +1,78 @@
+"""The desk: somebody types a command there, reads what comes, and looks after the machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from commands import environment
+from machines import Lab, Machine
+
+DEADLINE_S = 240
+
+
+class Command:
+    """A command that somebody gives at the desk, and the lines that they see, as they come."""
+
+    def __init__(self, lab: Lab, folder: Path, *args: str | Path) -> None:
+        os.chdir(folder)  # the machines take over this process's folder
+        self.began_s = time.monotonic()
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            lab.desk.argv(sys.executable, "-m", "yolofleet", *args),
+            env=environment(folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic() - self.began_s, line.rstrip("\n")))
+
+    @property
+    def said(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def wait_for(self, pattern: str) -> float:
+        """Seconds from the start until a line fitted."""
+        while time.monotonic() - self.began_s < DEADLINE_S:
+            for at_s, line in self.lines:
+                if re.search(pattern, line):
+                    return at_s
+            assert self.process.poll() is None, self.said
+            time.sleep(0.05)
+        raise AssertionError(f"no {pattern!r} in\n{self.said}")
+
+    def end(self) -> int:
+        code = self.process.wait(DEADLINE_S)
+        self._reader.join(5)
+        return code
+
+
+def nothing_left(lab: Lab, within_s: float) -> float:
+    """Seconds until no machine had a process or port of ours."""
+    began_s = time.monotonic()
+    while left := lab.left_behind():
+        assert time.monotonic() - began_s < within_s, left
+        time.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+def worker_of(machine: Machine) -> int:
+    return next(
+        p for p, c in machine.processes().items() if "yolofleet.worker" in c and "distributed.run" not in c
+    )
+
+
+def agent_of(machine: Machine) -> int:
+    return next(p for p, c in machine.processes().items() if "distributed.run" in c)
