@@ -1,5 +1,5 @@
 """Machines in miniature, on one: each a network namespace with its own card, address, host name, /etc/hosts,
-/dev/shm and sshd, on a switch of their own.
+/dev/shm, boot and sshd, on a switch of their own.
 
 Linux, root, iproute2 and openssh-server only. The file system is shared, as with NFS, but for /dev/shm and the
 folders that are asked to be private. The switch lives in a namespace as well, so nothing of this machine's own
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,11 +136,11 @@ class Lab:
         """Processes and open ports on every machine; nothing where there are none."""
         found = {}
         for machine in self.machines:
-            with suppress(ProcessLookupError):
-                words = [f"{pid} {command}" for pid, command in machine.processes().items()]
+            words = [f"{pid} {command}" for pid, command in machine.processes().items()]
+            if machine.sshd.poll() is None:  # it is on
                 words += [f"port {address}:{port}" for address, port in machine.listening()]
-                if words:
-                    found[machine.name] = words
+            if words:
+                found[machine.name] = words
         return found
 
 
@@ -203,6 +204,20 @@ def machines(
                 signal.signal(number, handler)
 
 
+def add_card_in_front(machine: Machine, name: str, address: str) -> None:
+    """A card that leads nowhere, before its real one in the kernel's order.
+
+    Args:
+        address: with its prefix length.
+    """
+    machine.ip("link", "delete", CARD)
+    machine.ip("link", "add", name, "type", "veth", "peer", "name", f"{name}-end")
+    machine.ip("address", "add", address, "dev", name)
+    for end in (name, f"{name}-end"):
+        machine.ip("link", "set", end, "up")
+    _plug_in(machine.hub, machine.port, machine.namespace, machine.address)
+
+
 def _plug_in(hub: str, port: str, namespace: str, address: str) -> None:
     _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", CARD, "netns", namespace)
     _run("ip", "-n", hub, "link", "set", port, "master", "switch", "up")
@@ -256,7 +271,10 @@ UseDNS no
 {f"SetEnv {settings}" if settings else ""}
 """
     )
-    mounts = [f"mount -t tmpfs -o size={shm} tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", "mkdir /run/sshd"]
+    boot = folder / f"{name}.boot_id"  # processes of other boots are not looked for in /proc
+    boot.write_text(f"{uuid.uuid4()}\n")
+    mounts = [f"mount --bind {boot} /proc/sys/kernel/random/boot_id"]
+    mounts += [f"mount -t tmpfs -o size={shm} tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", "mkdir /run/sshd"]
     mounts += [f"mount -t tmpfs tmpfs {shlex.quote(str(path))}" for path in private]
     start = f"exec /usr/sbin/sshd -D -f {config} -E {folder}/{name}.log"
     script = " && ".join([f"hostname {name}", *mounts, start])

@@ -22,6 +22,7 @@ import pytest
 from yolofleet.errors import ClusterError
 from yolofleet.launch.code import discard, packed, take
 from yolofleet.launch.fleet import Host
+from yolofleet.launch.preflight import files
 from yolofleet.launch.processes import descendants
 from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
 
@@ -96,6 +97,23 @@ def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path
         remote.ask("rm", folder="/")
     with pytest.raises(ClusterError, match="No such file"):
         remote.ask("enter", folder="nowhere")
+
+
+def test_files_that_every_rank_reads_are_compared_and_names_that_are_files_nowhere_are_not(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "same.pt").write_text("1")
+        (folder / "other.pt").write_text(folder.name)
+    (here / "mine.pt").write_text("2")
+    monkeypatch.chdir(here)
+    remote.ask("enter", folder=str(there))
+    found = files([remote], ["yolov5s.yaml", "same.pt", "other.pt", "mine.pt"])
+    assert [(finding.code, finding.seen) for finding in found] == [("file-missing", "mine.pt is not there")]
+    found = files([remote, remote], ["other.pt", "yolov5s.yaml"])
+    assert not found, "two hosts agree; this machine computes nothing"
 
 
 def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote) -> None:
@@ -273,6 +291,11 @@ def test_words_of_a_login_shell_before_the_greeting_do_no_harm(host: Host, tmp_p
 def test_why_a_host_cannot_be_reached_has_a_name(words: str, kind: str, says: str) -> None:
     problem = unreachable(Host("n9", "cpu", python="/p/python"), 9, words)
     assert problem.kind == kind and says in problem.render() and words.splitlines()[-1] in problem.render()
+
+
+def test_a_host_that_is_switched_off_between_login_and_greeting_says_nothing() -> None:
+    problem = unreachable(Host("n9", "cpu"), 255, "")
+    assert problem.kind == "closed" and "was lost before anything came" in problem.render()
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:

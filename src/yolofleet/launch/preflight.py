@@ -120,7 +120,7 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
     every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
     found = []
     for name in names:
-        known = [there[name] for there in every if name in there] + [here[name]] * (name in here)
+        known = [place[name] for place in (*every, here) if name in place]
         usual = Counter(known).most_common(1)[0][0] if known else None
         for remote, there in zip(remotes, every, strict=True):
             if there.get(name) != usual:

@@ -30,6 +30,7 @@ CONNECT_S = 10
 OPEN_S = 30.0
 ASK_S = 30.0
 BEAT_S = 2.0
+SSH_FAILED = 255  # exit code of ssh's own; others are the command's
 MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
 SSH_OPTIONS = (
     *("-T", "-a", "-x"),  # no terminal, no agent, no X11
@@ -235,7 +236,7 @@ class Remote:
                     self.inbox.put((self, frame))
         self._closed.set()
         for waiting in list(self._replies.values()):
-            waiting.put({"error": f"the connection ended\n{self.words()}".strip()})
+            waiting.put({"error": f"the connection to it broke\n{self.words()}".strip()})
         if greeted:
             self.inbox.put((self, {"type": "gone"}))
         else:
@@ -312,6 +313,13 @@ def unreachable(host: Host, code: int, words: str) -> Unreachable:
                 source=f"ssh: {words}"[:2000],
                 hint=hint.format(**names),
             )
+    if code == SSH_FAILED and not said:
+        return Unreachable(
+            host.name,
+            "closed",
+            "the connection to it was lost before anything came",
+            hint=f"is it on, and the network to it up? check with: ssh {host.name}",
+        )
     return Unreachable(
         host.name,
         "other",

@@ -87,7 +87,7 @@ class Watch:
             node.ending = frame
             self._ended(number)
         elif kind == "gone" and not node.is_over:
-            self._lose(number, node.remote.words() or "the connection ended")
+            self._lose(number, node.remote.words() or "the connection to it broke")
 
     def _ended(self, number: int) -> None:
         self.nodes[number].ended_at_s = time.monotonic()

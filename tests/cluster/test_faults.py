@@ -1,0 +1,181 @@
+"""Faults in the middle of a run on several machines, provoked one at a time: what is printed names them within a
+minute, and nothing is left. Faults that the doctor finds before a start are in test_doctor_on_hosts.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, small_shapes
+from desk import Command, agent_of, nothing_left, worker_of
+from machines import CARD, Lab, Machine, add_card_in_front, machines
+
+from yolofleet.data.shapes import make_shapes
+
+WITHIN_S = 60
+HOSTS = "m1:cpu:1,m2:cpu:1"
+ENDLESS = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]
+DEMO = ["--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16", "--micro-batch",
+        "8", "--epochs", "24"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def lab(folder: Path) -> Iterator[Lab]:
+    """Machines of its own for every test: some die."""
+    env = environment(folder)
+    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
+    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
+    with machines(2, environment=session) as made:
+        yield made
+
+
+def told(command: Command, fault: str, says: str) -> None:
+    """The command has ended because of what was done just now."""
+    began_s = time.monotonic()
+    assert command.end() == 4, command.said
+    took_s = time.monotonic() - began_s
+    print(f"\n{fault}: named, and the command ended, after {took_s:.1f} s")
+    assert took_s < WITHIN_S
+    assert re.search(says, command.said) and "Traceback" not in command.said, command.said
+
+
+def wait_until(what: Callable[[], object], command: Command) -> None:
+    gives_up_at_s = time.monotonic() + WITHIN_S
+    while not what():
+        assert time.monotonic() < gives_up_at_s and command.process.poll() is None, command.said
+        time.sleep(0.02)
+
+
+def runs_keeper(machine: Machine) -> bool:
+    return any("launch.keeper" in title for title in machine.processes().values())
+
+
+def runs_agent(machine: Machine) -> bool:
+    return any("distributed.run" in title for title in machine.processes().values())
+
+
+@pytest.mark.parametrize(
+    ("when", "is_so", "says"),
+    [
+        ("while it is examined", runs_keeper, "m2: the connection to it was lost before anything came|m2: the connection to it broke|m2 is lost"),
+        ("while it starts", runs_agent, "m2 is lost, with rank 1: (nothing heard from it for 20 s|the connection to it broke)"),
+    ],
+)  # fmt: skip
+def test_a_host_that_dies(
+    lab: Lab, folder: Path, when: str, is_so: Callable[[Machine], bool], says: str
+) -> None:
+    command = Command(lab, folder, "train", "--data", small_shapes(folder), *ENDLESS, "--hosts", HOSTS)
+    wait_until(lambda: is_so(lab.hosts[1]), command)
+    lab.hosts[1].power_off()
+    assert "epoch" not in command.said
+    told(command, f"a host that dies {when}", says)
+    nothing_left(lab, 30)
+
+
+def test_a_stopped_rank_alone_on_its_host_at_the_demos_size(lab: Lab, folder: Path) -> None:
+    data = make_shapes(folder / "shapes", images=640, val_images=128, img=160)
+    command = Command(lab, folder, "train", "--data", data, *DEMO, "--hosts", HOSTS)
+    command.wait_for("epoch 1/24")
+    time.sleep(2)
+    stopped = worker_of(lab.hosts[1])
+    os.kill(stopped, signal.SIGSTOP)
+    told(command, "SIGSTOP", r"rank 1 \(m2, cpu\) gives no sign of life since")
+    assert f"m2: rank 1: process {stopped} is stopped (state T" in command.said
+    assert re.search("yolofleet train --resume .*exp", command.said)
+    nothing_left(lab, 30)
+
+
+@contextmanager
+def control_group(limit_bytes: int) -> Iterator[Path]:
+    """A folder whose ``cgroup.procs`` takes processes that may use so much memory."""
+    root = Path("/sys/fs/cgroup")
+    old = (root / "memory" / "memory.limit_in_bytes").exists()
+    group = (root / "memory" if old else root) / f"yolofleet-test-{os.getpid()}"
+    limit = group / ("memory.limit_in_bytes" if old else "memory.max")
+    try:
+        group.mkdir()
+        limit.write_text(str(limit_bytes))
+    except OSError as problem:
+        shutil.rmtree(group, ignore_errors=True)
+        pytest.skip(f"no control group for memory can be made here: {problem}")
+    try:
+        yield group
+    finally:
+        gives_up_at_s = time.monotonic() + 10
+        while group.exists() and time.monotonic() < gives_up_at_s:
+            try:
+                group.rmdir()
+            except OSError:  # its processes are ending
+                time.sleep(0.1)
+
+
+def test_a_rank_that_exceeds_the_memory_of_its_control_group(lab: Lab, folder: Path) -> None:
+    with control_group(8 << 20) as group:
+        command = Command(lab, folder, "train", "--data", small_shapes(folder), *ENDLESS, "--hosts", HOSTS)
+        command.wait_for("epoch 1/")
+        (group / "cgroup.procs").write_text(str(worker_of(lab.hosts[1])))
+        says = r"rank 1 on m2 was killed \(SIGKILL\) by the kernel's out-of-memory killer"
+        told(command, "memory limit", says)
+        nothing_left(lab, 30)
+    assert "--workers" in command.said and "control group" in command.said
+
+
+def test_the_wrong_card_is_the_first_one_and_is_not_taken(lab: Lab, folder: Path) -> None:
+    """An address that no other host reaches, on a card before the right one in the kernel's order."""
+    add_card_in_front(lab.hosts[1], "aaa0", "192.168.77.2/24")
+    order = lab.hosts[1].run("ip", "-brief", "address").stdout
+    assert order.index("aaa0") < order.index(CARD)
+    args = [
+        "train",
+        "--data",
+        small_shapes(folder),
+        *SMALL,
+        "--max-steps",
+        "1",
+        "--val-period",
+        "0",
+        "--hosts",
+        HOSTS,
+    ]
+    command = Command(lab, folder, *args)
+    assert command.end() == 0, command.said
+    warning, where = (
+        command.wait_for(r"m2: .*192\.168\.77\.2 \(aaa0\)"),
+        command.wait_for(rf"m2: .*10\.77\.0\.2 \({CARD}\)"),
+    )
+    assert warning < WITHIN_S and where < WITHIN_S
+
+
+def test_a_firewall_is_named_by_train_before_anything_starts(lab: Lab, folder: Path) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("iptables missing (apt-get install iptables)")
+    lab.hosts[1].run("iptables", "-A", "INPUT", "-p", "tcp", "--syn", "--dport", "1024:65535", "-j", "DROP")
+    command = Command(lab, folder, "train", "--data", small_shapes(folder), *SMALL, "--hosts", HOSTS)
+    told(command, "firewall", r"m1 -> m2: .*no answer")
+    assert "iptables -I INPUT -s 10.77.0.0/24 -j ACCEPT" in command.said and not runs_agent(lab.hosts[0])
+    nothing_left(lab, 10)
+
+
+def test_an_agent_that_is_stopped_by_hand_can_be_killed_by_the_launcher(lab: Lab, folder: Path) -> None:
+    """Ctrl-C ends everything although a process does not listen."""
+    command = Command(lab, folder, "train", "--data", small_shapes(folder), *ENDLESS, "--hosts", HOSTS)
+    command.wait_for("epoch 1/")
+    os.kill(agent_of(lab.hosts[1]), signal.SIGSTOP)
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(WITHIN_S) != 0
+    nothing_left(lab, 30)
