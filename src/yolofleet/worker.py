@@ -366,7 +366,7 @@ def _train(
         val_index,
         data_notes=spec.notes,
         facts={
-            "where": place_text(world),
+            "where": place_text(world, len(devices)),
             "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
             + (f", {len(frozen)} tensors frozen" if frozen else ""),
             "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch}, {precision}, "

@@ -102,11 +102,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def place_text(world: World) -> str:
-    """``2 processes (torchrun) on cpu, 1 thread each``."""
+def place_text(world: World, devices: int = 1) -> str:
+    """``2 processes (torchrun) on cpu, 1 thread each``, or ``1 process with 2 devices on cpu, 1 thread``."""
     kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     threads = torch.get_num_threads()
     processes = "1 process" if world.size == 1 else f"{world.size} processes ({world.source})"
+    processes += f" with {devices} devices" if devices > 1 else ""
     return f"{processes} on {kind}, {threads} thread{'s' if threads > 1 else ''}" + (
         " each" if world.size > 1 else ""
     )

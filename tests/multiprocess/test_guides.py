@@ -1,0 +1,84 @@
+"""The guides' commands for one machine run as they stand; ``tests/cluster/test_guides_on_hosts.py`` has the others."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, environment, results, small_shapes
+from guides import given, guide_folder, put_weights
+from test_training import free_port
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A command, what ``--device`` says where there are no GPUs, and what the run says of itself then."""
+
+    command: str
+    device: str
+    where: str
+    processes: int = 2
+
+
+SCRATCH = "--data coco.yaml --weights '' --cfg yolov5s.yaml"
+TRAINED = "--data coco.yaml --weights yolov5s.pt"
+TORCHRUN, LAUNCH = "python -m torch.distributed.run", "python -m torch.distributed.launch"
+TWO_RANKS = "2 processes (torchrun) on cpu"
+GUIDES = {
+    "one GPU": Guide(
+        "python train.py --data coco.yaml --epochs 300 --weights '' --cfg yolov5s.yaml --batch-size 32",
+        "cpu", "1 process on cpu", 1),
+    "one GPU, profiled": Guide(
+        "python train.py --batch-size 16 --data coco.yaml --weights yolov5l.pt --epochs 1 --device 0",
+        "cpu", "1 process on cpu", 1),
+    "two GPUs": Guide(
+        f"python train.py --batch 32 {SCRATCH} --device 0,1", "cpu:2", TWO_RANKS),
+    "DataParallel": Guide(
+        f"python train.py --batch 32 {SCRATCH} --device 0,1 --parallel dp",
+        "cpu:2", "1 process with 2 devices on cpu", 1),
+    "DDP from scratch": Guide(
+        f"{TORCHRUN} --nproc_per_node 2 train.py\n --batch 64\n {SCRATCH}\n --device 0,1".replace("\n", "\\\n"),
+        "cpu", TWO_RANKS),
+    "DDP, SyncBN, chosen GPUs, another port": Guide(
+        f"{TORCHRUN} --master_port 1234 --nproc_per_node 2 train.py --batch 64 {TRAINED} --device 2,3 --sync-bn",
+        "cpu", TWO_RANKS),
+    "the old launcher": Guide(
+        f"{LAUNCH} --nproc_per_node=2 train.py {SCRATCH}", "cpu", TWO_RANKS),
+    "the old launcher, --use_env": Guide(
+        f"CUDA_VISIBLE_DEVICES='0,1' {LAUNCH} --nproc_per_node=2 --use_env train.py {SCRATCH}", "cpu", TWO_RANKS),
+    "fleetrun": Guide(
+        "yolofleet train --model ppyoloe-s --recipe ppyoloe-300e --data coco.yaml --batch 64 --selected_gpu 0,1",
+        "cpu:2", TWO_RANKS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gui des")
+    return guide_folder(made / "yolov5", small_shapes(made, images=8, val_images=2))
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_commands_for_one_machine(folder: Path, name: str) -> None:
+    guide = GUIDES[name]
+    port = str(free_port())
+    command = guide.command.replace("1234", port)
+    if ".pt" in command:
+        put_weights(folder)
+    done = subprocess.run(
+        given(command, guide.device, "--name", name),
+        cwd=folder,
+        env=environment(folder) | {"PET_MASTER_PORT": port},  # torchrun's default, 29500, may be taken
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"  where    {guide.where}" in done.stdout
+    run = folder / "runs" / "train" / name
+    found = results(run)
+    assert found["fleet"]["processes"] == guide.processes and found["steps"] == 2
+    assert (run / "weights" / "best.safetensors").exists()
+    assert len(list((run / "logs").glob("rank-?.log"))) == guide.processes
