@@ -25,7 +25,7 @@ class Place:
     """One process among ``size``.
 
     Attributes:
-        address, port: where rank 0 waits for the others; "" and 0: in MASTER_ADDR and MASTER_PORT.
+        address, port: where rank 0, or torchrun's agent beside it, waits for the others.
         sees_one_device: the launcher hides the devices of the other processes of this machine.
     """
 
@@ -89,7 +89,8 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
         return None
     rank, size, local_rank = (_number(environment, name) for name in names[:3])
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
-    return _checked(Place(rank, size, local_rank, local_size, "torchrun"))
+    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+    return _checked(Place(rank, size, local_rank, local_size, "torchrun", address, port))
 
 
 # -- mpirun --------------------------------------------------------------------------------------------------

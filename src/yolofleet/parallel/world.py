@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,6 +23,9 @@ from torch import Tensor
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
+
+SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
+SHOWN = 8  # ranks that are named
 
 
 def device_of(spec: str, local_rank: int) -> torch.device:
@@ -65,6 +70,48 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
+def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
+    """Where the ranks meet: held by torchrun's agent, else by rank 0.
+
+    Raises:
+        RuntimeError: it cannot be reached, or the port is taken.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        place.address,
+        place.port,
+        is_master=place.rank == 0 and not by_agent,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=_libuv(),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"yolofleet/{attempt}", store)
+
+
+def _libuv() -> bool:
+    return os.environ.get("USE_LIBUV", "1") != "0"
+
+
+def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float) -> str:
+    """Wait until every rank is there; of those that are not in time the names, else "". Rank 0 says for whom it
+    waits when that takes long."""
+    store.set(f"here/{place.rank}", place.source)
+    keys = {rank: f"here/{rank}" for rank in range(place.size)}
+    for wait_s in (min(SAY_MISSING_S, timeout_s), max(timeout_s - SAY_MISSING_S, 0.1)):
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=wait_s))
+            return ""
+        except RuntimeError:
+            late = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late[:SHOWN])}"
+        names += f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
+        if place.rank == 0 and wait_s == SAY_MISSING_S:
+            print(f"waiting at {where} for {names} of {place.size}", file=sys.stderr, flush=True)
+    return names
+
+
 @dataclass
 class World:
     """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
@@ -95,24 +142,32 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if place.size > 1 and not dist.is_initialized():  # Ray has met them already
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            host, port = place.address, place.port
-            method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if host else None
+            where = f"{place.address}:{place.port}"
+            began_s = time.monotonic()
             try:
-                dist.init_process_group(
-                    backend,
-                    init_method=method,
-                    rank=place.rank,
-                    world_size=place.size,
-                    timeout=timedelta(seconds=timeout_s),
-                )
+                store = _meeting_store(place, timeout_s)
+                left_s = timeout_s - (time.monotonic() - began_s)
+                missing = _missing_ranks(store, place, where, left_s)
+                if not missing:
+                    dist.init_process_group(
+                        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                        store=store,
+                        rank=place.rank,
+                        world_size=place.size,
+                        timeout=timedelta(seconds=timeout_s),
+                    )
             except (RuntimeError, ValueError) as problem:
-                where = f"{host or os.environ.get('MASTER_ADDR')}:{port or os.environ.get('MASTER_PORT')}"
                 raise ClusterError(
                     f"rank {place.rank} could not meet the others at {where} within {timeout_s:.0f} s",
                     source=str(problem).splitlines()[0],
                     hint="is the address reachable from every machine, and the port open?",
                 ) from None
+            if missing:
+                raise ClusterError(
+                    f"{missing} did not come to {where} within {timeout_s:.0f} s",
+                    hint="was it started, with the same address and port, and do its logs say why not? "
+                    "--timeout-s waits longer",
+                )
         return cls(place.rank, place.size, place.local_rank, place.local_size, device, place.source)
 
     def store(self, name: str) -> Store | None:
@@ -127,9 +182,10 @@ class World:
             met = met.underlying_store
         if not isinstance(met, dist.TCPStore):
             return None
-        libuv = os.environ.get("USE_LIBUV", "1") != "0"
         try:
-            own = dist.TCPStore(met.host, met.port, is_master=False, wait_for_workers=False, use_libuv=libuv)
+            own = dist.TCPStore(
+                met.host, met.port, is_master=False, wait_for_workers=False, use_libuv=_libuv()
+            )
         except RuntimeError:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
