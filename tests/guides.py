@@ -25,8 +25,8 @@ def guide_folder(folder: Path, data: Path) -> Path:
     (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / "data").mkdir()
     description = data.read_text().replace("path: .", f"path: {json.dumps(str(data.parent))}")
-    for file in (folder / "coco.yaml", folder / "data" / "coco.yaml"):
-        file.write_text(description)
+    for name in ("coco.yaml", "coco_profile.yaml"):
+        (folder / "data" / name).write_text(description)
     return folder
 
 

@@ -39,8 +39,17 @@ SMALL_TRAINING = (
 )
 SMALL_TRAINER = {"img": 64, "epochs": 1, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "threads": 1, "plots": False}  # fmt: skip
 FLAGS_OF_OTHERS = {
-    *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),  # torchrun
-    *("--ipc", "--shm-size", "--pid"),  # docker, py-spy
+    *(
+        "--nnodes",
+        "--node_rank",
+        "--nproc_per_node",
+        "--master_addr",
+        "--master_port",
+        "--use_env",
+    ),  # torchrun
+    *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
+    *("--zone", "--list-all", "--add-source"),  # firewall-cmd
+    *("--eval", "--syncBN"),  # of the other trainers
     "--invalid",  # an example
 }
 
@@ -148,11 +157,28 @@ def test_marked_blocks_run(block: Block, places: dict[str, Path]) -> None:
 
 # -- commands that are only understood ---------------------------------------------------------------------------
 
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+
+
+def commands_of_tables(page: Path) -> Iterator[Block]:
+    """Of tables "there | here": what is said to be given here, or what is given there where it is the same."""
+    in_table = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line == "| there | here |":
+            in_table = True
+        elif not line.startswith("|"):
+            in_table = False
+        elif in_table and line.startswith("| "):
+            _, here = line.split(" | ", 1)
+            for spelled in re.findall(r"`([^`]+)`", line if here.startswith("the same") else here):
+                yield Block(page, number, "sh", False, spelled)
+
+
 OUR_COMMANDS = [
     pytest.param(words, id=f"{block}: {' '.join(words)[:60]}")
-    for block in SHELL
+    for block in [*SHELL, *commands_of_tables(COMING_FROM)]
     for words in block.commands()
-    if "yolofleet" in words or any(word in ("train.py", "val.py", "detect.py") for word in words)
+    if len(words) > 1 and {"yolofleet", "train.py", "val.py", "detect.py"} & set(words)
 ]
 
 
@@ -231,7 +257,7 @@ def test_the_table_of_yolov5s_flags_is_that_of_the_code(script: str, verb: str, 
     options = [p for p in SchemaCommand(verb, model, lambda **_: 0).params]
     ours = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
     spellings, said = SPELLINGS[verb], set()
-    for first, here, remark in rows_of(section(ROOT / "docs" / "coming-from-yolov5.md", f"### {script}")):
+    for first, here, remark in rows_of(section(COMING_FROM, f"### {script}")):
         for flag in (spelled.replace("_", "-") for spelled in re.findall(r"--[a-z][\w-]*", first)):
             said.add(flag)
             spelling = spellings.get(flag)

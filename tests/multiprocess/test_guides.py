@@ -31,7 +31,7 @@ GUIDES = {
         "python train.py --data coco.yaml --epochs 300 --weights '' --cfg yolov5s.yaml --batch-size 32",
         "cpu", "1 process on cpu", 1),
     "one GPU, profiled": Guide(
-        "python train.py --batch-size 16 --data coco.yaml --weights yolov5l.pt --epochs 1 --device 0",
+        "python train.py --batch-size 16 --data coco_profile.yaml --weights yolov5l.pt --epochs 1 --device 0",
         "cpu", "1 process on cpu", 1),
     "two GPUs": Guide(
         f"python train.py --batch 32 {SCRATCH} --device 0,1", "cpu:2", TWO_RANKS),

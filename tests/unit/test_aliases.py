@@ -125,6 +125,8 @@ def test_renamed_flags_say_their_new_name_once(verb, line, becomes, note):
         ("train", "--nproc_per_node 2", "this is an option of torchrun"),
         ("train", "--dist-url tcp://10.0.0.1:29500", "find each other by themselves"),
         ("val", "--world-size=4", "follows from the hosts"),
+        ("train", "--dist-rank 0", "follows from the hosts"),
+        ("train", "--syncBN", "did you mean --sync-bn?"),
         ("val", "--augment", "test-time augmentation is not available yet"),
         ("val", "--save-hybrid", "would inflate the figures"),
         ("val", "--dnn", "OpenCV"),

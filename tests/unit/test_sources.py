@@ -168,6 +168,20 @@ def test_a_name_that_does_not_exist_offers_the_nearest(tmp_path, monkeypatch):
             load_dataset(data)
 
 
+def test_a_bare_name_is_also_looked_for_in_the_folder_data_before_those_that_come_along(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("images", "data/images", "data/sub"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_yaml(tmp_path / "data", "train: images\nval: images\nnames: [kept]\n", "coco.yaml")
+    assert load_dataset("coco.yaml").names == ("kept",)
+    write_yaml(tmp_path, "train: images\nval: images\nnames: [here]\n", "coco.yaml")
+    assert load_dataset("coco.yaml").names == ("here",)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_dataset("sub/coco.yaml")
+
+
 @pytest.mark.parametrize(("name", "classes"), [("coco128.yaml", 80), ("coco", 80), ("voc.yaml", 20)])
 def test_descriptions_that_come_along_are_used_by_name(tmp_path, monkeypatch, name, classes):
     monkeypatch.chdir(tmp_path)

@@ -138,7 +138,10 @@ MACHINES = {
     ),
     "--dist-url": refused("machines find each other by themselves", "--hosts a:8,b:8", "one"),
     "--world-size": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
-    "--rank": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
+    **dict.fromkeys(
+        ("--rank", "--dist-rank"),
+        refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
+    ),
     "--dist-backend": refused(
         "it follows from the device: NCCL on GPUs, gloo on CPUs", "leave it out", "one"
     ),

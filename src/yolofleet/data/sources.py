@@ -1,7 +1,7 @@
 """What a person calls a data set -> a checked ``DatasetSpec``. No image or label file is opened here.
 
 Tried in this order: ``shapes`` or ``shapes:N``; a YAML, COCO JSON or CrowdHuman .odgt file; a folder (a YAML in it,
-Pascal VOC, COCO, Objects365, CrowdHuman); the name of a description that comes with yolofleet (``coco128``, ``coco``, ``voc``). Nothing is
+Pascal VOC, COCO, Objects365, CrowdHuman); the name of a YAML in the folder ``data``; the name of a description that comes with yolofleet (``coco128``, ``coco``, ``voc``). Nothing is
 downloaded, and nothing that a description says is executed.
 """
 
@@ -100,6 +100,9 @@ def load_dataset(data: str) -> DatasetSpec:
         return _from_yaml(_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
     try:
         path = Path(data).expanduser()
+        kept = Path("data", path.name)  # guides: cp ... data/mine.yaml, then --data mine.yaml
+        if path.suffix == ".yaml" and path.parent == Path() and not path.exists() and kept.is_file():
+            path = kept
         if path.is_dir():
             return _from_folder(path)
         if path.is_file():
