@@ -323,25 +323,27 @@ def _train(
             on_batch=on_batch,
         )
 
+    splitter = StepSplitter(
+        partition=Partition.parse(
+            "" if config.shares == "auto" else config.shares, world.size * len(devices)
+        ),
+        rank=world.rank,
+        lanes=len(devices),
+        micro_batch=micro_batch,
+        batch=config.batch,
+        dataset_images=len(index),
+        sync_bn=config.sync_bn,
+        sizes=sizes,
+        img=img,
+        stride=stride,
+        seed=config.seed,
+    )
+    splitter.check()
     training = TrainingRun(
         config=config,
         state=state,
         schedule=schedule,
-        splitter=StepSplitter(
-            partition=Partition.parse(
-                "" if config.shares == "auto" else config.shares, world.size * len(devices)
-            ),
-            rank=world.rank,
-            lanes=len(devices),
-            micro_batch=micro_batch,
-            batch=config.batch,
-            dataset_images=len(index),
-            sync_bn=config.sync_bn,
-            sizes=sizes,
-            img=img,
-            stride=stride,
-            seed=config.seed,
-        ),
+        splitter=splitter,
         loader=lambda keys: train_loader(
             samples,
             keys,
@@ -390,6 +392,8 @@ def _train(
         versions=versions(),
         resumed=snapshot is not None,
     )
+    if idle := splitter.idle_note(schedule.step_images):
+        console.warn(idle)
     try:
         training.train()
         report.finish(state)

@@ -114,7 +114,7 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     assert err == "note: --cos-lr is now --lr-schedule cosine\n"
     found = settings(out)
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
-    assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low")
+    assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low (default)")
     assert out.endswith("would run\n  2 processes\n  steps of 64 images: 4 micro-batches of 16\n")
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
 

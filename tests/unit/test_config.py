@@ -16,7 +16,7 @@ from yolofleet.config.load import (
     resolve_train,
     resolve_val,
 )
-from yolofleet.config.recipe import load_recipe, recipe_names
+from yolofleet.config.recipe import load_recipe, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
@@ -51,7 +51,7 @@ def test_later_layers_win_and_every_value_knows_its_source(written):
     assert config.sources["epochs"] == f"{file}:1"
     assert config.sources["batch"] == "command line"
     assert config.sources["seed"] == "default"
-    assert recipe.sources["lr0"] == "recipe scratch-low"
+    assert recipe.sources["lr0"] == "recipe scratch-low (default)"
     assert set(config.sources) == set(TrainConfig.model_fields)
     assert config.is_given("epochs") and not config.is_given("seed")
 
@@ -545,3 +545,13 @@ def test_resume_of_something_else_is_refused(run, tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             resolve_train({"resume": str(resume)})
+
+
+def test_a_family_brings_its_own_recipe_unless_one_was_named():
+    chosen = with_default(load_recipe("", ["lr0=0.3"]), "ppyoloe-300e")
+    assert (
+        chosen.value.lr0 == 0.3
+        and chosen.value.reference_batch == load_recipe("ppyoloe-300e").value.reference_batch
+    )
+    named = load_recipe("scratch-low")
+    assert with_default(named, "ppyoloe-300e") is named

@@ -12,6 +12,7 @@ from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.load import resolve_train
+from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
@@ -40,7 +41,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     for group in [*(g for g in groups if g != "where"), "where"]:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
-    lines += ["hyperparameters", *_rows(recipe, list(Recipe.model_fields)), ""]
+    lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
     micro_batch, step_images = micro_batch_of(c), c.batch * max(1, round(c.nominal_batch / c.batch))
     lines += [
@@ -49,6 +50,12 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
         f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
     ]
     return "\n".join(lines)
+
+
+def _hyperparameters(recipe: Resolved[Recipe]) -> str:
+    if UNASKED not in recipe.sources.values():
+        return "hyperparameters"
+    return "hyperparameters (of YOLO models; a PP-YOLOE model takes its own recipe instead of the default)"
 
 
 def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
 from yolofleet.errors import ConfigError
 
 DEFAULT_RECIPE = "scratch-low"
+UNASKED = f"recipe {DEFAULT_RECIPE} (default)"  # source of its values when nobody named it
 YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
 # Keys of YOLOv5's hyp files that this trainer does not have. Those without an effect there are passed over
@@ -51,7 +52,8 @@ def load_recipe(
     notes: list[str] = []
     layers: list[Layer] = []
     if hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
-        layers.append(_read(name_or_path or DEFAULT_RECIPE, notes))
+        layer = _read(name_or_path or DEFAULT_RECIPE, notes)
+        layers.append(layer if name_or_path else {key: Sourced(e.value, UNASKED) for key, e in layer.items()})
     layers.append(hyperparameters or {})
     layers.append(_overrides(overrides))
     return resolve(Recipe, layers, notes)
@@ -65,7 +67,7 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     chosen = {
         key: Sourced(getattr(recipe.value, key), source)
         for key, source in recipe.sources.items()
-        if source not in (DEFAULT, f"recipe {DEFAULT_RECIPE}")
+        if source not in (DEFAULT, UNASKED)
     }
     if any(source.startswith("recipe ") for _, source in chosen.values()):
         return recipe

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.keyed import generator
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
-from yolofleet.errors import Stopped
+from yolofleet.errors import ConfigError, Stopped
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
@@ -95,11 +96,47 @@ class StepSplitter:
         samples = tuple(divmod(first + i, self.dataset_images) for i in range(images))
         return MicroBatchKey(plan.step, ordinal, samples, size)
 
+    def check(self) -> None:
+        """Batch normalisation needs more than one value per channel on the coarsest map.
+
+        Raises:
+            ConfigError: a micro-batch of one image, as small as the stride.
+        """
+        lanes_together = self.sync_bn and len(self.partition.shares) > 1
+        if self.micro_batch == 1 and self._size_range()[0] == 1 and not lanes_together:
+            varied = "" if self.sizes == (1, 1) else ", sizes vary"
+            raise ConfigError(
+                f"one image of {self.stride} px (--micro-batch 1, --img {self.img}{varied}) leaves batch "
+                "normalisation a single value",
+                hint=f"--micro-batch 2, or --img {2 * self.img}",
+            )
+
+    def idle_note(self, step_images: int) -> str:
+        """What to do about devices that were to have a share of a step and get none; "" when all have one."""
+        lanes, m = len(self.partition.shares), self.micro_batch
+        images = self.batch if self.sync_bn else step_images
+        dealt = zip(self.partition.shares, self.partition.ranges(images // m), strict=True)
+        idle = sum(share > 0 and not mine for share, mine in dealt)
+        if not idle:
+            return ""
+        enough = [d for d in divisors(self.batch) if images // d >= lanes]
+        advice = (
+            f"--micro-batch {enough[-1]} gives each its part (batch normalisation then sees {enough[-1]} images)"
+            if enough
+            else "a larger --batch, or fewer devices"
+        )
+        return f"{idle} of {lanes} devices have nothing to do: a step has {images // m} micro-batches of {m}; {advice}"
+
+    def _size_range(self) -> tuple[int, int]:
+        """Smallest and largest image side, in strides."""
+        low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
+        return low, high
+
     def size_of(self, step: int) -> int | None:
         """Image side of a step; None = as configured."""
         if self.sizes == (1, 1):
             return None
-        low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
+        low, high = self._size_range()
         draw = generator(self.seed, "multi-scale", step).random()
         return (low + int(draw * (high - low + 1))) * self.stride
 

@@ -1,0 +1,59 @@
+"""How a step is dealt to devices: who has nothing to do is said, and what cannot be normalised refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from yolofleet.errors import ConfigError
+from yolofleet.parallel.partition import Partition
+from yolofleet.train.loop import StepSplitter
+
+
+def splitter(
+    shares: str, *, micro_batch: int, batch: int = 64, img: int = 640, low: float = 1
+) -> StepSplitter:
+    return StepSplitter(
+        partition=Partition.parse(shares, shares.count(",") + 1),
+        rank=0,
+        lanes=1,
+        micro_batch=micro_batch,
+        batch=batch,
+        dataset_images=1000,
+        sync_bn=False,
+        sizes=(low, 1),
+        img=img,
+        stride=32,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "micro_batch", "says"),
+    [
+        ("1,1,1,1", 16, ""),
+        ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices have nothing to do: a step has 4 micro-batches of 16; --micro-batch 8 "),
+        ("1,1,1", 32, "1 of 3 devices have nothing to do: a step has 2 micro-batches of 32; --micro-batch 16 "),
+        ("1,1,0", 32, ""),  # the third was told to have nothing to do
+    ],
+)  # fmt: skip
+def test_devices_without_work_are_counted(shares: str, micro_batch: int, says: str) -> None:
+    note = splitter(shares, micro_batch=micro_batch).idle_note(64)
+    assert note.startswith(says) and bool(note) == bool(says)
+
+
+def test_a_batch_that_is_too_small_for_the_fleet_says_so() -> None:
+    note = splitter("1,1,1,1", micro_batch=1, batch=2).idle_note(2)
+    assert note.startswith("2 of 4 devices") and note.endswith("a larger --batch, or fewer devices")
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "img", "low", "works"),
+    [(1, 32, 1, False), (2, 32, 1, True), (1, 64, 1, True), (1, 64, 0.5, False), (1, 96, 0.5, True)],
+)
+def test_a_single_value_cannot_be_normalised(micro_batch: int, img: int, low: float, works: bool) -> None:
+    made = splitter("1", micro_batch=micro_batch, img=img, low=low)
+    if works:
+        made.check()
+    else:
+        with pytest.raises(ConfigError, match="a single value"):
+            made.check()
