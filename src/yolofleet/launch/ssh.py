@@ -54,7 +54,13 @@ def crew(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[lis
         lost: takes the reasons of hosts that cannot be reached, and the others come alone.
     Raises:
         Unreachable: one host or more, unless ``lost`` takes them; the first one's reason, and what the others said.
+        ConfigError: this machine runs Windows.
     """
+    if sys.platform == "win32":
+        raise ConfigError(
+            "several machines cannot be started from Windows",
+            hint="type it on Linux, macOS or in WSL; for this machine alone: --device",
+        )
     inbox: Queue[tuple[Remote, Frame]] = Queue()
     remotes = [Remote(host, inbox) for host in fleet.hosts]
 

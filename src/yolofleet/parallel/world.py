@@ -91,7 +91,8 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
 
 
 def _libuv() -> bool:
-    return os.environ.get("USE_LIBUV", "1") != "0"
+    """The Windows wheels of torch have none."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
 
 
 def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float) -> str:
@@ -135,13 +136,16 @@ class World:
 
     @classmethod
     def join(cls, place: Place, device: torch.device, timeout_s: float) -> World:
-        """Meet the others (NCCL for CUDA tensors, gloo for the rest).
+        """Meet the others (NCCL for CUDA tensors where there is one, gloo for the rest).
 
         Collective: every rank, once, at most ``timeout_s``.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if place.size > 1 and not dist.is_initialized():  # Ray has met them already
+            backend = "gloo"
+            if device.type == "cuda" and dist.is_nccl_available():  # it is not on Windows
+                backend = "cpu:gloo,cuda:nccl"
             where = f"{place.address}:{place.port}"
             began_s = time.monotonic()
             try:
@@ -150,7 +154,7 @@ class World:
                 missing = _missing_ranks(store, place, where, left_s)
                 if not missing:
                     dist.init_process_group(
-                        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                        backend,
                         store=store,
                         rank=place.rank,
                         world_size=place.size,

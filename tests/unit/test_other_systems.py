@@ -1,0 +1,110 @@
+"""A Python that lacks what Windows and macOS lack: everything is imported, trains, and says what it cannot do there.
+
+No such system is at hand, so this shows what can be shown without one: no part counts on a module or function of
+Linux. Libraries are imported before the platform's name changes; processes that are started see Linux again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRETEND = r"""
+import builtins, importlib, io, multiprocessing, os, pkgutil, signal, sys
+
+multiprocessing.set_start_method("spawn")  # as there
+import click, cv2, matplotlib.pyplot, rich.live, safetensors.torch, torch, torch._dynamo  # noqa: E401
+import torch.distributed.elastic.multiprocessing, torch.utils.data  # noqa: E401
+
+system, *argv = sys.argv[1:]
+MODULES = {"win32": ["fcntl", "resource", "termios", "pty", "pwd", "grp"], "darwin": []}[system]
+SIGNALS = {"win32": ["KILL", "USR1", "USR2", "HUP", "CHLD", "STOP", "CONT", "QUIT"], "darwin": []}[system]
+CALLS = {
+    "win32": ["getuid", "geteuid", "killpg", "setsid", "getpgid", "sched_getaffinity", "openpty", "getloadavg", "uname",
+              "pread", "mkfifo", "O_NOFOLLOW", "O_DIRECTORY"],
+    "darwin": ["sched_getaffinity", "posix_fadvise", "memfd_create", "O_DIRECT"],
+}[system]
+open_file = open
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in MODULES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def without_proc(file, *args, **more):
+    if isinstance(file, (str, os.PathLike)) and str(file).startswith(("/proc", "/sys", "/dev/shm")):
+        raise FileNotFoundError(2, "No such file or directory", str(file))
+    return open_file(file, *args, **more)
+
+builtins.open = io.open = without_proc
+sys.platform = system
+sys.meta_path.insert(0, Absent())
+for name in MODULES:
+    sys.modules.pop(name, None)
+for owner, names in ((signal, [f"SIG{name}" for name in SIGNALS]), (os, CALLS)):
+    for name in names:
+        if hasattr(owner, name):
+            delattr(owner, name)
+
+import yolofleet
+from yolofleet.cli import main
+
+if argv == ["import everything"]:
+    for module in pkgutil.walk_packages(yolofleet.__path__, "yolofleet."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    sys.exit()
+sys.exit(main(argv))
+"""
+TRAIN = ("train", "--data", "shapes:8", "--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8",
+         "--micro-batch", "4", "--epochs", "1", "--no-plots", "--threads", "1")  # fmt: skip
+SYSTEMS = ["win32", "darwin"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pretends, on Linux, to be another system")
+
+
+def there(system: str, folder: Path, *argv: str, code: int = 0) -> str:
+    settings = {
+        "YOLOFLEET_CACHE": str(folder / "cache"),
+        "YOLOFLEET_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PRETEND, system, *argv],
+        cwd=folder,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_module_can_be_imported(system: str, tmp_path: Path) -> None:
+    there(system, tmp_path, "import everything")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_one_machine_trains_with_loader_processes_and_with_two_processes(system: str, tmp_path: Path) -> None:
+    if system == "darwin":  # to spawn a loader process needs what Windows was made to lack
+        said = there(system, tmp_path, *TRAIN, "--device", "cpu", "--workers", "1")
+        assert "1 processes; cache" in said
+    said = there(system, tmp_path, *TRAIN, "--device", "cpu:2", "--cache", "disk")
+    assert "2 processes (torchrun)" in said and "trained 1 epoch" in said
+
+
+def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
+    said = there("win32", tmp_path, *TRAIN, "--hosts", "a:1,b:1", code=2)
+    assert "several machines cannot be started from Windows" in said and "WSL" in said
+    said = there("win32", tmp_path, "fleet", "ps", "--hosts", "a,b", code=2)
+    assert "cannot be started from Windows" in said
+    for system in SYSTEMS:
+        assert "several machines are supported on Linux; here one" in there(
+            system, tmp_path, "doctor", "--quick"
+        )
