@@ -41,6 +41,7 @@ test-slow: env
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env
+	-$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"  # without it, its test skips
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
 
 # converters that need environments of their own (TensorFlow Lite, Core ML): built in a temporary folder, gigabytes

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+import kubernetes_validate as validator
 import pytest
 import yaml
 
@@ -54,9 +55,6 @@ def expanded(word: str, variables: dict[str, str]) -> str:
 @pytest.mark.parametrize("version", ["1.30", "1.34", "1.37"])
 @pytest.mark.parametrize("settings", [JOB, "image=a", JOB + ",name=n,mount=/a b,grace_s=600,shm=1.5Gi"])
 def test_the_schemas_of_kubernetes_allow_it(settings: str, version: str) -> None:
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="pip install kubernetes-validate: it brings the schemas"
-    )
     for document in yaml.safe_load_all(manifest(settings)):
         validator.validate(document, version, strict=True)
     _, job, _ = parts(manifest(settings))

@@ -74,6 +74,7 @@ FLEET = Verbs(
         "ps": ("yolofleet.cli.fleet:ps_command", "what runs there"),
         "logs": ("yolofleet.cli.fleet:logs_command", "what the ranks of a job say"),
         "stop": ("yolofleet.cli.fleet:stop_command", "end a job on all hosts"),
+        "render": (RENDER, "the same as `yolofleet render`"),
     },
     help="Several machines, by ssh. `yolofleet train --hosts ...` trains on them.",
 )
