@@ -133,6 +133,26 @@ def test_a_rank_that_exceeds_the_memory_of_its_control_group(lab: Lab, folder: P
     assert "--workers" in command.said and "control group" in command.said
 
 
+def test_a_rank_that_fails_far_away_says_why_on_the_launchers_screen(lab: Lab, folder: Path) -> None:
+    """The disk of m2 loses its pictures in the middle of the run: its rank's words come, not its neighbours'."""
+    data = small_shapes(folder)
+    theirs = folder / "m2's own"
+    shutil.copytree(data.parent, theirs)
+    (folder / "fleet.yaml").write_text(
+        f'hosts: [m1:cpu:1, {{host: m2, device: cpu, data: "{theirs}/data.yaml"}}]\n'
+    )
+    args = ["train", "--data", data, *ENDLESS, "--cache", "none", "--fleet", folder / "fleet.yaml"]
+    command = Command(lab, folder, *args)
+    command.wait_for("epoch 1/")
+    shutil.rmtree(theirs / "images" / "train")
+    code = command.end()
+    assert code == 3, command.said
+    problem = command.said[command.said.index("Error: ") :]
+    assert f"{theirs}/images/train/" in problem and "on   : rank 1, host m2" in problem, command.said
+    assert "Traceback" not in command.said and "lost the others" not in command.said
+    nothing_left(lab, 30)
+
+
 def test_the_wrong_card_is_the_first_one_and_is_not_taken(lab: Lab, folder: Path) -> None:
     """An address that no other host reaches, on a card before the right one in the kernel's order."""
     add_card_in_front(lab.hosts[1], "aaa0", "192.168.77.2/24")
