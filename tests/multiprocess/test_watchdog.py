@@ -299,3 +299,36 @@ def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tm
     )
     assert "hanging_sample" in report and "its loader does not deliver" in report
     assert "--resume" in report
+
+
+ALONE = """
+import sys, time
+from yolofleet.data.sample import TrainSamples
+
+sample, began = TrainSamples.sample, time.monotonic()
+calls = []
+
+def slow_once(self, epoch, position, **more):
+    calls.append(position)
+    if len(calls) == 80:  # the tenth step
+        time.sleep(7)
+    return sample(self, epoch, position, **more)
+
+TrainSamples.sample = slow_once
+from yolofleet.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_run_of_one_process_says_where_it_is_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    args = train_args(small_shapes(tmp_path), "--device", "cpu", "--workers", "0", "--max-steps", "12")
+    args += ["--epochs", "9", "--val-period", "0", "--stall-s", str(STALL_S)]
+    done = subprocess.run(
+        [sys.executable, "alone.py", *map(str, args)],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: no progress since") == 1
+    assert re.search(r"in 'data' after step 9\n", done.stderr) and "slow_once" in done.stderr
+    assert "its loader does not deliver" in done.stderr and "12 steps" in done.stdout

@@ -239,6 +239,14 @@ def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str
     return ClusterError("\n".join(lines), hint=f"{_advice(verdict, evidence)}; then {again}")
 
 
+def stall_note(verdict: Verdict, evidence: Evidence) -> str:
+    """Of a run of one process, which nobody waits for: where it is, and what that most likely means."""
+    rank = verdict.missing[0]
+    since = f"since {evidence.since(rank)} ({evidence.still_s[rank]:.0f} s; limit {verdict.limit_s:.0f} s)"
+    first = f"warning: no progress {since}, in {evidence.beats[rank].place_text()}"
+    return "\n".join([first, *_about(rank, evidence, alone=True), f"  try  : {_advice(verdict, evidence)}"])
+
+
 def _listed(texts: Sequence[str], between: str = ", ") -> str:
     more = f"{between}and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return between.join(texts[:SHOWN]) + more

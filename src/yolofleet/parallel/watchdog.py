@@ -7,7 +7,8 @@ store may be what hangs (it lives in rank 0, or in torchrun's agent). The step i
 When a rank sees a stall, one of them becomes the reporter (first come, in the store). It asks all ranks for
 their stacks, and those on a machine with a missing one for what that machine shows of it; tells the report;
 waits until the checkpoint being written is done; and then every rank ends its process. A missing rank is
-killed by its neighbours on the machine, since it cannot end itself.
+killed by its neighbours on the machine, since it cannot end itself. A run of one process is not ended: nobody waits
+for it, and who debugs it may want to look around.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from yolofleet.errors import ClusterError
-from yolofleet.parallel.stall import Beat, Evidence, Findings, Member, Progress, Verdict, judge, stall_error
+from yolofleet.parallel.stall import (
+    Beat,
+    Evidence,
+    Findings,
+    Member,
+    Progress,
+    Verdict,
+    judge,
+    stall_error,
+    stall_note,
+)
 from yolofleet.parallel.witness import (
     children_of,
     dumped_stack,
@@ -87,8 +98,9 @@ class Watchdog:
         self._arm_dump_at_s = 0.0
 
     def __enter__(self) -> Watchdog:
-        store = self.world.store("watchdog") if self.world.size > 1 else None
-        if store is None or self.stall_s == 0:  # a rank that takes no part switches it off for all
+        alone = self.world.size == 1
+        store = None if alone else self.world.store("watchdog")
+        if self.stall_s == 0 or (store is None and not alone):  # a rank without switches it off for all
             return self
         rank = self.world.rank
         self._mine = Member(
@@ -102,13 +114,16 @@ class Watchdog:
         )
         self.members[rank] = self._mine
         self.beats[rank] = self._progress.look(0.0)
-        with suppress(RuntimeError):
-            store.set(f"member/{rank}", json.dumps(vars(self._mine)))
-            store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
-        with suppress(OSError):
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self._dump = self.log.open("a", encoding="utf-8")
-        for work in (self._watch, lambda: self._exchange(store)):
+        works: list[Callable[[], None]] = [self._watch_alone]
+        if store is not None:
+            works = [self._watch, lambda: self._exchange(store)]
+            with suppress(RuntimeError):
+                store.set(f"member/{rank}", json.dumps(vars(self._mine)))
+                store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
+            with suppress(OSError):
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                self._dump = self.log.open("a", encoding="utf-8")
+        for work in works:
             thread = threading.Thread(target=work, name="watchdog", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -144,6 +159,24 @@ class Watchdog:
             met = len(self.members) == self.world.size
             if met and self._blind_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
                 self._end_blind(mine)
+
+    def _watch_alone(self) -> None:
+        """Thread, of a run of one process: say where it is when it gets no further."""
+        then_s, said = time.monotonic(), False
+        while not self._closing.wait(LOOK_S):
+            now_s = time.monotonic()
+            mine = self._progress.look(min(now_s - then_s, CLOCK_JUMP_S))
+            then_s, stalled = now_s, mine.age_s > mine.limit_s
+            if stalled and not said:
+                evidence = Evidence(
+                    self.members, {0: mine}, {0: mine.age_s}, {0: own_findings()}, time.time()
+                )
+                print(
+                    f"\n{stall_note(Verdict((0,), 'stuck', mine.limit_s), evidence)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            said = stalled
 
     def _rearm_dump(self, mine: Beat) -> None:
         """This goes on while Python's lock can be had; once it cannot, a thread of C dumps the stack."""
