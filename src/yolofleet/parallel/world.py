@@ -106,6 +106,8 @@ def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float
             return ""
         except RuntimeError:
             late = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        if not late:  # they have come in this moment
+            return ""
         names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late[:SHOWN])}"
         names += f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
         if place.rank == 0 and wait_s == SAY_MISSING_S:
