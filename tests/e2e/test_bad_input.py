@@ -34,6 +34,7 @@ from yolofleet.cli import main
 from yolofleet.data.index import build_index
 from yolofleet.data.shapes import make_shapes
 from yolofleet.data.sources import load_dataset
+from yolofleet.launch.processes import variable
 
 DEADLINE_S = 120
 NAMES = ("circle", "square", "triangle", "star")
@@ -727,6 +728,23 @@ def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, devic
     resumes(outcome.err, run, here, cli)
 
 
+@needs_linux
+def test_a_second_ctrl_c_ends_what_does_not_listen(here):
+    with training(here, "--device", "cpu:2") as (process, _, processes):
+        ranks = [pid for pid in processes if variable(pid, "RANK")]
+        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        outcome = end(process, code=75)
+        assert_told(outcome)
+        assert "ending at once" in outcome.err and "Stopped: ended at once" in outcome.err
+        assert all_gone(processes, 5)
+
+
 def test_sigterm_in_this_process_saves_the_state(cli, here):
     def stop() -> None:
         wait_until(lambda: rows_of(here / "runs" / "train" / "exp") >= 1)
@@ -756,9 +774,7 @@ def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
 @needs_linux
 def test_a_rank_that_is_killed_is_named(here):
     with training(here, "--device", "cpu:2") as (process, _, processes):
-        ranks = [
-            pid for pid in processes if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ]
+        ranks = [pid for pid in processes if variable(pid, "RANK") == "1"]
         os.kill(ranks[0], signal.SIGKILL)
         outcome = end(process, code=4)
         assert_told(outcome)

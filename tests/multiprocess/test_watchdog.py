@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
 
+from yolofleet.launch.processes import variable
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -218,14 +219,6 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
     enough = str(found // 3 + 1)  # 20 images in steps of 8
     resumed = yolofleet(tmp_path, "train", "--resume", run, "--epochs", enough, "--device", "cpu")
     assert f"resumed after step {found} " in resumed.out
-
-
-def variable(pid: int, name: str) -> str:
-    try:
-        texts = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    except OSError:
-        return ""
-    return dict(text.split("=", 1) for text in texts if "=" in text).get(name, "")
 
 
 HANGING = """

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.processes import oom_kills, oom_kills_since
+from yolofleet.launch.processes import descendants, oom_kills, oom_kills_since
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
@@ -99,7 +99,7 @@ def error_path(folder: Path, rank: int) -> Path:
 def run_agent(job: JobSpec) -> int:
     """Run a job to its end; returns the exit code of DESIGN section 4.
 
-    The agent gets a session of its own: Ctrl-C reaches it once, through us, as SIGTERM.
+    The agent gets a session of its own: Ctrl-C reaches it through us, as SIGTERM; a second one kills.
     """
     logs = job.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -107,14 +107,29 @@ def run_agent(job: JobSpec) -> int:
         stale.unlink()
     agent: subprocess.Popen[bytes] | None = None
     before = oom_kills()
+    asked = hasty = False
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked, hasty
         if agent is None:
             _stop(number, frame)
         elif agent.poll() is None:
+            hasty = hasty or (asked and number == signal.SIGINT)
+            words = (
+                "ending at once"
+                if hasty
+                else "stopping after this step, then saving; Ctrl-C again ends at once"
+            )
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step, then saving\n")
-            agent.terminate()
+                os.write(2, f"\n{words}\n".encode())
+            if hasty:
+                for pid in descendants(agent.pid):  # Linux; elsewhere they lose each other
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+                agent.kill()
+            elif not asked:
+                agent.terminate()
+            asked = True
 
     previous = {}
     try:
@@ -138,6 +153,12 @@ def run_agent(job: JobSpec) -> int:
             agent.kill()
     if code == 0:
         return 0
+    if hasty:
+        stopped = Stopped(
+            "ended at once, on request; what was saved last is there", hint=resume_command(job.folder)
+        )
+        print(stopped.render(), file=sys.stderr)
+        return stopped.exit_code
     return explain(job.folder, code, started_at, oom_kills_since(before))
 
 
@@ -177,11 +198,13 @@ def explain(folder: Path, code: int, log_offset: int, oom_kills: int | None = No
         log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")
     except OSError:
         log = ""
+    return tell([Ending(code, words, log, str(log_path), oom_kills=oom_kills)], resume_command(folder))
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on from what was saved; "" when nothing was."""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
-    return tell(
-        [Ending(code, words, log, str(log_path), oom_kills=oom_kills)],
-        f"yolofleet train --resume {folder}" if saved else "",
-    )
+    return f"yolofleet train --resume {folder}" if saved else ""
 
 
 def tell(endings: Sequence[Ending], resume: str) -> int:
