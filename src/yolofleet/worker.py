@@ -117,7 +117,7 @@ def run(
                 timeout_s=settings.timeout_s,
                 log=run_folder.log(world.rank),
                 checkpoints=run_folder.checkpoints,
-                resume=f"yolofleet train --resume {run_folder.path}" if verb == "train" else "",
+                resume=run_folder.resume_command if verb == "train" else "",
                 say=on_stall,
             ):
                 if isinstance(settings, TrainConfig):

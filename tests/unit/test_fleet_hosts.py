@@ -11,11 +11,12 @@ import pytest
 
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
-from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.errors import CheckpointError, ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
-from yolofleet.launch.folders import Folders, fetch_folder
+from yolofleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.launch.keeper import ASKED
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
+from yolofleet.launch.requests import claim
 from yolofleet.launch.ssh import job_text
 from yolofleet.launch.start import start
 from yolofleet.launch.watch import Watch
@@ -283,16 +284,96 @@ def test_a_name_that_a_host_has_already_is_passed_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def claim(arguments: dict[str, Any]) -> dict[str, str]:
+    def claim(arguments: dict[str, Any]) -> dict[str, Any]:
         taken = arguments["folder"] == "runs/train/exp"
-        return {"folder": f"/there/{arguments['folder']}", "owner": "" if taken else "n0"}
+        owner = "" if taken else "n0"
+        return {"folder": f"/there/{arguments['folder']}", "owner": owner, "made": not taken}
 
     host = FakeHost("n0", {"claim": claim, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     folders = Folders.claim("train", settings, [host], None)
-    assert folders.here == RunFolder(Path("runs/train/exp2")) and folders.there == ["/there/runs/train/exp2"]
+    assert folders.here == RunFolder(Path("runs/train/exp2"))
+    assert folders.sites == [Site("/there/runs/train/exp2", "n0", True)]
     assert not Path("runs/train/exp").exists()
     folders.log(0, 3, "words\n")
     assert Path("runs/train/exp2/logs/rank-3.log").read_text() == "words\n"
-    folders.fetch([host], discard=True)
+    folders.begin("verb: train\n", [host], is_resumed=False)
+    assert (
+        Path("runs/train/exp2/checkpoints/where.txt").read_text() == "n0:/there/runs/train/exp2/checkpoints\n"
+    )
+    folders.fetch([host], saved=False, discard=True)
     assert not Path("runs/train/exp2").exists() and host.asked[-1][0] == "unclaim"
+
+
+def test_only_a_folder_that_a_host_made_itself_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = Path("runs/train/exp")
+    (old / "logs").mkdir(parents=True)
+    (old / "logs" / "rank-1.log").write_text("of an earlier day")
+    words = {"folder": "/there/exp", "owner": "n0", "made": False}
+    host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
+    settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
+    folders = Folders.claim("train", settings, [host], old)
+    folders.fetch([host], saved=False, discard=True)
+    assert not any(arguments["discard"] for request, arguments in host.asked if request == "unclaim")
+    assert (old / "logs" / "rank-1.log").exists()
+
+    mark = {"mark": ".fleet-1", "owner": "n0", "used": True}
+    there = claim({"folder": "old", **mark})
+    assert (there["owner"], there["made"]) == ("n0", True)
+    assert claim({"folder": "old", **mark})["made"] is False
+    assert claim({"folder": "runs/train/exp", **mark, "used": False})["owner"] == ""
+
+
+def test_a_host_that_has_every_name_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    host = FakeHost("n0", {"claim": {"folder": "/there/exp", "owner": "", "made": False}})
+    settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
+    with pytest.raises(ClusterError, match="n0 has folders of all 100 names"):
+        Folders.claim("train", settings, [host], None)
+    assert not list(Path("runs/train").iterdir())
+
+
+def test_states_on_another_host_are_looked_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/train/exp")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("verb: train\n")
+    (run / "checkpoints" / "where.txt").write_text("n7:/far/my runs/exp/checkpoints\n")
+    with pytest.raises(ConfigError, match=r"are on n7, in /far/my runs/exp/checkpoints") as caught:
+        resolve_train({"resume": str(run), "data": "d", "model": "yolov5n"})
+    assert (
+        "'n7:/far/my runs/exp/checkpoints'" in caught.value.render()
+        and "--hosts n7:" in caught.value.render()
+    )
+
+    words = {"folder": "/there/exp", "owner": "n0", "made": True}
+    host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
+    settings = resolve_train({"data": "d", "model": "yolov5n", "hosts": "n0:1"})[0].value
+    folders = Folders.claim("train", settings, [host], run)
+    with pytest.raises(CheckpointError, match="n0 has no state of this run") as refused:
+        folders.begin("", [host], is_resumed=True)
+    assert "n7:/far/my runs/exp/checkpoints" in refused.value.render()
+    assert folders.resume_command(settings) == "yolofleet train --resume runs/train/exp --hosts n0:1"
+
+
+@pytest.mark.parametrize("piece", [None, {}, {"data": 3}, {"data": "&"}, []])
+def test_pieces_that_are_none_are_refused(tmp_path: Path, piece: Any) -> None:
+    host = FakeHost("n0", {"list_files": [["a", 3]], "read_piece": piece})
+    with pytest.raises(ClusterError, match="piece of a file"):
+        fetch_folder(host, "/there", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_that_came_in_part_is_fetched_whole(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("ab")
+    answers = {"read_piece": {"data": "YWJj", "offset": 0, "size": 3}}
+    fetch_folder(FakeHost("n0", {"list_files": [["logs/rank-0.log", 2]], **answers}), "/there", tmp_path)
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "ab"
+    fetch_folder(FakeHost("n0", {"list_files": [["logs/rank-0.log", 3]], **answers}), "/there", tmp_path)
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "abc"

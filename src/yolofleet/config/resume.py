@@ -7,6 +7,7 @@ long it goes on may change.
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
     Raises:
         ConfigError: there is nothing to continue.
     """
+    found = _run(config, is_named=is_named)
+    if found is not None and not (config.hosts or config.fleet):
+        _check_states_are_here(found.folder)
+    return found
+
+
+def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     if config.resume != "auto":
         return _named_run(config.resume)
     project = config.project or Path("runs") / "train"
@@ -64,6 +72,19 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
     raise ConfigError(
         f"--resume auto: no run with a checkpoint in {project}", hint="--resume FOLDER names one"
     )
+
+
+def _check_states_are_here(folder: Path) -> None:
+    """A run of several hosts may have left them on the first one."""
+    if not any(folder.glob(CHECKPOINTS)):
+        where = (folder / ELSEWHERE).read_text(encoding="utf-8").strip()
+        host, _, path = where.partition(":")
+        raise ConfigError(
+            f"the states of {folder} are on {host}, in {path}",
+            source=str(folder / ELSEWHERE),
+            hint=f"--hosts {host}:..., with {host} as the first; or copy them here: scp -r {shlex.quote(where)} "
+            f"{shlex.quote(str(folder))}",
+        )
 
 
 def _states(folder: Path) -> list[Path]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import secrets
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.errors import CheckpointError, ClusterError
 from yolofleet.launch.keeper import AGENT
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import say
@@ -19,6 +21,23 @@ from yolofleet.report.folder import RunFolder, make_folder, storage_error, write
 
 HERE = "launcher"
 NOT_FETCHED = ("checkpoints",)
+MOST_NAMES = 100  # that are tried
+ASK_S = 5.0  # at the end, when a host may be lost
+
+
+@dataclass(frozen=True)
+class Site:
+    """The run's folder as one host has it.
+
+    Attributes:
+        folder: its full path there.
+        owner: whose disk it is on: HERE, or the name of the host that was the first to find it there.
+        made: that host made it for this run.
+    """
+
+    folder: str
+    owner: str
+    made: bool
 
 
 @dataclass
@@ -26,31 +45,38 @@ class Folders:
     """The run's folder here and on every host.
 
     Attributes:
-        there: its full path on each host.
-        owners: whose disk it is on: HERE, or the name of the host that made it.
-        mark: the file by which they know.
+        sites: of the hosts, in their order.
+        mark: the file by which they know whose disk they see.
     """
 
     here: RunFolder
-    there: list[str]
-    owners: list[str]
+    sites: list[Site]
     mark: str
 
     @classmethod
     def claim(
         cls, verb: str, settings: TrainConfig | ValConfig, remotes: Sequence[Remote], resumed: Path | None
     ) -> Folders:
-        """Make the same folder here and on every host; a name that is taken anywhere is passed over."""
+        """Make the same folder here and on every host; a name that is taken anywhere is passed over.
+
+        Raises:
+            ClusterError: so many names are taken. StorageError: a disk refused.
+        """
         mark = f".fleet-{secrets.token_hex(6)}"
         passed_over: list[Folders] = []
         try:
-            while True:
+            while len(passed_over) < MOST_NAMES:
                 found = cls._claim(verb, settings, remotes, resumed, mark)
-                if all(found.owners):
+                if all(site.owner for site in found.sites):
                     found.give_back(remotes, discard=False)  # the marks have done their work
                     make_folder(found.here.logs)
                     return found
                 passed_over.append(found)  # kept for now, so that the next try gets another name
+            raise ClusterError(
+                f"{remotes[len(found.sites) - 1].name} has folders of all {MOST_NAMES} names that were tried",
+                source=found.sites[-1].folder,
+                hint="choose another --name",
+            )
         finally:
             for one in passed_over:
                 one.give_back(remotes, discard=True)
@@ -72,14 +98,13 @@ class Folders:
                 verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
             )
         )
-        found = cls(here, [], [], mark)
+        found = cls(here, [], mark)
         used = resumed is not None or settings.exist_ok
         try:
             (here.path / mark).write_text(HERE, encoding="utf-8")
             for remote in remotes:  # one after the other: those of one disk must find the mark of the first
                 answer = remote.ask("claim", folder=str(here.path), mark=mark, owner=remote.name, used=used)
-                found.there.append(answer["folder"])
-                found.owners.append(answer["owner"])
+                found.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
                 if not answer["owner"]:
                     break
         except BaseException as problem:
@@ -89,53 +114,91 @@ class Folders:
             raise
         return found
 
+    @property
+    def states_are_elsewhere(self) -> bool:
+        """Rank 0 writes them, and this machine does not see its disk."""
+        return self.sites[0].owner != HERE
+
+    def begin(self, config: str, remotes: Sequence[Remote], *, is_resumed: bool) -> None:
+        """Note here what is needed to go on, should this process not live to fetch it.
+
+        Args:
+            config: the run's, as text.
+        Raises:
+            CheckpointError: the first host has no state of the run that is resumed.
+        """
+        if not self.states_are_elsewhere:
+            return
+        name, folder = remotes[0].name, self.sites[0].folder
+        where = self.here.path / ELSEWHERE
+        if is_resumed and self.has_states(remotes) is False:
+            raise CheckpointError(
+                f"{name} has no state of this run in {folder}/checkpoints",
+                source=f"{where}: {where.read_text(encoding='utf-8').strip()}" if where.is_file() else None,
+                hint="name the host first that has them, or copy them there (scp -r)",
+            )
+        if not self.here.config.exists():
+            write_text(self.here.config, config)
+        write_text(where, f"{name}:{folder}/checkpoints\n")
+
     def log(self, node: int, rank: int, text: str) -> None:
         """Keep what a rank, or the agent of a host, says."""
         path = self.here.logs / f"agent-{node}.log" if rank == AGENT else self.here.log(rank)
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(text)
 
-    def resume_command(self, settings: TrainConfig | ValConfig, remotes: Sequence[Remote]) -> str:
-        """What goes on from the states that the run has saved; "" when there are none."""
-        if isinstance(settings, ValConfig):
-            return ""
-        saved = False
-        if self.owners[0] == HERE:
-            saved = any(self.here.path.glob(CHECKPOINTS))
-        else:
-            with suppress(ClusterError):
-                saved = bool(
-                    remotes[0].ask("list_files", 5, folder=f"{self.there[0]}/checkpoints", without=[])
-                )
-        hosts = f"--fleet {settings.fleet}" if settings.fleet else f"--hosts {settings.hosts}"
-        return f"yolofleet train --resume {self.here.path} {hosts}" if saved else ""
+    def has_states(self, remotes: Sequence[Remote]) -> bool | None:
+        """Whether there is something to resume from; None: the first host cannot be asked."""
+        if not self.states_are_elsewhere:
+            return any(self.here.path.glob(CHECKPOINTS))
+        try:
+            return bool(
+                remotes[0].ask("list_files", ASK_S, folder=f"{self.sites[0].folder}/checkpoints", without=[])
+            )
+        except ClusterError:
+            return None
 
-    def fetch(self, remotes: Sequence[Remote], *, discard: bool) -> None:
+    def resume_command(self, settings: TrainConfig) -> str:
+        """What goes on from the states of the run, typed where this command was."""
+        hosts = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
+        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *hosts])
+
+    def fetch(self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool) -> None:
         """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
 
         States to resume from are large and stay where they are.
+
+        Args:
+            saved: there are some.
         """
-        owners = {owner: node for node, owner in reversed(list(enumerate(self.owners))) if owner != HERE}
-        for owner, node in owners.items():
+        first_on = {
+            site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != HERE
+        }
+        for owner, node in first_on.items():
+            folder = self.sites[node].folder
             try:
                 if not discard:
-                    fetch_folder(remotes[node], self.there[node], self.here.path)
+                    fetch_folder(remotes[node], folder, self.here.path)
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
-                say(f"warning: the results stay on {owner}, in {self.there[node]}: {words}")
-        if self.owners[0] != HERE and not discard:
-            owner, folder = self.owners[0], self.there[0]
-            say(f"results are in {self.here.path}; states to resume from stay on {owner}, in {folder}")
-            with suppress(YolofleetError):
-                write_text(self.here.path / ELSEWHERE, f"{owner}:{folder}/checkpoints\n")
+                say(f"warning: the results stay on {owner}, in {folder}: {words}")
+        if self.states_are_elsewhere and not discard:
+            site = self.sites[0]
+            states = (
+                "" if saved is False else f"; states to resume from stay on {site.owner}, in {site.folder}"
+            )
+            say(f"results are in {self.here.path}{states}")
+        if saved is False and self.here.is_new:
+            (self.here.path / ELSEWHERE).unlink(missing_ok=True)
         self.give_back(remotes, discard=discard)
 
     def give_back(self, remotes: Sequence[Remote], *, discard: bool) -> None:
         """Remove the marks; with ``discard`` everything that a start that failed leaves."""
-        for remote, folder, owner in zip(remotes, self.there, self.owners, strict=False):
-            if owner == remote.name:
+        for remote, site in zip(remotes, self.sites, strict=False):
+            if site.owner == remote.name:
+                leave = {"folder": site.folder, "mark": self.mark, "discard": discard and site.made}
                 with suppress(ClusterError):
-                    remote.ask("unclaim", timeout_s=5, folder=folder, mark=self.mark, discard=discard)
+                    remote.ask("unclaim", timeout_s=ASK_S, **leave)
         with suppress(OSError):
             (self.here.path / self.mark).unlink(missing_ok=True)
         if discard:
@@ -154,7 +217,10 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
             raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
         target = here.joinpath(*parts)
         if parts[0].startswith(".fleet-") or (
-            parts[0] == "logs" and target.suffix == ".log" and target.exists()
+            parts[0] == "logs"
+            and target.suffix == ".log"
+            and target.exists()
+            and target.stat().st_size >= size
         ):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -163,10 +229,18 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
             with temporary.open("wb") as file:
                 while file.tell() < size:
                     answer = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell())
-                    piece = base64.b64decode(answer["data"])
+                    piece = piece_of(answer)
                     if not piece:
                         break
                     file.write(piece)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def piece_of(answer: Any) -> bytes:
+    """Raises ClusterError: it is none."""
+    try:
+        return base64.b64decode(answer["data"], validate=True)
+    except (KeyError, TypeError, ValueError):
+        raise ClusterError("a host sent a piece of a file that is none") from None

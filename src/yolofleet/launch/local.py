@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.processes import descendants, oom_kills, oom_kills_since
+from yolofleet.report.folder import RunFolder
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
@@ -204,7 +205,7 @@ def explain(folder: Path, code: int, log_offset: int, oom_kills: int | None = No
 def resume_command(folder: Path) -> str:
     """What goes on from what was saved; "" when nothing was."""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
-    return f"yolofleet train --resume {folder}" if saved else ""
+    return RunFolder(folder).resume_command if saved else ""
 
 
 def tell(endings: Sequence[Ending], resume: str) -> int:

@@ -40,17 +40,29 @@ def claim(arguments: Arguments) -> dict[str, Any]:
             this host is the one; ``used``: the folder may be there already.
     Returns:
         ``folder``: its full path; ``owner``: who sees the same disk and was first, or this host; "" when the folder
-        is somebody else's.
+        is somebody else's; ``made``: it was made just now.
     """
     folder = Path(str(arguments["folder"])).absolute()
     mark = folder / str(arguments["mark"])
+    made = True
     try:
-        folder.mkdir(parents=True, exist_ok=bool(arguments["used"]) or mark.is_file())
+        folder.mkdir(parents=True)
     except FileExistsError:
-        return {"folder": str(folder), "owner": ""}
+        made = False
+        if not (arguments["used"] or _appears(mark)):
+            return {"folder": str(folder), "owner": "", "made": False}
     if not mark.is_file():
         mark.write_text(str(arguments["owner"]), encoding="utf-8")
-    return {"folder": str(folder), "owner": mark.read_text(encoding="utf-8")}
+    return {"folder": str(folder), "owner": mark.read_text(encoding="utf-8"), "made": made}
+
+
+def _appears(file: Path) -> bool:
+    """At once, or within the moment that a network disk may need to show it."""
+    for _ in range(5):
+        if file.is_file():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def unclaim(arguments: Arguments) -> None:

@@ -38,7 +38,7 @@ from yolofleet.launch.preflight import (
 )
 from yolofleet.launch.remote import Frame, Remote, Unreachable
 from yolofleet.launch.watch import Watch, say
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 
 PORT_TRIES = 3
 SEND_S = 120.0  # for the code
@@ -116,18 +116,24 @@ def run_on_fleet(
             "command": None,
             "terminal": terminal_size(),
         }
-        code = None
+        resume = folders.resume_command(settings) if isinstance(settings, TrainConfig) else ""
+        code: int | None = None
+        saved: bool | None = False
         try:
+            if recipe is not None:
+                folders.begin(texts[0], remotes, is_resumed=resumed is not None)
             for _ in range(PORT_TRIES):
                 watch = Watch(fleet, remotes, folders.log)
                 for node, remote in enumerate(remotes):
+                    there = place(fleet, plan, node)
                     remote.start(
                         {
                             **job,
-                            **place(fleet, plan, node),
-                            "folder": folders.there[node],
+                            **there,
+                            "env": there["env"] | {RESUME_COMMAND: resume},
+                            "folder": folders.sites[node].folder,
                             "text": texts[node],
-                            "streamed": folders.owners[node] != HERE,
+                            "streamed": folders.sites[node].owner != HERE,
                             "terminal": job["terminal"] if node == 0 else None,
                         }
                     )
@@ -136,13 +142,15 @@ def run_on_fleet(
                     break
                 say(f"note: port {plan.port} of {remotes[0].name} was taken in the meantime; trying another")
                 plan = replace(plan, port=free_port(fleet, remotes, passed_over=[plan.port]))
-            code = watch.explain(folders.resume_command(settings, remotes))
+            saved = folders.has_states(remotes)
+            code = watch.explain("" if saved is False else resume)
         finally:
-            folders.fetch(remotes, discard=code in (None, *LEFT_BY_MISTAKES))
+            discard = saved is False and code in (None, *LEFT_BY_MISTAKES)
+            folders.fetch(remotes, saved=saved, discard=discard)
         if (
             isinstance(settings, ValConfig)
             and settings.json_out not in ("", "-")
-            and folders.owners[0] != HERE
+            and folders.states_are_elsewhere
         ):
             with suppress(OSError):
                 shutil.copyfile(folders.here.results_json, settings.json_out)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError, StorageError
+
+RESUME_COMMAND = (
+    "YOLOFLEET_RESUME_COMMAND"  # of the environment: from a launcher that knows better than the run
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,12 @@ class RunFolder:
                 if path.is_dir():
                     path.rmdir()
             self.path.rmdir()
+
+    @property
+    def resume_command(self) -> str:
+        """What continues this training run from what it has saved."""
+        known = os.environ.get(RESUME_COMMAND)
+        return known or shlex.join(["yolofleet", "train", "--resume", str(self.path)])
 
     @property
     def config(self) -> Path:

@@ -318,7 +318,7 @@ class TrainingRun:
         raise Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
             source=stop.signal or "another rank",
-            hint=f"yolofleet train --resume {self.report.folder.path}",
+            hint=self.report.folder.resume_command,
         )
 
     def _share_by_speed(self, probe: SpeedProbe) -> None:
