@@ -130,6 +130,36 @@ def test_a_run_whose_states_are_elsewhere_goes_on(lab: Lab, folder: Path) -> Non
     nothing_left(lab, 5)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_was_stopped_or_killed_goes_on_although_its_states_are_elsewhere(
+    lab: Lab, folder: Path, number: signal.Signals
+) -> None:
+    """The desk does not see the hosts' disks (those of the tests above)."""
+    own, name = folder / "own", f"ended-by-{number.name}"
+    args = [*SMALL, "--threads", "1", "--epochs", "100000", "--val-period", "0", "--name", name]
+    command = Command(lab, own, "train", "--data", "set/data.yaml", *args, "--fleet", folder / "three.yaml")
+    command.wait_for("epoch 3/")
+    command.process.send_signal(number)
+    command.end()
+    nothing_left(lab, 30)
+    resume = ["train", "--resume", f"runs/train/{name}", "--fleet", str(folder / "three.yaml")]
+    if number == signal.SIGINT:
+        assert " ".join(resume) in command.said and "stay on m1" in command.said, command.said
+    done = int(re.findall(r"epoch (\d+)/", command.said)[-1])
+    again = Command(lab, own, *resume, "--epochs", str(done + 2))
+    assert again.end() == 0, again.said
+    assert f"epoch {done + 2}/{done + 2}" in again.said and "epoch 1/" not in again.said
+    assert results_there(lab.desk, own / "runs" / "train" / name)["weights_sha256"]
+    lab.hosts[1].run("test", "-f", own / "runs" / "train" / name / "logs" / "rank-2.log")
+
+    alone = Command(lab, own, "train", "--resume", f"runs/train/{name}", "--epochs", str(done + 3))
+    assert alone.end() == 2 and "are on m1, in" in alone.said and "--hosts m1:" in alone.said, alone.said
+    other = Command(lab, own, *resume[:3], "--epochs", str(done + 3), "--hosts", "m2:cpu:1,m1:cpu:1")
+    assert other.end() == 3 and "m2 has no state of this run" in other.said, other.said
+    lab.hosts[1].run("test", "-f", own / "runs" / "train" / name / "logs" / "rank-2.log")
+    nothing_left(lab, 10)
+
+
 def results_there(machine: Machine, run: Path) -> dict:
     return json.loads(machine.run("cat", run / "results.json").stdout)
 

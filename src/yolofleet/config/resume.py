@@ -144,6 +144,8 @@ def continue_run(
         was, now = getattr(stored[1].value, name), getattr(asked[1].value, name)
         if chosen and was != now:
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
+    if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # hosts have devices of their own
+        values["device"], sources["device"] = new.device, DEFAULT
     values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
 
