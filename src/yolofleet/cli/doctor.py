@@ -13,6 +13,7 @@ from yolofleet.config.schema import DoctorConfig
 
 if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
+    from yolofleet.launch.fleet import Fleet
     from yolofleet.launch.remote import Remote, Unreachable
 
 
@@ -38,26 +39,25 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
         from yolofleet.doctor.logs import read_log
 
         return read_log(config.log)
-    if config.hosts or config.fleet:
-        return examine_fleet(resolved)
+    from yolofleet.launch.fleet import named_fleet
+
+    hosts = config.hosts if resolved.is_given("hosts") else None
+    fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, config.device)
+    if fleet is not None:
+        return examine_fleet(fleet, resolved)
     from yolofleet.doctor.run import examine_here, planned
 
     return examine_here(planned(config), port=config.port, quick=config.quick)
 
 
-def examine_fleet(resolved: Resolved[DoctorConfig]) -> list[Finding]:
+def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Log in to every host, and ask them; those that cannot be logged in to are findings."""
     from yolofleet.doctor.fleet import examine
     from yolofleet.doctor.run import planned, results_folder
-    from yolofleet.launch.fleet import load_fleet, parse_hosts
     from yolofleet.launch.preflight import peer_of
     from yolofleet.launch.ssh import crew
 
     config = resolved.value
-    if config.fleet:
-        fleet = load_fleet(Path(config.fleet), config.device)
-    else:
-        fleet = parse_hosts(config.hosts, config.device)
     port = config.port if resolved.is_given("port") else fleet.port
     settings = planned(config)
     lost: list[Unreachable] = []

@@ -6,6 +6,8 @@ import re
 
 from yolofleet.errors import ConfigError
 
+MOST_PROCESSES = 256  # on the CPUs of one machine
+
 
 def processes_of(device: str) -> int:
     """How many processes ``--device`` asks for: ``cpu:2`` and ``0,1`` are two.
@@ -15,11 +17,13 @@ def processes_of(device: str) -> int:
     """
     if device in ("auto", "cpu", "mps", ""):
         return 1
-    if match := re.fullmatch(r"cpu:(\d+)", device):
+    if match := re.fullmatch(r"cpu:(\d{1,9})", device):
         count = int(match[1])
-        if 1 <= count <= 256:
+        if 1 <= count <= MOST_PROCESSES:
             return count
-        raise ConfigError(f"--device {device}: needs 1 to 256 processes")
+        raise ConfigError(
+            f"--device {device}: 1 to {MOST_PROCESSES} processes can run on CPUs", hint="--device cpu:2"
+        )
     if re.fullmatch(r"\d+(,\d+)*", device):
         ids = device.split(",")
         if len(set(ids)) != len(ids):

@@ -18,6 +18,7 @@ from yolofleet.errors import ConfigError
 
 MAX_BYTES = 1_000_000
 TAG = "tag:yaml.org,2002:"
+NO_ALIASES = "aliases (*name) are not read here"
 SCALARS = (  # tag, pattern, first characters
     ("null", r"(~|null|Null|NULL|)", [*"~nN", ""]),
     ("bool", r"(true|True|TRUE|false|False|FALSE)", [*"tTfF"]),
@@ -40,9 +41,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not read here", event.start_mark
-            )
+            raise yaml.composer.ComposerError(None, None, NO_ALIASES, event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -104,10 +103,11 @@ def _compose(text: str, source: str) -> Any:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as problem:
         line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
+        hint = "a text with : # or brackets in it needs quotes; lines of one level start in one column"
+        if problem.problem == NO_ALIASES:
+            hint = "write the value itself wherever it is needed"
         raise ConfigError(
-            f"not YAML: {problem.problem or problem.context}",
-            source=source + line,
-            hint="a text with : # or brackets in it needs quotes; lines of one level start in one column",
+            f"not YAML: {problem.problem or problem.context}", source=source + line, hint=hint
         ) from None
     except (yaml.YAMLError, ValueError) as problem:
         raise ConfigError(

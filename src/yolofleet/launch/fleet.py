@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.device import processes_of
+from yolofleet.config.device import MOST_PROCESSES, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.errors import ConfigError
 
-NAME = r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"  # never an option of ssh
+USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # never an option of ssh
+MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # 8 and 2024-01-01 are slips
+NAME = rf"(?:{USER}@)?(?:{MACHINE})"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-FORMS = "a:8 is GPUs 0 to 7 of host a, b:0+2 its GPUs 0 and 2, c:cpu:4 four processes on CPUs"
+FORMS = "a:8 is GPUs 0 to 7 of host a, b:0+2 its GPUs 0 and 2, c:+3 its GPU 3 alone, d:cpu:4 four processes on CPUs"
+FILE_FORM = "docs/fleet.md shows the form of a fleet file"
 FIRST_PORT = 29500
 MOST_HOSTS, MOST_GPUS = 1024, 64
 HERE = "localhost"  # this machine: no ssh
@@ -104,9 +107,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
     if "defaults" in values:
         defaults, line = values["defaults"]
         if not isinstance(defaults, Mapping):
-            raise ConfigError(
-                "defaults: is not a mapping", source=f"{path}:{line}", hint="a line is key: value"
-            )
+            raise ConfigError("defaults: is not a mapping", source=f"{path}:{line}", hint=FILE_FORM)
         _known(defaults, [name for name in HOST_KEYS if name not in ("host", "address")], path)
     if "hosts" not in values:
         raise ConfigError(f"{path} names no hosts", source=str(path), hint="hosts: [a:8, b:4]")
@@ -119,7 +120,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
     return _fleet(
         hosts,
         str(path),
-        port=int(_number(values, "port", FIRST_PORT, 1024, 65000, path)),
+        port=int(_number(values, "port", FIRST_PORT, 1024, 65000, path, whole=True)),
         silence_s=_number(values, "silence_s", Fleet.silence_s, 5, 3600, path),
         grace_s=_number(values, "grace_s", Fleet.grace_s, 1, 3600, path),
     )
@@ -132,21 +133,19 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
         ConfigError: they cannot be used.
     """
     settings = config.value
-    if not (settings.hosts or settings.fleet):
+    found = named_fleet(
+        settings.hosts if config.is_given("hosts") else None,
+        settings.fleet if config.is_given("fleet") else None,
+        settings.device,
+    )
+    if found is None:
         if settings.sync_code:
             raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
         return None
-    if settings.hosts and settings.fleet:
-        raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")
     if isinstance(settings, TrainConfig) and settings.parallel == "dp":
         raise ConfigError(
             "--parallel dp is one process, and hosts have one each", hint="leave out --parallel"
         )
-    found = (
-        load_fleet(Path(settings.fleet), settings.device)
-        if settings.fleet
-        else parse_hosts(settings.hosts, settings.device)
-    )
     if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
         raise ConfigError(
             f"{config.spelled('device')} has no effect: every host has devices of its own",
@@ -156,10 +155,31 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
     return found
 
 
+def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | None:
+    """What ``--hosts`` or ``--fleet`` names; None: neither was given.
+
+    Raises:
+        ConfigError: both were, or one that is empty: ``--hosts "$NODES"`` must not use this machine instead.
+    """
+    for flag, value in (("--hosts", hosts), ("--fleet", file)):
+        if value is not None and not value.strip():
+            raise ConfigError(
+                f"{flag} is given, and empty",
+                hint=f"is a variable in it not set? without {flag}, this machine is used",
+            )
+    if hosts and file:
+        raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")
+    if file:
+        return load_fleet(Path(file), device)
+    return parse_hosts(hosts, device) if hosts else None
+
+
 def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:
-    names = [host.name for host in hosts]
+    names = [host.name.rpartition("@")[2].lower() for host in hosts]
     if not hosts or len(hosts) > MOST_HOSTS:
-        raise ConfigError(f"{len(hosts)} hosts; 1 to {MOST_HOSTS} make a fleet", source=source)
+        raise ConfigError(
+            f"{len(hosts)} hosts; 1 to {MOST_HOSTS} make a fleet", source=source, hint=FILE_FORM
+        )
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(
@@ -176,20 +196,38 @@ def _short(entry: str, device: str, source: str) -> Host:
     if not match:
         raise ConfigError(f"{shown(entry)} is not a host", source=source, hint=FORMS)
     name, spec = match[1], match[2]
-    return Host(name, _bare_device(name, device, source) if spec is None else _device(spec, entry, source))
+    if spec is None:
+        return Host(name, _bare_device(name, device, source))
+    return Host(name, _device(spec, name, source))
 
 
-def _device(spec: str, entry: str, source: str) -> str:
+def _device(spec: str, name: str, source: str) -> str:
     """``8`` -> 0,1,..,7; ``0+2`` -> 0,2; ``+3`` -> 3; ``cpu:4`` as it is."""
-    if re.fullmatch(r"cpu(:[1-9][0-9]{0,2})?", spec):
+    if _is_cpus(spec):
         return spec
     if re.fullmatch(r"[1-9][0-9]?", spec) and int(spec) <= MOST_GPUS:
         return ",".join(map(str, range(int(spec))))
-    if re.fullmatch(r"[0-9]{0,3}(\+[0-9]{1,3})+", spec):
-        ids = spec.strip("+").split("+")
-        if len(set(ids)) == len(ids):
-            return ",".join(ids)
-    raise ConfigError(f"{shown(entry)}: {shown(spec)} names no devices", source=source, hint=FORMS)
+    ids = spec.removeprefix("+").split("+")
+    if "+" in spec and _are_ids(ids):
+        return ",".join(ids)
+    hint = FORMS
+    if spec == "0":
+        hint = f"{name}:+0 is GPU 0 alone, {name}:0+1 are GPUs 0 and 1, {name}:2 the first two"
+    elif spec.isdigit():
+        hint = f"a host has 1 to {MOST_GPUS} GPUs; {FORMS}"
+    elif spec.startswith("cpu"):
+        hint = f"{name}:cpu:1 to {name}:cpu:{MOST_PROCESSES} are so many processes on its CPUs"
+    raise ConfigError(f"{shown(f'{name}:{spec}')}: {shown(spec)} names no devices", source=source, hint=hint)
+
+
+def _is_cpus(text: str) -> bool:
+    match = re.fullmatch(r"cpu(?::([1-9][0-9]{0,2}))?", text)
+    return match is not None and int(match[1] or 1) <= MOST_PROCESSES
+
+
+def _are_ids(texts: list[str]) -> bool:
+    """Of GPUs, each once."""
+    return all(re.fullmatch(r"0|[1-9][0-9]{0,2}", text) for text in texts) and len({*texts}) == len(texts)
 
 
 def _bare_device(name: str, device: str, source: str) -> str:
@@ -209,14 +247,18 @@ HOST_KEYS = ("host", "device", "gpus", *TEXTS, "env")
 
 
 def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, list_line: int) -> Host:
-    if not isinstance(entry, Mapping):
-        short = _short(str(entry), _default_device(defaults, path) or device, f"{path}:{list_line}")
+    if isinstance(entry, str):
+        short = _short(entry, _default_device(defaults, path) or device, f"{path}:{list_line}")
         return Host(short.name, short.device, **_texts(defaults, path), env=_env(defaults, path))
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f"hosts: {shown(entry)} is not a host", source=f"{path}:{list_line}", hint="hosts: [a:8, b:4]"
+        )
     _known(entry, HOST_KEYS, path)
     line = next(iter(entry.values())).line if entry else list_line
     source = f"{path}:{line}"
-    name = str(entry["host"].value) if "host" in entry else ""
-    if not re.fullmatch(NAME, name):
+    name = entry["host"].value if "host" in entry else ""
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
         raise ConfigError(f"host: {shown(name)} is not a host's name", source=source, hint="host: node-a")
     if "device" in entry and "gpus" in entry:
         raise ConfigError(
@@ -238,18 +280,25 @@ def _default_device(entry: Mapping[str, Any], path: Path) -> str:
     if "device" in entry:
         value, line = entry["device"]
         text = str(value)
-        if not re.fullmatch(r"cpu(:[1-9][0-9]{0,2})?|[0-9]{1,3}(,[0-9]{1,3})*", text):
+        if not _is_cpus(text) and not _are_ids(text.split(",")):
             raise ConfigError(
                 f"device: {shown(value)} is none for a fleet",
                 source=f"{path}:{line}",
-                hint='device: cpu:2, or "0,2"',
+                hint=f'device: "0,2", or cpu:1 to cpu:{MOST_PROCESSES}',
             )
-        processes_of(text)
         return text
     if "gpus" in entry:
         value, line = entry["gpus"]
-        spec = "+" + "+".join(map(str, value)) if isinstance(value, list) and value else str(value)
-        return _device(spec, f"gpus: {spec.strip('+')}", f"{path}:{line}")
+        ids = [str(i) for i in value] if isinstance(value, list) else []
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_GPUS:
+            ids = [str(i) for i in range(value)]
+        if not ids or not _are_ids(ids):
+            raise ConfigError(
+                f"gpus: {shown(value)} names no devices",
+                source=f"{path}:{line}",
+                hint="gpus: 8 is GPUs 0 to 7, gpus: [0] is GPU 0 alone",
+            )
+        return ",".join(ids)
     return ""
 
 
@@ -259,7 +308,9 @@ def _texts(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
         if name in entry:
             value, line = entry[name]
             if not isinstance(value, (str, int, float)) or isinstance(value, bool) or not _plain(str(value)):
-                raise ConfigError(f"{name}: {shown(value)} is not a text", source=f"{path}:{line}")
+                raise ConfigError(
+                    f"{name}: {shown(value)} is not a text", source=f"{path}:{line}", hint=FILE_FORM
+                )
             found[name] = str(value)
     return found
 
@@ -273,7 +324,11 @@ def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
     found = {}
     for name, (value, at) in values.items():
         if not re.fullmatch(VARIABLE, name) or isinstance(value, (list, Mapping)) or not _plain(str(value)):
-            raise ConfigError(f"env: {shown(name)} cannot be a variable", source=f"{path}:{at}")
+            raise ConfigError(
+                f"env: {shown(name)}: {shown(value)} cannot be a variable",
+                source=f"{path}:{at}",
+                hint="env: {NCCL_DEBUG: WARN}; names have letters, digits and _ only",
+            )
         found[name] = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return found
 
@@ -284,14 +339,25 @@ def _plain(text: str) -> bool:
 
 
 def _number(
-    values: Mapping[str, Located], name: str, default: float, least: float, most: float, path: Path
+    values: Mapping[str, Located],
+    name: str,
+    default: float,
+    least: float,
+    most: float,
+    path: Path,
+    *,
+    whole: bool = False,
 ) -> float:
     if name not in values:
         return default
     value, line = values[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        said = f"{shown(value)} is a text," if isinstance(value, str) else f"{shown(value)} is"
         raise ConfigError(
-            f"{name}: {shown(value)} is not a number from {least:g} to {most:g}", source=f"{path}:{line}"
+            f"{name}: {said} not a {'whole ' if whole else ''}number from {least:g} to {most:g}",
+            source=f"{path}:{line}",
+            hint=f"{name}: {default:g}, without quotes",
         )
     return value
 

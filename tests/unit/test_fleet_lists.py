@@ -1,0 +1,106 @@
+"""Lists of hosts that cannot be meant: what is said about them, and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
+from yolofleet.errors import ConfigError
+from yolofleet.launch.fleet import fleet_of, load_fleet, parse_hosts
+
+TRAIN = {"data": "d.yaml", "model": "yolov5n"}
+
+
+@pytest.mark.parametrize("name", ["hosts", "fleet"])
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_list_of_hosts_is_not_this_machine(name: str, value: str) -> None:
+    """``--hosts "$NODES"`` with NODES unset."""
+    for config in (
+        resolve_train({**TRAIN, name: value})[0],
+        resolve_val({"data": "d", "weights": "w.safetensors", name: value}),
+    ):
+        with pytest.raises(ConfigError, match=f"--{name} is given, and empty"):
+            fleet_of(config)
+
+
+def test_the_doctor_does_not_examine_this_machine_instead() -> None:
+    from yolofleet.cli.doctor import examine
+
+    with pytest.raises(ConfigError, match="--hosts is given, and empty"):
+        examine(resolve_doctor({"hosts": "", "quick": True}))
+
+
+def test_an_empty_setting_of_a_stored_run_is_a_default(tmp_path: Path) -> None:
+    from yolofleet.config.load import dump_config, load_job
+
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(*resolve_train(TRAIN)))
+    assert fleet_of(load_job(path).config) is None
+    assert fleet_of(resolve_train({}, config_file=str(path))[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("m1:0", "m1:+0 is GPU 0 alone"),
+        ("m1:0,1", "m1:0+1 are GPUs 0 and 1"),
+        ("m1:65", "1 to 64"),
+        ("m1:cpu:999", "m1:cpu:1 to m1:cpu:256"),
+        ("m1:cpu:0", "m1:cpu:1 to m1:cpu:256"),
+        ("m1:+00+0", "its GPUs 0 and 2"),
+        ("m1:1,2", "its GPUs 0 and 2"),
+        ("m1:2,1.5:2", "its GPUs 0 and 2"),
+    ],
+)
+def test_devices_that_are_none_have_a_way_out(text: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hosts(text, "0")
+    assert way_out in caught.value.hint and caught.value.source == "--hosts"
+    assert "--device" not in caught.value.what
+
+
+@pytest.mark.parametrize("text", ["a:2,a:+3", "localhost:1,localhost:1", "me@a:1,a:1", "A:1,a:1"])
+def test_a_machine_is_in_the_list_once(text: str) -> None:
+    with pytest.raises(ConfigError, match="is named twice"):
+        parse_hosts(text)
+
+
+def test_addresses_are_hosts() -> None:
+    assert [host.name for host in parse_hosts("10.0.0.1:2,me@10.0.0.2:2,8gpu:8").hosts] == [
+        "10.0.0.1", "me@10.0.0.2", "8gpu"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says", "way_out"),
+    [
+        ("hosts: [null]\n", 1, "hosts: null is not a host", "hosts: [a:8, b:4]"),
+        ("hosts: [8]\n", 1, "hosts: 8 is not a host", "hosts: [a:8, b:4]"),
+        ("hosts: [true]\n", 1, "hosts: true is not a host", "hosts: [a:8, b:4]"),
+        ("hosts: [1.5]\n", 1, "hosts: 1.5 is not a host", "hosts: [a:8, b:4]"),
+        ("defaults: {gpus: 1}\nhosts: [2024-01-01]\n", 2, "2024-01-01 is not a host", "host a"),
+        ("hosts:\n- {host: null, gpus: 1}\n", 2, "host: null is not a host's name", "host: node-a"),
+        ("hosts:\n- {host: a, gpus: {a: 1}}\n", 2, "gpus: a mapping of 1 names no devices", "gpus: [0]"),
+        ("hosts:\n- {host: a, gpus: true}\n", 2, "gpus: true names no devices", "gpus: [0]"),
+        ("hosts:\n- {host: a, gpus: [0, null]}\n", 2, "gpus: a list of 2 names no devices", "gpus: [0]"),
+        ("hosts:\n- {host: a, gpus: 0}\n", 2, "gpus: 0 names no devices", "gpus: [0]"),
+        ("hosts:\n- {host: a, device: 'cpu:999'}\n", 2, "device: cpu:999 is none", "cpu:256"),
+        ("hosts:\n- {host: a, device: '0,0'}\n", 2, "device: 0,0 is none", "0,2"),
+        ("hosts: [a:1]\nport: '29600'\n", 2, "port: 29600 is a text, not a whole number", "without quotes"),
+        ("hosts: [a:1]\nport: 29600.5\n", 2, "port: 29600.5 is not a whole number", "port: 29500"),
+        ("hosts: [a:1]\ngrace_s: .nan\n", 2, "grace_s: nan is not a number", "grace_s: 30"),
+        ("hosts: []\n", 0, "0 hosts", "docs/fleet.md"),
+        ("hosts:\n- {host: a, gpus: 1, env: {A-B: 1}}\n", 2, "env: A-B: 1 cannot be", "letters"),
+        ("hosts:\n- {host: a, gpus: 1, folder: [x]}\n", 2, "folder: a list of 1", "docs/fleet.md"),
+        ("hosts: [&x a:1, *x]\n", 1, "aliases", "write the value itself"),
+    ],
+)  # fmt: skip
+def test_slips_in_a_file(tmp_path: Path, text: str, line: int, says: str, way_out: str) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_fleet(path)
+    assert caught.value.source == (f"{path}:{line}" if line else str(path))
+    assert way_out in caught.value.hint
