@@ -114,6 +114,7 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 def run(argv: Sequence[str]) -> int:
     """Run a command line to its exit code (DESIGN: 0 done, 2 user, 3 data or file, 4 cluster, 5 numerics, 75
     stopped); prints every failure once, without a traceback unless it is ours."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the program
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -136,6 +137,15 @@ def run(argv: Sequence[str]) -> int:
         traceback.print_exc()
         print("this is a bug in yolofleet: please report it with the lines above", file=sys.stderr)
         return 1
+
+
+def _open_closed_streams() -> None:
+    """`yolofleet ... >&-`: what a closed stream would take goes nowhere, also from processes that are started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number is the one that was closed
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, mode, encoding="utf-8"))
 
 
 def _nobody_reads() -> bool:
