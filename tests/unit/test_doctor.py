@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from yolofleet.config.load import resolve_doctor
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.cards import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.local import _has_kernels, judge_host
+from yolofleet.doctor.gpus import _has_kernels, visible_gpus
+from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import Need, need_of
 from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.run import as_json, exit_code, preflight, tell
@@ -165,7 +167,7 @@ def test_disks(free, problem, code, level) -> None:
     ("code", "level", "changes", "words"),
     [
         ("driver-silent", "fault", {"gpus__state": "silent", "gpus__said": "Driver/library version mismatch", "libraries__torch__devices": []}, "reboot"),
-        ("gpu-none", "fault", {"gpus__gpus": [], "gpus__state": "none", "libraries__torch__devices": []}, "--device cpu"),
+        ("gpu-none", "fault", {"gpus__gpus": [], "gpus__state": "none", "libraries__torch__devices": []}, "a:cpu in --hosts"),
         ("torch-without-cuda", "fault", {"libraries__torch": {**TORCH, "cuda": None, "devices": []}}, "pip uninstall torch"),
         ("cuda-unusable", "fault", {"libraries__torch__problem": "driver too old", "libraries__torch__devices": []}, "update the driver"),
         ("gpus-hidden", "warn", {"variables": {"CUDA_VISIBLE_DEVICES": ""}, "libraries__torch__devices": []}, "unset CUDA_VISIBLE_DEVICES"),
@@ -188,6 +190,96 @@ def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
         Need(2, 0, 4, 16, 32, 64, on_gpu=False),
     )
     assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
+
+
+def asking_for(*gpu_ids: int) -> Need:
+    return Need(len(gpu_ids), 4, 4, 16, 32, 640, on_gpu=True, gpu_ids=gpu_ids)
+
+
+def quick(count: int | None, setting: str | None = None, version: str = "2.13.0") -> dict[str, Any]:
+    """What the quick examination sees of a machine with so many GPUs."""
+    facts = sick(gpu_count=count, software__torch=version)
+    facts["variables"] = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
+    for name in ("gpus", "libraries", "firewall", "clock", "infiniband"):
+        del facts[name]
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("count", "setting", "usable"),
+    [
+        (4, None, 4),
+        (4, "", 0),
+        (4, "1", 1),
+        (4, "0, 2,3", 3),
+        (4, "0,7,1", 1),  # up to the one that is not there
+        (4, "0,-1,1", 1),
+        (4, "0,0", 0),
+        (4, "2gpu,none", 1),
+        (4, "GPU-5a,GPU-7b", 2),
+        (4, "MIG-5a", 1),
+        (0, "0,1", 0),
+        (None, "0", None),
+    ],
+)
+def test_gpus_that_are_visible_are_those_that_torch_counts(count, setting, usable) -> None:
+    assert visible_gpus(count, setting) == usable
+
+
+@pytest.mark.parametrize(
+    ("facts", "ids", "code", "words"),
+    [
+        (quick(8), range(8), None, ""),
+        (quick(4), range(8), "gpu-missing", "there are 4 GPUs, and GPUs 0 to 7 are asked for"),
+        (quick(1), [1], "gpu-missing", "there is 1 GPU, and GPU 1 is asked for"),
+        (quick(8, "0,1"), [0, 2], "gpu-missing", "2 GPUs (CUDA_VISIBLE_DEVICES=0,1), and GPUs 0 and 2"),
+        (quick(8, ""), [0], "gpus-hidden", "CUDA_VISIBLE_DEVICES=''"),
+        (quick(0), [0, 1], "gpu-none", "no NVIDIA GPU"),
+        (quick(8, None, "2.13.0+cpu"), [0], "torch-without-cuda", "2.13.0+cpu is built for CPUs"),
+        (quick(8, "GPU-1,GPU-2"), [0, 1], None, ""),
+        (sick(gpu_count=1), [0, 1], "gpu-missing", "there is 1 GPU"),  # torch was loaded, and counted
+    ],
+)  # fmt: skip
+def test_gpus_that_are_asked_for_are_there_before_anything_is_started(facts, ids, code, words) -> None:
+    found = findings(facts, asking_for(*ids))
+    assert set(found) == ({code} if code else set())
+    assert all(finding.level == "fault" and words in finding.seen for finding in found.values())
+
+
+@pytest.mark.parametrize("facts", [quick(None), quick(1, None, "2.13.0+rocm6.4")])
+def test_gpus_that_only_torch_can_count_refuse_no_run(facts) -> None:
+    found = findings(facts, asking_for(0, 1))
+    assert {(f.code, f.level) for f in found.values()} == {("gpus-uncounted", "note")}
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "here", "of_a_host"),
+    [
+        (range(8), 4, "--device 0,1,2,3", "a:4 in --hosts;"),
+        ([0, 2, 4], 4, "--device 0,2", "a:0+2 in --hosts;"),
+        ([1, 9], 4, "--device 1", "a:+1 in --hosts;"),
+        ([9], 2, "--device 0,1", "a:2 in --hosts;"),
+        ([0], 0, "--device cpu;", "a:cpu in --hosts;"),
+    ],
+)
+def test_what_to_ask_for_instead_is_said_in_the_form_in_which_it_was_asked(
+    ids, count, here, of_a_host
+) -> None:
+    [alone] = [f for f in judge_host(quick(count), asking_for(*ids)) if f.level == "fault"]
+    [one_of_several] = [f for f in judge_host(quick(count), asking_for(*ids), "a") if f.level == "fault"]
+    assert alone.fix.startswith(here) and one_of_several.fix.startswith(of_a_host)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may"
+)
+def test_a_run_on_gpus_that_are_not_there_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [fault] = [f for f in preflight(TrainConfig(img=64, batch=4, device="0,1")) if f.level == "fault"]
+    assert (fault.code, fault.fix[:12]) == ("gpu-none", "--device cpu")
+    assert not [f for f in preflight(TrainConfig(img=64, batch=4, device="cpu")) if f.level == "fault"]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +478,7 @@ def test_every_finding_stands_in_the_documents() -> None:
     documented = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
     assert len(documented) == len(set(documented)), "a code stands there twice"
     codes = {"folder-missing"}
-    for source in ("local", "network", "alike", "speed", "fleet"):
+    for source in ("local", "gpus", "network", "alike", "speed", "fleet"):
         for call in calls(root / "src" / "yolofleet" / "doctor" / f"{source}.py", "Finding"):
             codes |= texts(call.args[0])
     for call in calls(root / "src" / "yolofleet" / "launch" / "remote.py", "Unreachable"):

@@ -43,9 +43,8 @@ class Computer:
             self.asked.append(argv[0])
             return self.programs.get(argv[0], ABSENT)
 
-        roots = {
-            name: self.root / folder for name, folder in (("proc", "proc"), ("system", "sys"), ("etc", "etc"))
-        }
+        folders = {"proc": "proc", "system": "sys", "etc": "etc", "dev": "dev"}
+        roots = {name: self.root / folder for name, folder in folders.items()}
         return Machine(**roots, shm=self.root / "shm", environment={}, platform="linux", run=run)
 
 
@@ -145,6 +144,41 @@ def test_a_driver_that_does_not_answer_is_told_from_no_driver(computer: Computer
     )
     computer.programs["nvidia-smi"] = Answer(late=True)
     assert facts.gpus(computer.machine())["said"] == "no answer within 5 s"
+
+
+LISTED = "GPU 0: Tesla T4 (UUID: GPU-1)\nGPU 1: Tesla T4 (UUID: GPU-2)\n"
+
+
+@pytest.mark.parametrize(
+    ("says", "files", "count"),
+    [
+        (LISTED, [], 2),
+        (
+            "GPU 0: A100 (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\n",
+            [],
+            None,
+        ),  # CUDA takes one part
+        (None, ["proc/driver/nvidia/gpus/0000:01:00.0/information"], 1),  # the driver without its programs
+        (None, ["dev/null"], 0),
+        (None, ["dev/kfd"], None),  # AMD
+        (None, ["dev/nvhost-gpu"], None),  # Jetson
+        (None, ["dev/nvidiactl"], None),
+        (None, ["dev/dxg"], None),  # WSL
+        ("No devices were found\n", ["dev/null"], 0),
+    ],
+)
+def test_gpus_are_counted_without_torch(computer: Computer, says, files, count) -> None:
+    if says is not None:
+        computer.says("nvidia-smi", says)
+    for file in files:
+        computer.file(file, "")
+    assert facts.gpu_count(computer.machine()) == count
+
+
+def test_a_driver_that_fails_is_not_taken_for_no_gpu(computer: Computer) -> None:
+    computer.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\n", code=18)
+    computer.file("dev/nvidia0", "")
+    assert facts.gpu_count(computer.machine()) is None
 
 
 def test_infiniband_ports(computer: Computer) -> None:

@@ -234,6 +234,27 @@ def gpus(machine: Machine) -> Facts:
     return facts
 
 
+def gpu_count(machine: Machine) -> int | None:
+    """GPUs that CUDA can have here, CUDA_VISIBLE_DEVICES apart, without loading torch.
+
+    None: it does not show. AMD's GPUs, Jetson and WSL have neither NVIDIA's driver in /proc nor, mostly, nvidia-smi;
+    of parts of a GPU (MIG) CUDA takes one.
+    """
+    answer = machine.run(["nvidia-smi", "-L"], GPU_QUERY_S)
+    lines = answer.out.splitlines() if answer.code == 0 else []
+    if any(line.lstrip().startswith("MIG ") for line in lines):
+        return None
+    count = sum(line.startswith("GPU ") for line in lines)
+    count = count or len(folders_in(machine.proc / "driver" / "nvidia" / "gpus"))
+    if count:
+        return count
+    other = any(
+        file.name in ("kfd", "dxg") or file.name.startswith(("nvidia", "nvhost"))
+        for file in folders_in(machine.dev)
+    )
+    return None if other or machine.platform != "linux" else 0
+
+
 def _gpu(row: list[str]) -> Facts:
     def number(text: str) -> int | None:
         return int(text) if text.isdecimal() else None

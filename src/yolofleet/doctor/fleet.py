@@ -20,7 +20,7 @@ from yolofleet.doctor.cards import card_with, network_of
 from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import need_of
+from yolofleet.doctor.need import by_number, need_of
 from yolofleet.doctor.network import Meeting, candidates, judge_network, judge_way, meeting_of
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import YolofleetError
@@ -129,7 +129,8 @@ def examine(
     found = Examination(list(peers))
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(data_sets, found, settings)
-        found.facts = found.ask("facts", {"folders": list(folders), "port": port, "quick": quick})
+        wishes = {"folders": list(folders), "port": port, "quick": quick}
+        found.facts = found.ask("facts", lambda peer: {**wishes, "count_gpus": by_number(peer.device)})
         found.findings += alone(found, settings)
         if len(found.peers) > 1:
             found.findings += differences({name: found.facts[name] for name in found.names}, software())

@@ -1,4 +1,4 @@
-"""What the facts about one computer mean for a run on it: software, GPUs, memory, disks, limits, variables.
+"""What the facts about one computer mean for a run on it: software, memory, disks, limits, variables.
 
 Each function takes what ``facts.py`` saw and what the run needs, and touches nothing. Facts that are absent
 were not asked for; facts that are None cannot be seen on this system.
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.findings import Finding, size_text
+from yolofleet.doctor.gpus import judge_gpus
 from yolofleet.doctor.need import Need
 
 Facts = Mapping[str, Any]
@@ -19,21 +20,15 @@ TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml
 DOCKER_SHM = 64 << 20
 DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes a second
 LEAST_OPEN_FILES = 1024
-GPU_TAKEN_MIB = 1024
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
 
 
 def judge_host(facts: Facts, need: Need, where: str = "") -> list[Finding]:
     """All findings that need no other host and no network."""
     parts: list[Callable[[Facts, Need, str], list[Finding]]] = [
-        _software, _gpus, _cores, _memory, _shm, _disks, _open_files, _variables, _clock, _unseen,
+        _software, judge_gpus, _cores, _memory, _shm, _disks, _open_files, _variables, _clock, _unseen,
     ]  # fmt: skip
     return list(chain.from_iterable(part(facts, need, where) for part in parts))
-
-
-def size_text(size: float) -> str:
-    """``1.5 GiB``, ``64 MiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # -- software ------------------------------------------------------------------------------------------------
@@ -102,166 +97,6 @@ def _repair(library: str, why: str) -> str:
     if "numpy" in why.lower() and library != "numpy":
         return f"pip install --upgrade {package} numpy"
     return f"pip install --force-reinstall {package}"
-
-
-# -- GPUs ----------------------------------------------------------------------------------------------------
-
-
-def _gpus(facts: Facts, need: Need, where: str) -> list[Finding]:
-    if "gpus" not in facts:
-        return []
-    gpus = facts["gpus"]
-    torch = facts["libraries"].get("torch")
-    devices = torch["devices"] if torch else []
-    wanted = need.on_gpu
-    if gpus["state"] == "silent" and not devices:
-        return [
-            Finding(
-                "driver-silent",
-                "fault",
-                where,
-                f"nvidia-smi: {gpus['said']}; NVIDIA cards on the bus: {gpus['cards']}",
-                "no GPU can be used",
-                _revive(gpus["said"]),
-            )
-        ]
-    if not gpus["gpus"] and not devices:
-        why, fix = ("--device asks for one", "--device cpu") if wanted else ("runs use the CPU: gloo", "")
-        return [Finding("gpu-none", "fault" if wanted else "note", where, "no NVIDIA GPU here", why, fix)]
-    found = _torch_and_gpus(facts, torch, where)
-    for gpu in gpus["gpus"]:
-        name = f"GPU {gpu['index']} ({gpu['name']})"
-        if gpu["uncorrected_errors"]:
-            found.append(
-                Finding(
-                    "gpu-errors",
-                    "warn",
-                    where,
-                    f"{name}: {gpu['uncorrected_errors']} uncorrected memory errors since it was reset",
-                    "results may be wrong, and the next one ends the run",
-                    f"leave it out with --device, and nvidia-smi -q -d ECC -i {gpu['index']}",
-                )
-            )
-        if gpu["used_mib"] and gpu["used_mib"] > GPU_TAKEN_MIB:
-            busy = f", {gpu['busy_percent']} % busy" if gpu["busy_percent"] is not None else ""
-            found.append(
-                Finding(
-                    "gpu-taken",
-                    "warn",
-                    where,
-                    f"{name}: {gpu['used_mib']} of {gpu['memory_mib']} MiB are taken{busy}",
-                    "a run beside it is slow, or out of memory",
-                    "nvidia-smi --query-compute-apps=gpu_uuid,pid,name,used_memory --format=csv",
-                )
-            )
-    kinds = sorted({gpu["name"] for gpu in gpus["gpus"]})
-    if len(kinds) > 1:
-        found.append(
-            Finding(
-                "gpus-unequal",
-                "note",
-                where,
-                f"different GPUs: {', '.join(kinds)}",
-                "with equal shares the fast ones wait for the slow ones",
-                "--shares auto",
-            )
-        )
-    if devices and not any(finding.level == "fault" for finding in found):
-        shown = ", ".join(f"{d['name']} {size_text(d['memory'])}" for d in devices)
-        found.append(Finding("gpus", "ok", where, f"{len(devices)} usable: {shown}"))
-    return found
-
-
-def _torch_and_gpus(facts: Facts, torch: Mapping[str, Any] | None, where: str) -> list[Finding]:
-    """There are GPUs: can this torch compute on them?"""
-    if torch is None:
-        return []
-    hidden = facts["variables"].get("CUDA_VISIBLE_DEVICES")
-    get_started = "install the build of torch that pytorch.org/get-started names for your driver"
-    if torch["cuda"] is None and torch["hip"] is None:
-        return [
-            Finding(
-                "torch-without-cuda",
-                "fault",
-                where,
-                f"there are GPUs, but torch {torch['version']} is built for CPUs",
-                "runs would use the CPU alone",
-                f"pip uninstall torch, then {get_started}",
-            )
-        ]
-    if torch["problem"]:
-        return [
-            Finding(
-                "cuda-unusable",
-                "fault",
-                where,
-                f"torch (CUDA {torch['cuda']}, driver {facts['gpus']['driver']}): {torch['problem']}",
-                "most likely the driver is older than torch's CUDA needs, or another CUDA library is found first",
-                f"update the driver, or {get_started}; look into LD_LIBRARY_PATH",
-            )
-        ]
-    if not torch["devices"]:
-        return [
-            Finding(
-                "gpus-hidden",
-                "fault" if hidden is None else "warn",
-                where,
-                f"there are GPUs, but torch sees none (CUDA_VISIBLE_DEVICES={hidden!r})",
-                "runs would use the CPU alone",
-                "unset CUDA_VISIBLE_DEVICES; in a container: docker run --gpus all",
-            )
-        ]
-    found = []
-    for number, device in enumerate(torch["devices"]):
-        name = f"GPU {number} ({device['name']})"
-        if device["problem"]:
-            found.append(
-                Finding(
-                    "gpu-broken",
-                    "fault",
-                    where,
-                    f"{name} does not compute: {device['problem']}",
-                    "a run on it fails at its first step",
-                    "leave it out with --device; sudo dmesg | grep -i xid shows what the driver said",
-                )
-            )
-        elif not _has_kernels(device["capability"], torch["arch_list"]):
-            found.append(
-                Finding(
-                    "gpu-kernels",
-                    "fault",
-                    where,
-                    f"{name} has compute capability {device['capability']}; torch is built for "
-                    f"{' '.join(torch['arch_list'])}",
-                    "'no kernel image is available for execution on the device'",
-                    get_started,
-                )
-            )
-    return found
-
-
-def _has_kernels(capability: str, arch_list: list[str]) -> bool:
-    """Binaries (sm) run on the same major version from their minor on, intermediate code (compute) on all later."""
-    major, minor = (int(part) for part in capability.split("."))
-    for arch in arch_list:
-        kind, _, number = arch.partition("_")
-        digits = "".join(c for c in number if c.isdecimal())
-        if len(digits) < 2:
-            return True  # not CUDA's scheme
-        theirs = int(digits[:-1]), int(digits[-1])
-        if kind == "sm" and theirs[0] == major and theirs[1] <= minor:
-            return True
-        if kind == "compute" and theirs <= (major, minor):
-            return True
-    return not arch_list
-
-
-def _revive(said: str) -> str:
-    if "mismatch" in said:
-        return "the driver was updated under the running system: sudo reboot"
-    if "not installed" in said:
-        return "in a container: docker run --gpus all; else install NVIDIA's driver"
-    return "sudo modprobe nvidia; sudo dmesg | grep -iE 'nvrm|xid'; then install the driver again, or sudo reboot"
 
 
 # -- cores, memory, disks ------------------------------------------------------------------------------------

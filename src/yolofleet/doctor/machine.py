@@ -42,7 +42,7 @@ class Machine:
     """Everything that is read of a computer goes through here, and nothing is written.
 
     Attributes:
-        proc, system, etc: where /proc, /sys and /etc are.
+        proc, system, etc, dev: where /proc, /sys, /etc and /dev are.
         shm: the folder of shared memory.
         run: answers of programs (argv, seconds at most).
     """
@@ -50,6 +50,7 @@ class Machine:
     proc: Path = Path("/proc")
     system: Path = Path("/sys")
     etc: Path = Path("/etc")
+    dev: Path = Path("/dev")
     shm: Path = Path("/dev/shm")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     platform: str = sys.platform

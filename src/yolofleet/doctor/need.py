@@ -28,6 +28,7 @@ class Need:
         micro_batch, val_batch: images.
         img: side, pixels.
         on_gpu: it trains on CUDA devices.
+        gpu_ids: those of them that are asked for by number.
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Need:
     val_batch: int
     img: int
     on_gpu: bool
+    gpu_ids: tuple[int, ...] = ()
 
     @property
     def waiting(self) -> int:
@@ -85,7 +87,8 @@ def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) ->
         ConfigError: the device cannot be.
     """
     ranks = processes or (1 if settings.parallel == "dp" else processes_of(settings.device))
-    on_gpu = settings.device[0].isdigit() or (settings.device == "auto" and gpus > 0)
+    gpu_ids = tuple(map(int, settings.device.split(","))) if by_number(settings.device) else ()
+    on_gpu = bool(gpu_ids) or (settings.device == "auto" and gpus > 0)
     by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
     return Need(
         ranks=ranks,
@@ -95,4 +98,10 @@ def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) ->
         val_batch=settings.val_batch,
         img=settings.img,
         on_gpu=on_gpu,
+        gpu_ids=gpu_ids,
     )
+
+
+def by_number(device: str) -> bool:
+    """``--device`` names GPUs, as ``0,1``."""
+    return device[0].isdecimal()

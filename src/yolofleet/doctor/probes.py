@@ -52,7 +52,8 @@ def all_facts(arguments: Mapping[str, Any]) -> Json:
 
     Args:
         arguments: ``folders``: whose disks to look at; ``port`` of the rendezvous; ``quick``: only what takes
-            a tenth of a second (no torch, no other programs, no writing).
+            a tenth of a second (no torch, no writing); ``count_gpus``: the run asks for GPUs (nvidia-smi takes
+            up to two seconds).
     """
     machine, quick = Machine(), bool(arguments.get("quick"))
     host = socket.gethostname()
@@ -64,6 +65,8 @@ def all_facts(arguments: Mapping[str, Any]) -> Json:
             "disks": pool.submit(_disks, folders, quick),
             "software": pool.submit(seen.software),
         }
+        if arguments.get("count_gpus"):
+            waiting["gpu_count"] = pool.submit(seen.gpu_count, machine)
         if not quick:
             waiting |= {
                 "libraries": pool.submit(apart, "libraries", {}),

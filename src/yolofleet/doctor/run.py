@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from yolofleet.config.schema import DoctorConfig, TrainConfig
 from yolofleet.doctor.findings import LEVELS, Finding, worst
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import need_of
+from yolofleet.doctor.need import by_number, need_of
 from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.probes import run_probe
 from yolofleet.errors import ClusterError
@@ -25,6 +25,10 @@ QUICK = (
     "open-files",
     "stray-variables",
     "card-setting",
+    "gpu-none",
+    "gpu-missing",
+    "gpus-hidden",
+    "torch-without-cuda",
 )
 PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faults"}
 
@@ -44,10 +48,11 @@ def examine_here(settings: TrainConfig, *, port: int = 0, quick: bool = False) -
 
     Args:
         port: that a rendezvous would use here; 0 = none.
-        quick: only what takes a tenth of a second.
+        quick: only what takes a tenth of a second; two where GPUs are asked for.
     """
     folders = [str(results_folder(settings))]
-    facts = run_probe("facts", {"folders": folders, "port": port, "quick": quick})
+    wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(settings.device)}
+    facts = run_probe("facts", wishes)
     cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
     need = need_of(settings, cores, len(facts.get("gpus", {}).get("gpus", ())))
     return [*judge_host(facts, need), *judge_network(facts)]
