@@ -9,6 +9,7 @@ import pytest
 from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
 from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import fleet_of, load_fleet, parse_hosts
+from yolofleet.launch.start import start
 
 TRAIN = {"data": "d.yaml", "model": "yolov5n"}
 
@@ -39,6 +40,16 @@ def test_an_empty_setting_of_a_stored_run_is_a_default(tmp_path: Path) -> None:
     path.write_text(dump_config(*resolve_train(TRAIN)))
     assert fleet_of(load_job(path).config) is None
     assert fleet_of(resolve_train({}, config_file=str(path))[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [({"hosts": "nowhere:2"}, "needs 2 numbers >= 0"), ({"device": "cpu"}, "needs 1 number >= 0")],
+)
+def test_shares_are_counted_before_anything_starts(where: dict[str, str], says: str) -> None:
+    config, recipe = resolve_train({**TRAIN, **where, "shares": "3,1,1"})
+    with pytest.raises(ConfigError, match=says):
+        start(config, recipe)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number is the one that was closed
             os.set_inheritable(null, True)
-            setattr(sys, name, open(null, mode, encoding="utf-8"))
+            setattr(sys, name, open(null, mode, encoding="utf-8"))  # noqa: SIM115  (it stays open)
 
 
 def _nobody_reads() -> bool:

@@ -26,11 +26,12 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
+    from yolofleet.launch.start import check_shares, start
+
     if dry_run:
+        check_shares(config.value, fleet_of(config))
         click.echo(plan(config, recipe))
         return 0
-    from yolofleet.launch.start import start
-
     return start(config, recipe)
 
 
@@ -75,8 +76,13 @@ def _processes(resolved: Resolved[TrainConfig]) -> str:
         return f"{place.size} processes, started by {place.source}"
     fleet = fleet_of(resolved)
     if fleet is not None:
-        hosts = ", ".join(f"{host.name} ({host.device})" for host in fleet.hosts)
-        return f"{fleet.processes} processes on {hosts}"
+        total = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
+        width = max(len(host.name) for host in fleet.hosts)
+        rows = [
+            f"    {host.name:<{width}}  {fleet.ranks_text(node):<14}  {host.device}"
+            for node, host in enumerate(fleet.hosts)
+        ]
+        return "\n".join([f"{total}, by ssh:", *rows])
     if config.device == "auto":
         return "one process, on the first CUDA device or else on the CPU"
     from yolofleet.config.device import processes_of

@@ -83,6 +83,11 @@ class Fleet:
         """The lowest rank on the host of that number; ranks are dealt host by host."""
         return sum(host.processes for host in self.hosts[:node])
 
+    def ranks_text(self, node: int) -> str:
+        """``rank 3`` or ``ranks 0 to 7``."""
+        first, count = self.first_rank(node), self.hosts[node].processes
+        return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+
 
 def parse_hosts(text: str, device: str = "auto", source: str = "--hosts") -> Fleet:
     """``a:8,b:4,c:0+2,d:cpu:2``; a bare name has the devices of ``--device``.

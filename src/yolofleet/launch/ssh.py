@@ -237,9 +237,8 @@ def describe(fleet: Fleet, plan: Plan) -> str:
         for host, spot in zip(fleet.hosts, plan.spots, strict=True)
     ]
     many = f"{len(fleet.hosts)} host{'s' if len(fleet.hosts) > 1 else ''}"
-    return "\n".join(
-        [f"fleet: {many}, {fleet.processes} processes, meeting at {plan.spots[0].address}:{plan.port}", *rows]
-    )
+    ranks = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
+    return "\n".join([f"fleet: {many}, {ranks}, meeting at {plan.spots[0].address}:{plan.port}", *rows])
 
 
 def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped
-from yolofleet.launch.fleet import fleet_of
+from yolofleet.launch.fleet import Fleet, fleet_of
 from yolofleet.launch.job import JobSpec
+from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, write_text
 
@@ -43,6 +44,7 @@ def _start(
             "--hosts and --fleet start all processes, and this one is one of several already",
             hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
         )
+    check_shares(settings, fleet)
     if fleet is not None:
         from yolofleet.launch.ssh import run_on_fleet
 
@@ -69,6 +71,19 @@ def _start(
             )
         )
         return run_processes(config, recipe, folder, processes)
+
+
+def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
+    """``--shares`` has a number for each rank: said before a login or an import of torch.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not isinstance(settings, TrainConfig) or settings.shares == "auto" or is_worker():
+        return
+    if fleet is None and settings.parallel == "dp" and settings.device == "auto":
+        return  # torch must count them
+    Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
 
 
 def look_first(settings: TrainConfig) -> None:

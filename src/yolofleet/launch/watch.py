@@ -218,9 +218,7 @@ class Watch:
 
     def _own_end(self, node: Node, resume: str) -> ClusterError | None:
         """A host that was lost, or whose agent somebody killed."""
-        first = self.fleet.first_rank(self.nodes.index(node))
-        last = first + node.remote.host.processes - 1
-        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        ranks = self.fleet.ranks_text(self.nodes.index(node))
         hint = resume or "give the same command again"
         if node.lost:
             what, *more = node.lost.splitlines()

@@ -37,7 +37,7 @@ class Partition:
             shares = ()
         if len(shares) != ranks or any(not 0 <= s < float("inf") for s in shares) or sum(shares) <= 0:
             raise ConfigError(
-                f"--shares {text}: needs {ranks} numbers >= 0, one per process, not all 0",
+                f"--shares {text}: needs {ranks} number{'s' if ranks > 1 else ''} >= 0, one per process, not all 0",
                 hint="--shares " + ",".join(["1"] * ranks),
             )
         return cls(shares)
