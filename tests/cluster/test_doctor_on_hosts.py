@@ -119,6 +119,22 @@ def test_a_rendezvous_port_alone_does_not_make_a_fleet(lab: Lab) -> None:
     assert "as gloo and NCCL choose" in found["way-dropped"]["seen"]
 
 
+@pytest.mark.parametrize("hosts", ["m1:cpu:1,10.77.0.1:cpu:1", "root@m1:cpu:1,m2:cpu:1,m1:cpu:1"])
+def test_one_machine_under_two_names(lab: Lab, hosts) -> None:
+    found = doctor(lab, hosts=hosts)
+    assert set(found) == {"same-machine"}
+    assert found["same-machine"]["seen"].endswith("m1 are the same machine") or "10.77.0.1 are" in str(found)
+
+
+@pytest.mark.skipif(
+    any(Path("/dev").glob("nvidia*")), reason="the machines in miniature have this one's GPUs"
+)
+def test_gpus_that_a_host_does_not_have_are_missed_before_the_run(lab: Lab) -> None:
+    found = doctor(lab, hosts="m1:8,m2:cpu:1")
+    assert (found["gpu-none"]["level"], found["gpu-none"]["where"]) == ("fault", "m1")
+    assert found["gpu-none"]["fix"].startswith("m1:cpu in --hosts")
+
+
 def test_no_route(lab: Lab) -> None:
     lab.hosts[0].ip("route", "add", "unreachable", lab.hosts[1].address)
     try:

@@ -86,6 +86,14 @@ def test_the_time_of_cores_that_control_groups_grant(computer: Computer, groups,
     assert facts.cores(computer.machine())["quota"] == quota
 
 
+def test_who_shares_a_network_of_a_machine_is_told_by_its_boot_and_its_namespace(computer: Computer) -> None:
+    assert facts.network_id(computer.machine()) == ""
+    computer.file("proc/sys/kernel/random/boot_id", "5a5a\n")
+    (computer.root / "proc/self/ns").mkdir(parents=True)
+    (computer.root / "proc/self/ns/net").symlink_to("net:[4026531840]")
+    assert facts.network_id(computer.machine()) == "5a5a net:[4026531840]"
+
+
 def test_the_package_digest_is_of_contents_and_names(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("not part of it\n")

@@ -11,7 +11,7 @@ import pytest
 from test_doctor import HEALTHY, LO, card
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.alike import differences, judge_clocks, judge_data
+from yolofleet.doctor.alike import differences, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.network import Meeting, judge_way
@@ -181,6 +181,31 @@ def test_software_that_differs() -> None:
     assert set(found) == {"torch-differs", "libraries-differ", "nccl-differs", "drivers-differ"}
     assert found["torch-differs"].seen == "torch is not the same: m1, m2: 2.13.0+cu128; m3: 2.6.0"
     assert found["torch-differs"].fix == "pip install torch==2.13.0 on every host"
+
+
+def test_one_machine_under_two_names_is_named_and_its_ways_are_not_judged() -> None:
+    made = hosts()
+    for host in made:
+        host.facts["network_id"] = f"boot{host.name} net:[1]"
+    assert examined(made) == {}
+    made[2].facts = made[0].facts
+    made[0].ways["10.0.0.1"] = made[2].ways["10.0.0.1"] = "self"
+    found = examined(made)
+    assert set(found) == {"same-machine"}
+    assert found["same-machine"].seen == "m1 and m3 are the same machine"
+    assert found["same-machine"].fix.startswith("name it once, with all its devices: m1:8")
+
+
+def test_machines_that_only_look_alike_are_several() -> None:
+    made = {host.name: host.facts for host in hosts(2)}
+    for facts in made.values():
+        facts["network_id"] = "boot net:[1]"
+    assert not same_machines(made), "a copy of a running virtual machine has an address of its own"
+    made["m2"]["cards"] = made["m1"]["cards"]
+    assert same_machines(made)
+    for facts in made.values():
+        facts["network_id"] = ""
+    assert not same_machines(made), "it cannot be seen"
 
 
 def test_clocks() -> None:

@@ -25,6 +25,27 @@ def groups_text(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{', '.join(names)}: {value}" for value, names in groups(values).items())
 
 
+def same_machines(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Hosts that are one machine under several names."""
+    identities = {}
+    for name, value in facts.items():
+        if value.get("network_id"):  # a virtual machine that was copied while it ran has the boot, too
+            addresses = [card["addresses"] for card in value["cards"] or ()]
+            identities[name] = value["network_id"], addresses
+    return [
+        Finding(
+            "same-machine",
+            "fault",
+            "fleet",
+            f"{', '.join(names[:-1])} and {names[-1]} are the same machine",
+            "a GPU would be used twice, and a machine does not reach itself as others do",
+            f"name it once, with all its devices: {names[0]}:8, {names[0]}:0+2 or {names[0]}:cpu:4",
+        )
+        for names in groups(identities).values()
+        if len(names) > 1
+    ]
+
+
 def differences(
     facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any] | None = None
 ) -> list[Finding]:

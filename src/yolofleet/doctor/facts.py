@@ -82,6 +82,17 @@ def package_sha256(package: Path) -> str:
     return digest.hexdigest()
 
 
+def network_id(machine: Machine) -> str:
+    """The same for who shares a boot of a machine and its network, as hosts of two names do and containers with
+    addresses of their own do not; "" where it cannot be seen."""
+    try:
+        network = (machine.proc / "self" / "ns" / "net").readlink()
+    except OSError:
+        return ""
+    boot = text_of(machine.proc / "sys" / "kernel" / "random" / "boot_id")
+    return boot and f"{boot} {network}"
+
+
 def memory(machine: Machine) -> Facts:
     """Main memory: of the machine, and what this process may still take (control groups v1 and v2 count)."""
     values = {}

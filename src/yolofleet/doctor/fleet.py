@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data
+from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.cards import card_with, network_of
 from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
@@ -137,7 +137,8 @@ def examine(
             found.findings += clocks(found)
             if not quick:
                 found.findings += names(found)
-            found.findings += together(found, port, quick=quick)
+            # a machine does not reach itself as others do: what its ways show would mislead
+            found.findings += same_machines(found.facts) or together(found, port, quick=quick)
         found.findings += waiting.result()
     return found
 

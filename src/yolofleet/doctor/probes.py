@@ -78,6 +78,7 @@ def all_facts(arguments: Mapping[str, Any]) -> Json:
         found: Json = {
             "host": host,
             "platform": machine.platform,
+            "network_id": seen.network_id(machine),
             "memory": seen.memory(machine),
             "shm": seen.shared_memory(machine),
             "cores": seen.cores(machine),
