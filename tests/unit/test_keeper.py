@@ -112,6 +112,8 @@ def test_files_that_every_rank_reads_are_compared_and_names_that_are_files_nowhe
     remote.ask("enter", folder=str(there))
     found = files([remote], ["yolov5s.yaml", "same.pt", "other.pt", "mine.pt"])
     assert [(finding.code, finding.seen) for finding in found] == [("file-missing", "mine.pt is not there")]
+    subprocess.run(found[0].fix, shell=True, check=True)  # as somebody types it
+    assert not files([remote], ["mine.pt"])
     found = files([remote, remote], ["other.pt", "yolov5s.yaml"])
     assert not found, "two hosts agree; this machine computes nothing"
 

@@ -3,6 +3,8 @@ hosts meet."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.run import results_folder
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.fleet import Fleet
+from yolofleet.launch.fleet import HERE, Fleet
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.requests import hash_files
 
@@ -127,11 +129,36 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
                 code, seen = (
                     ("file-differs", "is another file") if name in there else ("file-missing", "is not there")
                 )
-                fix = f"scp {name} {remote.name}:{name}"
+                right = (
+                    None if here.get(name) == usual else remotes[[p.get(name) for p in every].index(usual)]
+                )
+                fix = copy_command(name, right, remote)
                 found.append(
                     Finding(code, "fault", remote.name, f"{name} {seen}", "every rank reads it", fix)
                 )
     return found
+
+
+def copy_command(name: str, source: Remote | None, target: Remote) -> str:
+    """What to type here so that ``target`` gets a file from ``source``, or from this machine.
+
+    Not scp: whether its far side takes quotes for part of a name is a matter of its version.
+    """
+    path = _full_path(target, name)
+    take = f"mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
+    put = f"{_shell_of(target)} {shlex.quote(take)}"
+    if source is None:
+        return f"{put} < {shlex.quote(os.path.abspath(name))}"
+    give = f"cat {shlex.quote(str(_full_path(source, name)))}"
+    return f"{_shell_of(source)} {shlex.quote(give)} | {put}"
+
+
+def _full_path(remote: Remote, name: str) -> Path:
+    return Path(str(remote.ask("enter", folder=".")), name)
+
+
+def _shell_of(remote: Remote) -> str:
+    return "sh -c" if remote.name == HERE else f"ssh {remote.name}"
 
 
 def files_of(settings: Any) -> list[str]:
