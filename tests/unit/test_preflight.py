@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from yolofleet.launch.fleet import Host
-from yolofleet.launch.preflight import enter_folders, files
+from yolofleet.cli.fleet import firewall_line
+from yolofleet.launch.fleet import Host, parse_hosts
+from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port
 from yolofleet.launch.remote import Remote
+from yolofleet.launch.requests import reserve_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -74,3 +78,55 @@ def test_a_file_that_only_another_host_has_comes_from_there(
     assert (found.code, found.where) == ("file-differs", "m2")
     subprocess.run(found.fix, shell=True, check=True)
     assert (m2 / "a.pt").read_text() == "right"
+
+
+# -- the port ------------------------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> int:
+    """The first of so many that nobody uses."""
+    for first in range(23000, 29000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+        return first
+    raise AssertionError("no free ports")
+
+
+def test_what_an_ended_run_leaves_for_a_minute_keeps_no_port() -> None:
+    port = free_ports(1)
+    with socket.create_server(("", port)) as store, socket.create_connection(("127.0.0.1", port)) as worker:
+        store.accept()[0].close()  # who closes first has the connection in TIME_WAIT
+        assert worker.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("", port))
+    assert reserve_port({"first": port, "count": 1}) == port
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
+def test_a_port_on_which_somebody_listens_is_passed_over(address) -> None:
+    port = free_ports(2)
+    with socket.create_server((address, port)):
+        assert reserve_port({"first": port, "count": 2}) == port + 1
+        with pytest.raises(OSError, match="all in use"):
+            reserve_port({"first": port, "count": 1})
+
+
+def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[Remote]) -> None:
+    port = free_ports(2)
+    fleet = replace(parse_hosts("m1:cpu,m2:cpu"), port=port)
+    assert free_port(fleet, remotes) == port
+    assert free_port(fleet, remotes[::-1]) == port + 1  # another keeper on the same machine
+    with socket.create_server(("", port)):  # as the store does
+        pass
+    assert free_port(fleet, remotes, passed_over=[port + 1]) > port + 1
+
+
+def test_the_firewall_line_covers_every_port_that_may_be_taken() -> None:
+    plan = Plan((Spot("10.0.0.1", "eth0"), Spot("10.0.0.2", "eth0")), 29507)
+    line = firewall_line(parse_hosts("node-a:8,node-b:8"), plan).splitlines()[-1]
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    assert "dport 29500-29599 " in line and line.strip() in page

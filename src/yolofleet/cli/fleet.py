@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from yolofleet.cli.commands import Command
+from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,33 +21,39 @@ if TYPE_CHECKING:
     from yolofleet.launch.preflight import Plan
     from yolofleet.launch.remote import Remote, Unreachable
 
+T = TypeVar("T")
+
 LINES_BYTES = 64 << 10  # of a log, that lines are taken from
 FOLLOW_S = 1.0
 HOSTS = [
-    click.Option(["--hosts"], default="", metavar="TEXT", help="the machines, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
-    click.Option(
-        ["--fleet", "fleet_file"], default="", metavar="FILE", help="the machines, from a YAML file"
-    ),
+    click.Option(["--hosts"], metavar="TEXT", help="the machines, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
+    click.Option(["--fleet", "fleet_file"], metavar="FILE", help="the machines, from a YAML file"),
 ]
 Job = tuple["Remote", dict[str, Any]]
 
 
-def named_fleet(hosts: str, fleet_file: str) -> Fleet:
+def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
     """What the options name; how many processes there are matters to none of these verbs but check and run."""
-    from yolofleet.launch.fleet import load_fleet, parse_hosts
+    from yolofleet.launch.fleet import named_fleet
 
-    if bool(hosts) == bool(fleet_file):
+    fleet = named_fleet(hosts, fleet_file, "cpu")
+    if fleet is None:
         raise ConfigError("which machines? one of --hosts and --fleet is needed", hint="--hosts a:8,b:4")
-    return load_fleet(Path(fleet_file), "cpu") if fleet_file else parse_hosts(hosts, "cpu")
+    return fleet
 
 
-def check(hosts: str, fleet_file: str, data: str) -> int:
+def typed(hosts: str | None, fleet_file: str | None) -> str:
+    """The options again, for a command that is proposed."""
+    return f"--fleet {shlex.quote(fleet_file)}" if fleet_file else f"--hosts {shlex.quote(hosts or '')}"
+
+
+def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.schema import TrainConfig
     from yolofleet.doctor.run import exit_code, tell
     from yolofleet.launch.preflight import enter_folders, inspect
     from yolofleet.launch.ssh import crew, describe
 
-    fleet = named_fleet(hosts, fleet_file)
+    fleet = asked_fleet(hosts, fleet_file)
     with crew(fleet) as remotes:
         enter_folders(remotes)
         findings, plan = inspect(fleet, remotes, TrainConfig(data=data))
@@ -59,42 +67,97 @@ def check(hosts: str, fleet_file: str, data: str) -> int:
 
 def firewall_line(fleet: Fleet, plan: Plan) -> str:
     """torch's store listens on all addresses, and it believes everybody."""
+    from yolofleet.launch.preflight import ports_of
+
     members = ", ".join(spot.address for spot in plan.spots)
+    ports = ports_of(fleet)
     return (
-        f"while a run lasts, torch's store on {fleet.hosts[0].name} listens on all its networks (port {plan.port}); to keep "
-        f"others out, there:\n  sudo nft add rule inet filter input tcp dport {plan.port} ip saddr != {{ {members} }} drop"
+        f"while a run lasts, torch's store on {fleet.hosts[0].name} listens on all its networks, on the first free port of "
+        f"{ports[0]} to {ports[-1]}; to keep others out, there:\n"
+        f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
     )
 
 
-def run(hosts: str, fleet_file: str, command: tuple[str, ...]) -> int:
+def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
     from yolofleet.launch.ssh import run_command
 
-    return run_command(named_fleet(hosts, fleet_file), command)
+    return run_command(asked_fleet(hosts, fleet_file), command)
 
 
-def jobs_of(remotes: Sequence[Remote]) -> list[Job]:
-    """The newest first, and each by its hosts in order."""
+def each(
+    remotes: Iterable[Remote], request: Callable[[Remote], T]
+) -> tuple[dict[Remote, T], dict[Remote, ClusterError]]:
+    """What the hosts answer, asked at the same time, and why some do not."""
     from yolofleet.launch.preflight import on_each
 
-    listed = on_each(remotes, lambda remote: list(remote.ask("list_jobs")))
-    found = [(remote, job) for remote, jobs in zip(remotes, listed, strict=True) for job in jobs]
+    def ask(remote: Remote) -> T | ClusterError:
+        try:
+            return request(remote)
+        except ClusterError as problem:
+            return problem
+
+    unique = list(dict.fromkeys(remotes))
+    answers = dict(zip(unique, on_each(unique, ask), strict=True))
+    lost = {remote: answer for remote, answer in answers.items() if isinstance(answer, ClusterError)}
+    return {r: a for r, a in answers.items() if not isinstance(a, ClusterError)}, lost
+
+
+def jobs_of(remotes: Iterable[Remote]) -> tuple[list[Job], dict[Remote, ClusterError]]:
+    """The newest first, and each by its hosts in order; and the hosts that do not answer."""
+    listed, lost = each(remotes, lambda remote: list(remote.ask("list_jobs")))
+    found = [(remote, job) for remote, jobs in listed.items() for job in jobs]
     began_s = {job["job"]: float(job["began_s"]) for _, job in found}
-    return sorted(found, key=lambda entry: (-began_s[entry[1]["job"]], entry[1]["job"], entry[1]["node"]))
+    found.sort(key=lambda entry: (-began_s[entry[1]["job"]], entry[1]["job"], entry[1]["node"]))
+    return found, lost
 
 
-def with_jobs(hosts: str, fleet_file: str, work: Callable[[list[Job]], int]) -> int:
+def names_of(jobs: Iterable[Job]) -> list[str]:
+    return list(dict.fromkeys(record["job"] for _, record in jobs))
+
+
+def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     """``work`` on the jobs of the hosts that can be reached; says which cannot."""
     from yolofleet.launch.ssh import crew
 
-    lost: list[Unreachable] = []
-    with crew(named_fleet(hosts, fleet_file), lost=lost) as remotes:
-        code = work(jobs_of(remotes)) if remotes else 0
-    for problem in lost:
-        print(problem.render(), file=sys.stderr)
+    unreached: list[Unreachable] = []
+    with crew(fleet, lost=unreached) as remotes:
+        found, silent = jobs_of(remotes)
+        lost = [*unreached, *silent.values()]
+        tell(lost)
+        code = work(found) if len(lost) < len(fleet.hosts) else 0
     return ClusterError.exit_code if lost else code
 
 
-def ps(hosts: str, fleet_file: str, every: bool) -> int:
+def tell(problems: Iterable[ClusterError]) -> None:
+    for problem in problems:
+        print(problem.render(), file=sys.stderr)
+
+
+def named_job(asked: str, names: Sequence[str], what: str) -> str:
+    """By its name, that of its run (all but the letters at the end), or how its name begins.
+
+    Args:
+        what: these names are: "runs", "is known".
+    Raises:
+        ConfigError: it is the name of none, or of several.
+    """
+    fitting: list[Callable[[str], bool]] = [
+        lambda name: name == asked,
+        lambda name: name.rpartition("-")[0] == asked,
+        lambda name: name.startswith(asked),
+    ]
+    for fits in fitting:
+        meant = [name for name in names if fits(name)]
+        if len(meant) > 1:
+            raise ConfigError(f"{shown(asked)} can be {' or '.join(meant)}", hint="more of its name")
+        if meant:
+            return meant[0]
+    raise ConfigError(
+        f"no job {shown(asked)} {what} there", hint=f"what {what}: {', '.join(names) or 'none'}"
+    )
+
+
+def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     def show(found: list[Job]) -> int:
         from yolofleet.report.console import duration
 
@@ -117,100 +180,144 @@ def ps(hosts: str, fleet_file: str, every: bool) -> int:
             click.echo("no jobs" if every else "no jobs run")
         return 0
 
-    return with_jobs(hosts, fleet_file, show)
+    return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def stop(hosts: str, fleet_file: str, job: str, now: bool, grace_s: float) -> int:
+def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int) -> int:
+    where = typed(hosts, fleet_file)
+
     def end(found: list[Job]) -> int:
-        from yolofleet.launch.preflight import on_each
-
-        name = one_job([entry for entry in found if entry[1]["runs"]], job)
-        if not name:
-            click.echo(f"{job} does not run" if job else "no jobs run")
+        running = [entry for entry in found if entry[1]["runs"]]
+        names = names_of(running)
+        if not job and not names:
+            click.echo("no jobs run")
             return 0
-        remotes = [remote for remote, record in found if record["job"] == name and record["runs"]]
+        if not job and len(names) > 1:
+            raise ConfigError(
+                f"which job? {', '.join(names)}", hint=f"yolofleet fleet stop {names[0]} {where}"
+            )
+        name = named_job(job, names, "runs") if job else names[0]
 
         def ask(remote: Remote) -> dict[str, Any]:
             return dict(remote.ask("end_job", grace_s + 15, job=name, now=now, deadline_s=grace_s + 10))
 
-        left = [
-            remote.name
-            for remote, answer in zip(remotes, on_each(remotes, ask), strict=True)
-            if answer["left"]
-        ]
+        answers, lost = each((remote for remote, record in running if record["job"] == name), ask)
+        tell(lost.values())
+        left = [remote.name for remote, answer in answers.items() if answer["left"]]
         if left:
             raise ClusterError(
                 f"{name} still runs on {', '.join(left)}",
-                hint=f"yolofleet fleet stop {name} --now --hosts ...",
+                hint=f"yolofleet fleet stop {name} --now {where}",
             )
-        click.echo(f"{name} has ended on {', '.join(remote.name for remote in remotes)}")
-        return 0
+        if answers:
+            click.echo(f"{name} has ended on {', '.join(remote.name for remote in answers)}")
+        return ClusterError.exit_code if lost else 0
 
-    return with_jobs(hosts, fleet_file, end)
-
-
-def one_job(found: list[Job], asked: str) -> str:
-    """The job that is meant; "" when there is none.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    names = list(dict.fromkeys(record["job"] for _, record in found))
-    if asked:
-        return asked if asked in names else ""
-    if len(names) > 1:
-        raise ConfigError(
-            f"which job? {', '.join(names)}", hint=f"yolofleet fleet stop {names[0]} --hosts ..."
-        )
-    return names[0] if names else ""
+    return with_jobs(asked_fleet(hosts, fleet_file), end)
 
 
-def logs(hosts: str, fleet_file: str, job: str, rank: int | None, lines: int, follow: bool) -> int:
+def logs(
+    hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
+) -> int:
     def show(found: list[Job]) -> int:
-        name = job or (found[0][1]["job"] if found else "")
+        name = logged_job(found, job)
         parts = [(remote, record) for remote, record in found if record["job"] == name]
-        if not parts:
-            raise ConfigError(f"no job {name} is known there" if name else "no job is known there")
-        files = [
-            (remote, number, f"{record['folder']}/logs/rank-{number}.log", record)
+        ranks = {
+            number: Log(remote, f"{record['folder']}/logs/rank-{number}.log")
             for remote, record in parts
             for number in range(record["ranks"][0], sum(record["ranks"]))
-            if rank is None or rank == number
+        }
+        if rank is not None and rank not in ranks:
+            raise ConfigError(f"job {name} has no rank {rank} there", hint=f"--rank 0 to {max(ranks)}")
+        wanted = {number: log for number, log in ranks.items() if rank in (None, number)}
+
+        def write(number: int, texts: Sequence[bytes]) -> bool:
+            for text in texts:
+                click.echo(f"rank {number}: " * (rank is None) + text.decode("utf-8", "replace"))
+            return bool(texts)
+
+        came = [
+            write(number, last(lines, log.new() if follow else [*log.new(), *log.rest()]))
+            for number, log in wanted.items()
         ]
-        if not files:
-            raise ConfigError(f"job {name} has no rank {rank}")
-        places = {}
-        for remote, number, file, _ in files:
-            text, places[file] = piece_of(remote, file, -LINES_BYTES)
-            write(f"rank {number}: ", "".join(text.splitlines(keepends=True)[-lines:]), rank is None)
-        going = follow
+        if not any(came) and lines and not follow:
+            print(f"note: {name} has written nothing yet", file=sys.stderr)
+        code, going = 0, follow
         while going:
             time.sleep(FOLLOW_S)
-            for remote, number, file, _ in files:
-                text, places[file] = piece_of(remote, file, places[file])
-                write(f"rank {number}: ", text, rank is None)
-            runs = {
-                record["job"] for _, record in jobs_of([remote for remote, *_ in files]) if record["runs"]
-            }
-            going = name in runs
-        return 0
+            known, lost = jobs_of(log.remote for log in wanted.values())
+            tell(lost.values())
+            code = ClusterError.exit_code if lost else code
+            wanted = {number: log for number, log in wanted.items() if log.remote not in lost}
+            # looked at before the logs are read: what they have got until a job ended is not missed
+            going = any(record["job"] == name and record["runs"] for _, record in known)
+            for number, log in wanted.items():
+                write(number, log.new() if going else [*log.new(), *log.rest()])
+        return code
 
-    return with_jobs(hosts, fleet_file, show)
-
-
-def piece_of(remote: Remote, file: str, offset: int) -> tuple[str, int]:
-    """Text from ``offset`` on and where it ends; nothing where there is no file yet."""
-    try:
-        answer = remote.ask("read_piece", file=file, offset=offset)
-    except ClusterError:
-        return "", max(0, offset)
-    data = base64.b64decode(answer["data"])
-    return data.decode("utf-8", "replace"), int(answer["offset"]) + len(data)
+    return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def write(mark: str, text: str, marked: bool) -> None:
-    for line in text.splitlines():
-        click.echo(f"{mark}{line}" if marked else line)
+def logged_job(found: list[Job], asked: str) -> str:
+    """The job that ``asked`` means, or the newest that has logs: commands of `fleet run` have none.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    logged = names_of(entry for entry in found if entry[1]["folder"])
+    if asked:
+        name = named_job(asked, names_of(found), "is known")
+        if name not in logged:
+            raise ConfigError(
+                f"{name} was started by `fleet run`: who started it sees its lines, and there are no logs",
+                hint=f"jobs with logs: {', '.join(logged) or 'none'}",
+            )
+        return name
+    if not logged:
+        raise ConfigError(
+            "no run is known there", hint="commands of `fleet run` have no logs; a run on these hosts has"
+        )
+    return logged[0]
+
+
+def last(count: int, lines: list[bytes]) -> list[bytes]:
+    return lines[-count:] if count else []
+
+
+@dataclass
+class Log:
+    """What a rank writes on its host, line by line.
+
+    Attributes:
+        offset: bytes that have been read; negative: so many from the end.
+        half: the begin of a line that is not whole yet.
+    """
+
+    remote: Remote
+    file: str
+    offset: int = -LINES_BYTES
+    half: bytes = b""
+
+    def new(self) -> list[bytes]:
+        """Lines that have become whole since the last time."""
+        at_first, data = self.offset < 0, self.half
+        while piece := self._piece():
+            data += piece
+        *lines, self.half = data.split(b"\n")
+        return lines[1:] if at_first and self.offset > len(data) else lines  # the first one was cut
+
+    def rest(self) -> list[bytes]:
+        """What will not become whole."""
+        return [self.half] if self.half else []
+
+    def _piece(self) -> bytes:
+        try:
+            answer = self.remote.ask("read_piece", file=self.file, offset=self.offset)
+        except ClusterError:  # there is none yet
+            return b""
+        piece = base64.b64decode(answer["data"])
+        self.offset = int(answer["offset"]) + len(piece)
+        return piece
 
 
 JOB = click.Argument(["job"], default="")
@@ -244,11 +351,16 @@ stop_command = Command(
         JOB,
         click.Option(["--now"], is_flag=True, help="kill at once, without saving"),
         click.Option(
-            ["--grace", "grace_s"], type=float, default=30.0, metavar="X", help="seconds to save  [30]"
+            ["--grace", "grace_s"],
+            type=click.IntRange(0, 3600),
+            default=30,
+            metavar="N",
+            help="seconds to wait for the end  [30]",
         ),
     ],
     callback=stop,
-    help="End JOB on all hosts: it saves its state first. Without JOB: the one that runs.",
+    help="End JOB on all hosts: it saves its state first. Without JOB: the one that runs. The name of its run, or "
+    "how its own begins, is enough.",
 )
 logs_command = Command(
     "logs",
@@ -256,9 +368,11 @@ logs_command = Command(
         *HOSTS,
         JOB,
         click.Option(["--rank"], type=int, default=None, metavar="N", help="of this rank only"),
-        click.Option(["--lines"], type=int, default=20, metavar="N", help="last lines of each  [20]"),
+        click.Option(
+            ["--lines"], type=click.IntRange(0), default=20, metavar="N", help="last lines of each  [20]"
+        ),
         click.Option(["--follow"], is_flag=True, help="go on until the job ends"),
     ],
     callback=logs,
-    help="The last lines that every rank of JOB wrote. Without JOB: the newest.",
+    help="The last lines that every rank of JOB wrote. Without JOB: the newest run.",
 )

@@ -3,7 +3,6 @@ hosts meet."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +109,14 @@ def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int
     Raises:
         ClusterError: none is free.
     """
-    first = max([fleet.port, *(port + 1 for port in passed_over)])
-    return int(remotes[0].ask("reserve_port", first=first, count=PORTS_TRIED))
+    ports = ports_of(fleet)
+    first = max([ports.start, *(port + 1 for port in passed_over)])
+    return int(remotes[0].ask("reserve_port", first=first, count=ports.stop - first))
+
+
+def ports_of(fleet: Fleet) -> range:
+    """Of the first host: a run meets on one of them, so these are what a firewall guards."""
+    return range(fleet.port, fleet.port + PORTS_TRIED)
 
 
 def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
@@ -148,7 +153,7 @@ def copy_command(name: str, source: Remote | None, target: Remote) -> str:
     take = f"mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
     put = f"{_shell_of(target)} {shlex.quote(take)}"
     if source is None:
-        return f"{put} < {shlex.quote(os.path.abspath(name))}"
+        return f"{put} < {shlex.quote(str(Path(name).absolute()))}"
     give = f"cat {shlex.quote(str(_full_path(source, name)))}"
     return f"{_shell_of(source)} {shlex.quote(give)} | {put}"
 

@@ -91,27 +91,27 @@ _reserved: list[socket.socket] = []
 
 
 def reserve_port(arguments: Arguments) -> int:
-    """The first of ``count`` ports from ``first`` on that nobody uses on any address; nobody is given it by chance
-    while this process lives, but who asks for this very number can listen on it, as torch's store will.
+    """The first of ``count`` ports from ``first`` on that nobody listens on at any address; nobody is given it by
+    chance while this process lives, but who asks for this very number can listen on it, as torch's store will.
 
     Raises:
         OSError: none is free.
     """
     first, count = int(arguments["first"]), int(arguments["count"])
     for port in range(first, first + count):
-        with socket.socket() as trial:
-            try:
-                trial.bind(("", port))
-            except OSError:
-                continue
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too
+        mark, held = socket.socket(socket.AF_UNIX), socket.socket()
+        # as torch's store does: connections of an ended run, which last a minute (TIME_WAIT), keep nobody out
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            mark.bind(
+                f"\0yolofleet-port-{port}"
+            )  # fails where another launcher holds it and does not listen yet
             held.bind(("", port))
-        except OSError:  # somebody was quicker
+        except OSError:
+            mark.close()
             held.close()
             continue
-        _reserved.append(held)
+        _reserved.extend((mark, held))
         return port
     raise OSError(f"ports {first} to {first + count - 1} are all in use")
 
