@@ -6,6 +6,7 @@ import ast
 import copy
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -454,6 +455,28 @@ def test_the_verb_writes_json_and_ends_with_4_for_faults(
         monkeypatch.delenv(name)
     assert main(["doctor", "--quick", "--img", "64", "--json", "found.json"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["worst"] in ("ok", "note", "warn")
+
+
+def test_json_that_cannot_be_written_is_said_before_anything_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for target, words in {
+        "none/of it/x.json": ["there is no folder none/of it", "mkdir -p 'none/of it'"],
+        str(tmp_path): ["is a folder", "doctor.json"],
+    }.items():
+        assert main(["doctor", "--quick", "--img", "64", "--json", target]) == 2
+        out = capsys.readouterr()
+        assert all(word in out.err for word in words) and not out.out, out.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files")
+def test_a_disk_that_refuses_the_json_is_no_matter_of_the_runs_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--log", os.devnull, "--json", "/proc/x.json"]) == 3
+    assert "a file elsewhere, or -" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

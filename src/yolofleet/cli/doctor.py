@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import DoctorConfig
+from yolofleet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
@@ -20,16 +22,46 @@ if TYPE_CHECKING:
 def run(given: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(given, config_file=config_file)
     from yolofleet.doctor.run import as_json, exit_code, stream_for, tell
-    from yolofleet.report.folder import write_json
 
-    findings = examine(resolved)
     json_out = resolved.value.json_out
+    check_target(json_out)
+    findings = examine(resolved)
     tell(findings, stream_for(json_out))
     if json_out == "-":
         print(json.dumps(as_json(findings)), flush=True)
     elif json_out:
-        write_json(Path(json_out), as_json(findings))
+        write(Path(json_out), as_json(findings))
     return exit_code(findings)
+
+
+def check_target(json_out: str) -> None:
+    """Before minutes are spent: no folder is made for the file, since the doctor changes nothing.
+
+    Raises:
+        ConfigError: there can be no such file.
+    """
+    path = Path(json_out)
+    if json_out in ("", "-"):
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder", hint=f"a file in it: --json {path / 'doctor.json'}")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--json {path}: there is no folder {path.parent}",
+            hint=f"mkdir -p {shlex.quote(str(path.parent))}",
+        )
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    """Raises StorageError: the disk refused."""
+    from yolofleet.report.folder import write_json
+
+    try:
+        write_json(path, values)
+    except StorageError as problem:
+        raise StorageError(
+            problem.what, source="--json", hint="a file elsewhere, or - for standard output"
+        ) from None
 
 
 def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
