@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from yolofleet.cli import main
+from yolofleet.cli.fleet import Log, jobs_of, named_job
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch import jobs
+from yolofleet.launch.fleet import Host
+from yolofleet.launch.processes import started_at
+from yolofleet.launch.remote import Remote
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    """Exit code, standard output and error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="closes streams by a shell")
@@ -14,3 +41,150 @@ def test_streams_that_the_shell_has_closed(closed: str) -> None:
     script = f'"$0" -m yolofleet data list {closed}'
     done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
+
+
+@pytest.mark.parametrize("verb", [("ps",), ("stop",), ("logs",), ("check",), ("run", "true")])
+def test_every_verb_refuses_an_empty_list_of_hosts(cli: Cli, verb: tuple[str, ...]) -> None:
+    code, _, err = cli("fleet", verb[0], "--hosts", "", *verb[1:])
+    assert code == 2 and "--hosts is given, and empty" in err
+    assert "one of --hosts and --fleet is needed" in cli("fleet", *verb)[2]
+
+
+@pytest.mark.parametrize(
+    "argv", [("stop", "--grace", "-5"), ("stop", "--grace", "nan"), ("logs", "--lines", "-1")]
+)
+def test_numbers_below_zero_are_refused(cli: Cli, argv: tuple[str, ...]) -> None:
+    code, _, err = cli("fleet", *argv, "--hosts", "localhost")
+    assert code == 2 and argv[1] in err
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+NAMES = ["exp-7c651b", "exp2-aaaaaa", "exp2-bbbbbb", "long-run-cccccc"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [("exp-7c651b", 0), ("exp", 0), ("exp-7", 0), ("exp2-b", 2), ("long-run", 3), ("l", 3)],
+)
+def test_a_job_is_meant_by_its_run_or_by_the_begin_of_its_name(asked: str, name: int) -> None:
+    assert named_job(asked, NAMES, "runs") == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [("exp2", "exp2-aaaaaa or exp2-bbbbbb"), ("e", "exp-7c651b or"), ("x", "what runs: exp-7c651b, ")],
+)
+def test_a_name_of_none_or_several_is_refused_with_those_that_there_are(asked: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        named_job(asked, NAMES, "runs")
+
+
+# -- on this machine, as a host ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes a job that this machine knows; one that runs is a sleeping process."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sleepers = []
+
+    def make(name: str, *, began_s: float, folder: str = "", runs: bool = False, ranks: int = 1) -> None:
+        keeper = (0, "")
+        if runs:
+            stubborn = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]
+            sleepers.append(subprocess.Popen(stubborn, stdout=subprocess.PIPE))
+            assert sleepers[-1].stdout and sleepers[-1].stdout.readline()
+            keeper = (sleepers[-1].pid, started_at(sleepers[-1].pid))
+        jobs.write(
+            jobs.Record(
+                name, name, "here", folder, 0, (0, ranks), keeper, began_s, 0.0 if runs else began_s + 1, 0
+            )
+        )
+
+    yield make
+    for sleeper in sleepers:
+        sleeper.kill()
+        sleeper.communicate()
+
+
+@linux
+def test_stop_knows_a_job_by_its_run(cli: Cli, job: Callable[..., None]) -> None:
+    job("p-7c651b", began_s=1.0, runs=True)
+    job("q-aaaaaa", began_s=2.0, runs=True)
+    job("old-bbbbbb", began_s=3.0)
+    for asked in ("x", "old"):
+        code, _, err = cli("fleet", "stop", asked, "--hosts", "localhost")
+        assert code == 2 and f"no job {asked} runs there" in err and "q-aaaaaa, p-7c651b" in err
+    code, _, err = cli("fleet", "stop", "--hosts", "localhost:cpu")
+    assert code == 2 and "yolofleet fleet stop q-aaaaaa --hosts localhost:cpu" in err
+    code, _, err = cli("fleet", "stop", "q", "--hosts", "localhost:cpu", "--grace", "0")
+    assert code == 4 and "yolofleet fleet stop q-aaaaaa --now --hosts localhost:cpu" in err
+    code, out, _ = cli("fleet", "stop", "q-", "--hosts", "localhost", "--now")
+    assert code == 0 and "q-aaaaaa has ended on localhost" in out
+    listed = cli("fleet", "ps", "--hosts", "localhost")[1]
+    assert "p-7c651b" in listed and "q-" not in listed
+
+
+@linux
+def test_logs_are_those_of_the_newest_run_that_has_some(
+    cli: Cli, job: Callable[..., None], tmp_path: Path
+) -> None:
+    logs = tmp_path / "runs" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("one\n\nthree\nhalf")
+    (logs / "rank-1.log").write_text("other\n")
+    job("exp-aaaaaa", began_s=1.0, folder=str(logs.parent), ranks=3)
+    job("run-bbbbbb", began_s=2.0)
+    told = ("fleet", "logs", "--hosts", "localhost")
+    assert cli(*told) == (0, "rank 0: one\nrank 0: \nrank 0: three\nrank 0: half\nrank 1: other\n", "")
+    assert cli(*told, "exp", "--rank", "0", "--lines", "2")[1] == "three\nhalf\n"
+    assert cli(*told, "--lines", "0") == (0, "", "")
+    assert cli(*told, "--follow")[1].endswith("rank 1: other\nrank 0: half\n")
+    assert "exp-aaaaaa has written nothing yet" in cli(*told, "--rank", "2")[2]
+    for more, says in (
+        (["run-b"], "was started by `fleet run`"),
+        (["--rank", "3"], "no rank 3 there"),
+        (["exp9"], "what is known: run-bbbbbb, exp-aaaaaa"),
+    ):
+        code, _, err = cli(*told, *more)
+        assert code == 2 and says in err
+
+
+# -- hosts that are not well ---------------------------------------------------------------------------------
+
+
+class FakeHost(Remote):
+    """Has one file, and one job or no answer."""
+
+    def __init__(self, name: str, *, file: bytes = b"", well: bool = True) -> None:
+        super().__init__(Host(name, "cpu"))
+        self.file, self.well = file, well
+
+    def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
+        if not self.well:
+            raise ClusterError(f"{self.name} is lost")
+        if request == "list_jobs":
+            return [{"job": "exp-aaaaaa", "began_s": 1.0, "node": 0}]
+        size, offset = len(self.file), arguments["offset"]
+        begin = offset if offset >= 0 else max(0, size + offset)
+        piece = self.file[begin : begin + 7]  # a host gives a piece at a time
+        return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
+
+
+def test_a_host_that_does_not_answer_hides_no_other() -> None:
+    well, ill = FakeHost("a"), FakeHost("b", well=False)
+    found, lost = jobs_of([ill, well])
+    assert [remote.name for remote, _ in found] == ["a"]
+    assert [problem.what for problem in lost.values()] == ["b is lost"]
+
+
+def test_a_log_is_read_in_whole_lines_and_to_its_end() -> None:
+    host = FakeHost("a", file="first\nsecönd\nhal".encode())
+    log = Log(host, "log", offset=-100)
+    assert log.new() == [b"first", "secönd".encode()]
+    assert log.new() == []
+    host.file += b"f\nlast"
+    assert (log.new(), log.rest()) == ([b"half"], [b"last"])
+    assert Log(host, "log", offset=-8).new() == []  # "alf" was cut

@@ -199,7 +199,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
         name = named_job(job, names, "runs") if job else names[0]
 
         def ask(remote: Remote) -> dict[str, Any]:
-            return dict(remote.ask("end_job", grace_s + 15, job=name, now=now, deadline_s=grace_s + 10))
+            return dict(remote.ask("end_job", grace_s + 10, job=name, now=now, deadline_s=grace_s))
 
         answers, lost = each((remote for remote, record in running if record["job"] == name), ask)
         tell(lost.values())
@@ -353,9 +353,9 @@ stop_command = Command(
         click.Option(
             ["--grace", "grace_s"],
             type=click.IntRange(0, 3600),
-            default=30,
+            default=40,
             metavar="N",
-            help="seconds to wait for the end  [30]",
+            help="seconds to wait until it has ended  [40]",
         ),
     ],
     callback=stop,
