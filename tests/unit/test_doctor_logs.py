@@ -256,9 +256,55 @@ def test_a_log_may_come_from_a_pipe(monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
-    for path in (tmp_path, tmp_path / "none.log"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            read_log(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_log(tmp_path / "none.log")
+    with pytest.raises(ConfigError, match=r"no \*\.log in"):
+        read_log(tmp_path)
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of which rank 2 had no memory, and the others lost it."""
+    logs = tmp_path / "exp ü" / "logs"
+    logs.mkdir(parents=True)
+    for rank in (0, 1, 2, 10):
+        words = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" if rank == 2 else LOST
+        (logs / f"rank-{rank}.log").write_text(f"epoch 1\n{words}")
+    (logs / "agent.log").write_text(SUMMARY.format(root=1, other=-15))
+    (logs / "error-rank-2.json").write_text("OSError: [Errno 28] No space left on device\n")
+    return logs.parent
+
+
+@pytest.mark.parametrize("below", [".", "logs"])
+def test_the_logs_of_a_run_are_read_together_and_the_file_is_named(run_folder, below):
+    found = read_log(run_folder / below)
+    assert [f.code for f in found] == ["gpu-memory", "worker-failed", "peer-lost", "ended-by-others"]
+    assert found[0].where == "rank-2.log, line 2"
+    assert found[1].where.startswith("agent.log, rank 6 on node-b, line ")
+    assert found[2].where == "rank-0.log, rank 1, line 2, and in 2 more files"
+
+
+def test_an_attempt_that_one_rank_repeated_with_success_does_not_excuse_another(run_folder):
+    met = "a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1e0 - Init COMPLETE\n"
+    for file in (run_folder / "logs").glob("*.log"):
+        file.write_text(TRIES + met if file.name == "rank-10.log" else "epoch 1\n")
+    [clean, tried] = read_log(run_folder)
+    assert (clean.code, clean.seen) == ("log-clean", "5 files, 6 lines, and no error that is known")
+    assert (tried.where, tried.level) == ("rank-10.log, line 1", "note")
+    (run_folder / "logs" / "rank-1.log").write_text(TRIES)
+    [tried] = read_log(run_folder)
+    assert (tried.where, tried.level) == ("rank-1.log, line 1, and in 1 more file", "warn")
+
+
+def test_more_files_than_are_read_at_once_are_said(run_folder, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_FILES", 3)  # agent, rank-0, rank-1
+    found = read_log(run_folder)
+    assert "gpu-memory" not in {f.code for f in found}
+    assert (found[-1].code, found[-1].level, found[-1].seen) == (
+        "log-unread",
+        "warn",
+        "3 of 5 files were read",
+    )
 
 
 def test_an_empty_log_and_a_healthy_one_are_said_so():
@@ -368,4 +414,4 @@ def test_every_rule_says_why_and_what_to_do():
 
 def test_the_page_lists_every_code():
     listed = set(re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert listed == {rule.code for rule in (*log_rules.RULES, *SPECIAL)} | {"log-clean"}
+    assert listed == {rule.code for rule in (*log_rules.RULES, *SPECIAL)} | {"log-clean", "log-unread"}

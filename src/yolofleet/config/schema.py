@@ -427,7 +427,11 @@ class DoctorConfig(Frozen):
         "", "these machines, and every way between them: a:8,b:4,c:0+2,d:cpu:2", group="what"
     )
     fleet: str = setting("", "as --hosts, from a fleet file (YAML)", group="what")
-    log: str = setting("", "say what a log of NCCL, gloo or torchrun means; - = standard input", group="what")
+    log: str = setting(
+        "",
+        "say what a log of NCCL, gloo or torchrun means: a file, the folder of a run, - = standard input",
+        group="what",
+    )
     data: str = setting("", "data set of the run: is it the same on every machine?", group="what")
     img: int = setting(640, "image size of the run, pixels", ge=32, group="how much")
     batch: Natural = setting(16, "total batch of the run, images", group="how much")

@@ -1,6 +1,6 @@
 """Reads a log of NCCL, gloo, torchrun, Python, SLURM or the kernel, and says what it means.
 
-One pass, whatever the size; what is kept is one entry per kind of finding. Each line is held against the patterns
+One pass, whatever the size, over a file or all files of a run; what is kept is one entry per kind of finding. Each line is held against the patterns
 of ``log_rules``; besides, ends of processes (exit codes, signals), torchrun's summary and the last lines of Python
 tracebacks are understood. The finding that explains the others comes first.
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -36,30 +37,79 @@ LONGEST = 1 << 14  # characters of a line that are looked at: half from its star
 SHOWN = 240  # characters of a line in a finding
 MOST_RANKS = 16  # named in a finding
 REMEMBERED = 1 << 16  # lines without their numbers
+MOST_FILES = 1024  # of a folder; a run has one for each rank and host
 SUMMARY = 14  # lines that torchrun's "Root Cause" has at most
 
 
 def read_log(path: Path | str) -> list[Finding]:
-    """What a log file means; ``-`` reads standard input.
+    """What a log means: a file, all ``*.log`` of a folder (a run's, or the folder ``logs`` in it), or ``-``, standard
+    input.
 
     Returns:
-        As :func:`classify`.
+        As :func:`classify`; of a folder, one of a kind, with the file in which it explains most.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: it cannot be read.
     """
     if str(path) == "-":
         return classify(_pieces(sys.stdin))
+    folder = Path(path)
+    if not folder.is_dir():
+        return _read(folder).findings()
+    folder = folder / "logs" if (folder / "logs").is_dir() else folder
+    files = sorted((file for file in folder.glob("*.log") if file.is_file()), key=_natural)
+    if not files:
+        raise ConfigError(f"no *.log in {folder}", source="--log", hint="a log, or the folder logs of a run")
+    return _of_several({file.name: _read(file) for file in files[:MOST_FILES]}, len(files))
+
+
+def _natural(file: Path) -> list[tuple[str, int]]:
+    """rank-2 before rank-10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d{0,9})", file.name)]
+
+
+def _read(path: Path) -> _Reader:
     try:
-        with open(path, "rb") as head:
+        with path.open("rb") as head:
             # PowerShell's ">" writes UTF-16
             encoding = "utf-16" if head.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        with open(path, encoding=encoding, errors="replace") as file:
-            return classify(_pieces(file))
+        with path.open(encoding=encoding, errors="replace") as file:
+            return _Reader().through(_pieces(file))
     except OSError as why:
         raise ConfigError(
             f"{path} cannot be read: {why.strerror or why}", source="--log", hint="give the file of a log"
         ) from why
+
+
+def _of_several(readers: Mapping[str, _Reader], files: int) -> list[Finding]:
+    """One finding of a kind, from the file where it explains most.
+
+    Args:
+        readers: by the names of the files.
+        files: that there are; the others were not read.
+    """
+    by_code: dict[str, list[tuple[_Seen, Level, str]]] = defaultdict(list)
+    for name, reader in readers.items():
+        for seen, level in reader.told():
+            by_code[seen.rule.code].append((seen, level, name))
+    kinds = [sorted(found, key=lambda one: _key(*one[:2])) for found in by_code.values()]
+    kinds.sort(key=lambda found: _key(*found[0][:2]))
+    findings = []
+    for (seen, level, name), *others in kinds:
+        finding = _finding(seen, level)
+        more = f", and in {len(others)} more file{'s' if len(others) > 1 else ''}" if others else ""
+        findings.append(replace(finding, where=f"{_plain(name)}, {finding.where}{more}"))
+    if all(finding.level in ("ok", "note") for finding in findings):
+        lines = sum(reader.lines for reader in readers.values())
+        findings.insert(0, _clean(f"{len(readers)} files, {lines} lines"))
+    if files > len(readers):
+        what = f"{len(readers)} of {files} files were read"
+        findings.append(Finding("log-unread", "warn", "", what, "", "yolofleet doctor --log FILE"))
+    return findings
+
+
+def _clean(amount: str) -> Finding:
+    return Finding("log-clean", "ok", "", f"{amount}, and no error that is known")
 
 
 def classify(lines: Iterable[str]) -> list[Finding]:
@@ -72,10 +122,7 @@ def classify(lines: Iterable[str]) -> list[Finding]:
         At least one finding, worst first and among equally bad ones the cause before what follows from it. A
         healthy log has no ``warn`` and no ``fault``.
     """
-    reader = _Reader()
-    for number, line in enumerate(lines, 1):
-        reader.line(line, number)
-    return reader.findings()
+    return _Reader().through(lines).findings()
 
 
 def _pieces(file: TextIO) -> Iterator[str]:
@@ -226,6 +273,13 @@ class _Reader:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
+    def through(self, lines: Iterable[str]) -> _Reader:
+        """Look at all lines, and remember what was found alone."""
+        for number, line in enumerate(lines, 1):
+            self.line(line, number)
+        self.known.clear()
+        return self
+
     def line(self, raw: str, number: int) -> None:
         """Look at a line.
 
@@ -345,14 +399,16 @@ class _Reader:
 
     # -- telling ---------------------------------------------------------------------------------------------
 
-    def findings(self) -> list[Finding]:
+    def told(self) -> list[tuple[_Seen, Level]]:
         unmet = any(seen.firm and seen.rule.unmet for seen in self.seen.values())
-        told = [(seen, self._level(seen, unmet)) for seen in self.seen.values()]
-        told.sort(key=lambda pair: self._key(*pair))
+        return [(seen, self._level(seen, unmet)) for seen in self.seen.values()]
+
+    def findings(self) -> list[Finding]:
+        told = sorted(self.told(), key=lambda one: _key(*one))
         findings = [_finding(seen, level) for seen, level in told]
         if all(level in ("ok", "note") for _, level in told):
-            what = f"{self.lines} lines, and no error that is known" if self.lines else "the log is empty"
-            findings.insert(0, Finding("log-clean", "ok", "", what))
+            clean = _clean(f"{self.lines} lines")
+            findings.insert(0, clean if self.lines else replace(clean, seen="the log is empty"))
         return findings
 
     @staticmethod
@@ -362,10 +418,11 @@ class _Reader:
             return seen.rule.level
         return "note" if seen.healed else "fault" if unmet else "warn"
 
-    @staticmethod
-    def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
-        order = EXPLAINED if seen.explained else seen.rule.order
-        return -LEVELS.index(level), order, not seen.root, seen.line
+
+def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
+    """Sorts what explains most to the front."""
+    order = EXPLAINED if seen.explained else seen.rule.order
+    return -LEVELS.index(level), order, not seen.root, seen.line
 
 
 def _signal_of(end: re.Match[str]) -> int | None:
