@@ -30,7 +30,7 @@ class Record:
     Attributes:
         job: its name, the same on every host of the fleet.
         title: what was asked for, as a person would say it.
-        folder: of the run, on this host.
+        folder: of the run, on this host; "" = a plain command, which has none.
         ranks: first one and their number here.
         keeper: (pid, when it started): ends everything of the job here on SIGTERM.
         began_s, ended_s: time of day, seconds since 1970; 0 = not yet.

@@ -210,7 +210,7 @@ def start(job: Frame) -> Running:
         job=job["id"],
         title=job["title"],
         host=socket.gethostname(),
-        folder=str(folder.absolute()),
+        folder=str(folder.absolute()) if tails else "",
         node=meeting.node,
         ranks=(first_rank, processes),
         keeper=(keeper, started_at(keeper)),

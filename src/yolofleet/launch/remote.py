@@ -154,16 +154,24 @@ class Remote:
         answer = self._replies[number] = Queue()
         try:
             if self._closed.is_set():
-                raise ClusterError(f"{self.name} is lost", source=self.words() or None)
+                raise ClusterError(f"{self.name} is lost", source=self.words() or None, hint=self._look)
             self._send({"type": "ask", "id": number, "request": request, "arguments": arguments})
             reply = answer.get(timeout=timeout_s)
         except Empty:
-            raise ClusterError(f"{self.name} did not answer ({request}) within {timeout_s:.0f} s") from None
+            raise ClusterError(
+                f"{self.name} did not answer ({request}) within {timeout_s:.0f} s", hint=self._look
+            ) from None
         finally:
             del self._replies[number]
         if "error" in reply:
-            raise ClusterError(f"{self.name}: {reply['error']}", source=f"request {request}")
+            raise ClusterError(
+                f"{self.name}: {reply['error']}", source=f"request {request}", hint=self._look
+            )
         return reply["value"]
+
+    @property
+    def _look(self) -> str:
+        return f"look at that host: {'yolofleet doctor' if self.name == HERE else f'ssh {self.name}'}"
 
     def start(self, job: Frame) -> None:
         """Start a job (``keeper.start``); what it says comes as frames."""
