@@ -49,7 +49,7 @@ _SILENCE = "Nobody answered in time: a firewall that drops, a wrong address or c
 _LOOK_UP = "getent hosts NAME   # must print an address that the other machines reach; else an entry in /etc/hosts, or use the address itself"
 _CARDS = "ip -br addr   # then, on every machine, export NCCL_SOCKET_IFNAME=CARD GLOO_SOCKET_IFNAME=CARD"
 _SHM = "docker run --ipc=host ... (or --shm-size 16g; Kubernetes: an emptyDir of medium Memory on /dev/shm); else fewer --workers; df -h /dev/shm"
-_LOGS = "yolofleet doctor --log RUN/logs/rank-N.log   # of the rank that failed first; torchrun: --log-dir logs --tee 3"
+_LOGS = "yolofleet doctor --log RUN   # the logs of all ranks; torchrun: --log-dir logs --tee 3"
 _FIREWALL = "sudo firewall-cmd --zone=trusted --add-source=SUBNET   # or: sudo ufw allow from SUBNET; all TCP ports between the machines, not only the rendezvous port"
 
 HARMLESS = (
