@@ -152,6 +152,15 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
         assert code == 2 and says in err
 
 
+@linux
+def test_a_plain_command_has_no_logs(cli: Cli, job: Callable[..., None]) -> None:
+    assert cli("fleet", "run", "--hosts", "localhost:cpu", "--", "echo", "here")[:2] == (0, "here\n")
+    code, _, err = cli("fleet", "logs", "--hosts", "localhost")
+    assert code == 2 and "no run is known there" in err
+    code, _, err = cli("fleet", "logs", "run", "--hosts", "localhost")
+    assert code == 2 and "was started by `fleet run`" in err
+
+
 # -- hosts that are not well ---------------------------------------------------------------------------------
 
 
