@@ -169,7 +169,7 @@ def run_command(fleet: Fleet, command: Sequence[str]) -> int:
         enter_folders(remotes)
         findings, plan = inspect(fleet, remotes, TrainConfig())
         for finding in findings:
-            if finding.level == "fault":
+            if finding.level == "fault" and not finding.code.startswith("gpu"):  # it may need none
                 say(f"warning: {finding.where}: {finding.seen}")
         watch = Watch(fleet, remotes, lambda *_: None, prefix=len(remotes) > 1)
         title = " ".join(command)
