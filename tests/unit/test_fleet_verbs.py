@@ -16,9 +16,11 @@ from yolofleet.cli import main
 from yolofleet.cli.fleet import Log, jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch import jobs
-from yolofleet.launch.fleet import Host
+from yolofleet.launch.fleet import Fleet, Host
+from yolofleet.launch.keeper import RECALLED
 from yolofleet.launch.processes import started_at
 from yolofleet.launch.remote import Remote
+from yolofleet.launch.watch import Watch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 Cli = Callable[..., tuple[int, str, str]]
@@ -159,6 +161,26 @@ def test_a_plain_command_has_no_logs(cli: Cli, job: Callable[..., None]) -> None
     assert code == 2 and "no run is known there" in err
     code, _, err = cli("fleet", "logs", "run", "--hosts", "localhost")
     assert code == 2 and "was started by `fleet run`" in err
+
+
+@linux
+def test_a_command_that_is_not_there_is_named(cli: Cli, job: Callable[..., None], tmp_path: Path) -> None:
+    started = ("fleet", "run", "--hosts", "localhost:cpu", "--")
+    code, _, err = cli(*started, "nosuchcmd", "-v")
+    assert code == 127 and "localhost: there is no command nosuchcmd" in err
+    (tmp_path / "file").touch()
+    code, _, err = cli(*started, str(tmp_path / "file"))
+    assert code == 126 and "file cannot be started: Permission denied" in err
+
+
+def test_every_host_where_a_command_failed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = [FakeHost(name) for name in "abc"]
+    watch = Watch(Fleet(tuple(host.host for host in hosts)), hosts, lambda *_: None)
+    watch.order = [1, 0, 2]
+    for number, (code, why) in enumerate([(3, ""), (127, "there is no command x"), (-15, RECALLED)]):
+        watch.nodes[number].ending = {"code": code, "why": why}
+    assert watch.command_code() == 127
+    assert capsys.readouterr().err == "b: there is no command x\na: ended with exit code 3\n"
 
 
 # -- hosts that are not well ---------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote
 
 def test_no_such_command_is_an_end_like_others(remote: Remote) -> None:
     remote.start(job("") | {"command": ["/no/such/program"]})
-    assert "No such file" in next_frame(remote)["why"]
+    assert "there is no command" in next_frame(remote)["why"]
 
 
 def test_stop_kills_what_does_not_listen(remote: Remote) -> None:

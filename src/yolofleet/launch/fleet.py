@@ -170,7 +170,7 @@ def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | Non
         if value is not None and not value.strip():
             raise ConfigError(
                 f"{flag} is given, and empty",
-                hint=f"is a variable in it not set? without {flag}, this machine is used",
+                hint=f"is a variable in it not set? {flag} {'a:8,b:4' if flag == '--hosts' else 'fleet.yaml'}",
             )
     if hosts and file:
         raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")

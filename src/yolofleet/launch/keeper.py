@@ -57,6 +57,7 @@ MOST_LINE_BYTES = 16 << 20
 LOG_TAIL_BYTES = 32 << 10
 AGENT = -1  # in place of a rank
 ASKED = "stopped on request"  # by `fleet stop`, or any signal
+RECALLED = "stopped by the launcher"
 Frame = dict[str, Any]
 
 
@@ -148,6 +149,13 @@ class Running:
                 file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
         return ""
+
+
+def no_command(problem: OSError, name: str) -> tuple[int, str]:
+    """Exit code, as shells have it, and words of a command that cannot be started."""
+    if isinstance(problem, FileNotFoundError):
+        return 127, f"there is no command {name}"
+    return 126, f"{name} cannot be started: {problem.strerror or problem}"
 
 
 def stopped_ranks(pids: list[int]) -> list[str]:
@@ -395,13 +403,16 @@ class Keeper:
         if kind == "ask":
             threading.Thread(target=self._answer, args=(message,), daemon=True).start()
         elif kind == "stop" and self.running is not None:
-            self.running.end("stopped by the launcher", float(message["grace_s"]))
+            self.running.end(RECALLED, float(message["grace_s"]))
         elif kind == "start" and self.running is None:
             self.silence_s = float(message["job"]["silence_s"])
             try:
                 self.running = start(message["job"])
             except OSError as problem:
-                self.send(type="exit", code=1, words=[], log="", why=f"cannot start here: {problem}")
+                code, why = 1, f"cannot start here: {problem}"
+                if message["job"]["command"]:
+                    code, why = no_command(problem, message["job"]["command"][0])
+                self.send(type="exit", code=code, words=[], log="", why=why)
 
     def _answer(self, message: Frame) -> None:
         try:

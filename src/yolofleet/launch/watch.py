@@ -15,7 +15,7 @@ from typing import Any
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
-from yolofleet.launch.keeper import ASKED
+from yolofleet.launch.keeper import ASKED, RECALLED
 from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
 from yolofleet.launch.remote import Frame, Remote
 
@@ -204,17 +204,16 @@ class Watch:
         return tell([e for e in endings if e.code or e.words] or endings, resume)
 
     def command_code(self) -> int:
-        """Of a plain command: its exit code where it failed first, which is said."""
+        """Of a plain command: its exit code where it failed first. Every host where it failed is said."""
+        first = 0
         for node in (self.nodes[number] for number in self.order):
             frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
             code, why = int(frame["code"]), str(frame["why"])
-            if code:
-                ended = (
-                    f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                )
+            if code and not (first and why == RECALLED):  # others end because of the first
+                ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 say(f"{node.remote.name}: {why or ended}")
-                return code if code > 0 else 128 - code
-        return 0
+                first = first or int(code if code > 0 else 128 - code)
+        return first
 
     def _own_end(self, node: Node, resume: str) -> ClusterError | None:
         """A host that was lost, or whose agent somebody killed."""
