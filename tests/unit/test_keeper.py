@@ -32,11 +32,12 @@ STUBBORN = "trap '' TERM; (trap '' TERM; setsid sleep 61 & wait) & echo up; whil
 DEADLINE_S = 20.0
 
 
-def job(command: str, **more: Any) -> Frame:
+def job(command: str, /, **more: Any) -> Frame:
     meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo"}
+    shell = more.pop("shell", "sh")
     base = {"id": "j1", "title": "a job", "folder": ".", "text": "", "streamed": False, "terminal": None}
     rest = {"first_rank": 2, "processes": 4, "env": {}, "silence_s": 20.0, "grace_s": 0.5}
-    return {**base, **rest, "command": ["sh", "-c", command], "meeting": meeting, **more}
+    return {**base, **rest, "command": [shell, "-c", command], "meeting": meeting, **more}
 
 
 @pytest.fixture
@@ -149,6 +150,56 @@ def test_stop_kills_what_does_not_listen(remote: Remote) -> None:
     assert not alive(below) and not descendants(remote.hello["pid"])
 
 
+def test_a_command_of_one_process_has_all_its_time_to_end(remote: Remote) -> None:
+    started(remote, "trap 'sleep 2.5; exit 7' TERM; echo up; while :; do read -t 0.1 x; done", shell="bash")
+    remote.stop(DEADLINE_S)
+    assert next_frame(remote)["code"] == 7
+
+
+@pytest.mark.parametrize("terminal", [None, {"rows": 24, "columns": 80, "term": "dumb"}])
+def test_a_job_that_has_closed_its_output_costs_nothing(remote: Remote, terminal: Frame | None) -> None:
+    remote.start(job("exec >&- 2>&-; exec sleep 60", terminal=terminal))
+    wait_for(
+        lambda: (
+            "sleep" in [Path(f"/proc/{p}/comm").read_text().strip() for p in descendants(remote.hello["pid"])]
+        )
+    )
+    before_s = cpu_s(remote.hello["pid"])
+    time.sleep(1.0)
+    assert cpu_s(remote.hello["pid"]) - before_s < 0.1
+
+
+def cpu_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_a_job_logged_last_comes_although_the_channel_is_full(
+    bare: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """The launcher reads nothing until the job has ended; its last words are more than the channel holds."""
+    (tmp_path / "torch/distributed").mkdir(parents=True)
+    for package in ("torch", "torch/distributed"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "torch/distributed/run.py").write_text(AGENT_OF_MANY_WORDS)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    keeper = bare("", command=None, folder=str(tmp_path / "run"), streamed=True, env=env)
+    wait_for(lambda: (tmp_path / "run/logs/rank-2.log").exists() and not descendants(keeper.pid))
+    time.sleep(1.0)
+    assert keeper.stdout
+    got = 0
+    while (frame := json.loads(keeper.stdout.readline()))["type"] != "exit":
+        got += len(frame["text"]) if frame["type"] == "log" and frame["rank"] == 2 else 0
+    assert got == (tmp_path / "run/logs/rank-2.log").stat().st_size
+
+
+AGENT_OF_MANY_WORDS = """
+import pathlib, sys
+log = pathlib.Path(sys.argv[-2], "logs/rank-2.log")
+log.write_text("0123456789abcde\\n" * (12 << 16))  # 12 MiB
+"""
+
+
 def test_a_rank_that_cannot_end_because_it_is_stopped_is_named(remote: Remote) -> None:
     started(remote, "(RANK=5 exec sh -c 'kill -STOP $$') & echo up; sleep 63")
     (halted,) = wait_for(lambda: [p for p in descendants(remote.hello["pid"]) if state(p) == "T"])
@@ -169,12 +220,37 @@ def test_everything_ends_when_the_connection_does(remote: Remote) -> None:
     assert not alive(below)
 
 
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"3", b"[" * 100_000, b"{}", b'{"type": "ask"}', b'{"type": "stop"}']
+)
+def test_a_keeper_that_is_told_nonsense_ends_everything(
+    bare: Callable[..., subprocess.Popen[bytes]], line: bytes
+) -> None:
+    keeper = bare(STUBBORN, grace_s=0.1)
+    below = wait_for(lambda: descendants(keeper.pid))
+    assert keeper.stdin and keeper.stdout
+    keeper.stdin.write(line + b"\n")
+    keeper.stdin.flush()
+    words = keeper.stdout.read().decode()
+    assert keeper.wait(DEADLINE_S) == 0 and not alive(below)
+    assert "does not speak as one does" in words and "Traceback" not in words
+
+
+def test_no_job_is_an_end_like_others(remote: Remote) -> None:
+    for missing in ("meeting", "command", "grace_s", "env"):
+        frame = job("sleep 60")
+        del frame[missing]
+        remote.start(frame)
+        assert "cannot start here" in next_frame(remote)["why"]
+    assert not descendants(remote.hello["pid"]) and remote.ask("list_jobs") == []
+
+
 @pytest.fixture
 def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a keeper with a job, and read no more than its greeting."""
     keepers = []
 
-    def begin(command: str, **more: Any) -> subprocess.Popen[bytes]:
+    def begin(command: str, /, **more: Any) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "yolofleet.launch.keeper"]
         keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         keepers.append(keeper)

@@ -11,6 +11,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment
 from yolofleet.launch.local import error_path, exit_text, explain
+from yolofleet.launch.processes import OomKills
 
 
 def test_the_agents_command_is_exactly_this() -> None:
@@ -92,12 +93,27 @@ def test_exit_codes_of_a_silent_worker_are_translated(
 
 
 @pytest.mark.parametrize(
-    ("kills", "says"),
-    [(None, "most likely the kernel's"), (2, "by the kernel's"), (0, "was not the kernel's")],
+    ("group", "machine", "says", "says_not"),
+    [
+        (
+            2,
+            5,
+            "(SIGKILL) by the kernel's out-of-memory killer: the machine, or its control group",
+            "somebody",
+        ),
+        (0, 0, "by somebody, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
+        (None, 0, "by somebody, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
+        (0, 5, "killer: it ended 5 on this machine meanwhile, but none in the control group", "most likely"),
+        (None, 5, "most likely the kernel's out-of-memory killer: it ended 5 on this machine", "somebody"),
+        (None, None, "most likely the kernel's out-of-memory killer", "somebody"),
+    ],
 )
-def test_a_kill_is_the_kernels_only_where_it_counts_one(kills: int | None, says: str) -> None:
-    assert says in exit_text(-9, kills) and "SIGKILL" in exit_text(-9, kills)
-    assert exit_text(-7, kills) == exit_text(-7, None)
+def test_a_kill_is_the_kernels_only_where_it_counts_one(
+    group: int | None, machine: int | None, says: str, says_not: str
+) -> None:
+    killed = OomKills(group, machine)
+    assert says in exit_text(-9, killed) and says_not not in exit_text(-9, killed)
+    assert exit_text(-7, killed) == exit_text(-7, OomKills())
 
 
 def test_the_own_traceback_of_a_process_that_crashed_comes_first(

@@ -16,13 +16,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.local import exit_text
-from yolofleet.launch.processes import oom_kills, oom_kills_since
+from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
 
 
@@ -50,7 +48,7 @@ def main(argv: list[str]) -> int:
         if warning.has_come:
             return Stopped.exit_code
         rank, failure = failed.get_first_failure()
-        return _explained(rank, failure.exitcode, oom_kills_since(before))
+        return _explained(rank, failure.exitcode, oom_kills().since(before))
     except SignalException as ended:
         return 128 + ended.sigval
     return 0
@@ -66,19 +64,7 @@ class StopWarning:
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.has_come = True
-        for worker in children(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(worker, number)
-
-
-def children(pid: int) -> list[int]:
-    """Processes that ``pid`` has started (Linux)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
+        signal_all(children(os.getpid()), number)
 
 
 def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
@@ -101,12 +87,12 @@ def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[s
     ]
 
 
-def _explained(rank: int, exit_code: int, oom_kills: int | None) -> int:
+def _explained(rank: int, exit_code: int, killed: OomKills) -> int:
     """A worker that ended by itself has said why; of one that was killed it is said here."""
     if exit_code > 0:
         return exit_code
     problem = ClusterError(
-        f"rank {rank} {exit_text(exit_code, oom_kills)}", hint="start the job again: it resumes"
+        f"rank {rank} {exit_text(exit_code, killed)}", hint="start the job again: it resumes"
     )
     print(problem.render(), file=sys.stderr)
     return problem.exit_code

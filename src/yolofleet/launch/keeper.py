@@ -7,7 +7,7 @@ starts dies with it. Standard library alone; Linux.
 
 From the launcher: ``{"type": "beat"}``, ``ask`` (id, request, arguments), ``start`` (job), ``stop`` (grace_s).
 To it: ``hello``, ``beat``, ``reply`` (id, value or error), ``output`` (text for the screen), ``log`` (rank, text;
-rank -1: the agent), ``exit`` (code, words, log, why, stopped, oom_kills).
+rank -1: the agent), ``exit`` (code, words, log, why, stopped, killed). ``frames.py`` says what they look like.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from yolofleet.doctor.facts import software
 from yolofleet.launch import code, jobs, requests
+from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, WORDS, Frame, fits
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
 from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path
 from yolofleet.launch.processes import (
+    UNKNOWN,
+    OomKills,
     descendants,
     end_descendants,
     oom_kills,
-    oom_kills_since,
     signal_all,
     started_at,
     variable,
 )
 from yolofleet.parallel.witness import STOPPED, started_ticks, state_of
 
-PROTOCOL = 1
 BEAT_S = 2.0
 SILENCE_S = 20.0
 FAREWELL_S = 2.0  # for the last frames to leave
+LAST_WORDS_S = 5.0  # for what a job has printed and logged to leave, once it has ended
 AFTER_AGENT_S = 5.0  # for what is left when the agent has ended
-BEFORE_WORKERS_S = 2.0  # an agent without workers has nothing to save
+BEFORE_WORKERS_S = 2.0  # torchrun's agent without workers has nothing to save
 TAIL_S = 0.5
 POLL_S = 0.2  # has the agent ended?
 MOST_PENDING_BYTES = 8 << 20  # of frames that nobody reads; then output is left out
-MOST_LINE_BYTES = 16 << 20
 LOG_TAIL_BYTES = 32 << 10
 AGENT = -1  # in place of a rank
 ASKED = "stopped on request"  # by `fleet stop`, or any signal
 RECALLED = "stopped by the launcher"
-Frame = dict[str, Any]
 
 
 class Tail:
@@ -91,11 +91,13 @@ class Running:
     streamed: bool  # the launcher does not see this disk
     log_offset: int
     grace_s: float
-    oom_kills_before: int | None = field(default_factory=oom_kills)
+    killed_before: OomKills = field(default_factory=oom_kills)
     why: str = ""
     stopped: list[str] = field(default_factory=list)  # ranks that could not react when they were asked to end
     kill_at_s: float = float("inf")
     swept: bool = False
+    ended_at_s: float = float("inf")  # nothing of it was left
+    is_mute: bool = False  # everything has closed its end of ``output``
     tailed_at_s: float = 0.0
     decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
 
@@ -109,7 +111,7 @@ class Running:
             self.stopped = stopped_ranks(descendants(self.agent.pid))
             self.agent.terminate()
         self.why = self.why or why
-        if not descendants(self.agent.pid):
+        if self.tails and not descendants(self.agent.pid):
             grace_s = min(grace_s, BEFORE_WORKERS_S)
         self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
 
@@ -137,9 +139,8 @@ class Running:
         found = []
         for rank in self.ranks:
             with suppress(OSError, ValueError):
-                found.append(
-                    json.loads(error_path(Path(self.record.folder), rank).read_text(encoding="utf-8"))
-                )
+                words = json.loads(error_path(Path(self.record.folder), rank).read_text(encoding="utf-8"))
+                found += [words] if fits(words, WORDS) else []
         return found
 
     def log_tail(self) -> str:
@@ -170,6 +171,7 @@ def start(job: Frame) -> Running:
 
     Raises:
         OSError: a folder or file cannot be written, or there is no such command.
+        LookupError, TypeError, ValueError: that is no job.
     """
     meeting = Meeting(**job["meeting"])
     first_rank, processes = int(job["first_rank"]), int(job["processes"])
@@ -194,7 +196,7 @@ def start(job: Frame) -> Running:
         tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
         tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
     environment |= job["env"]
-    output, workers_output = _output(job["terminal"], environment)
+    grace_s = float(job["grace_s"])
     keeper = os.getpid()
 
     def in_child() -> None:
@@ -202,17 +204,23 @@ def start(job: Frame) -> Running:
         if os.getppid() != keeper:  # it died before that
             os._exit(1)
 
-    with tails[AGENT].path.open("ab") if tails else nullcontext() as log:
-        agent = subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=workers_output,
-            stderr=log or workers_output,
-            start_new_session=True,
-            preexec_fn=in_child,
-        )
-    os.close(workers_output)
+    output, workers_output = _output(job["terminal"], environment)
+    try:
+        with tails[AGENT].path.open("ab") if tails else nullcontext() as log:
+            agent = subprocess.Popen(
+                argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=workers_output,
+                stderr=log or workers_output,
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+    except BaseException:
+        os.close(output)
+        raise
+    finally:
+        os.close(workers_output)
     os.set_blocking(output, False)
     record = jobs.Record(
         job=job["id"],
@@ -226,7 +234,7 @@ def start(job: Frame) -> Running:
     )
     jobs.write(record)
     log_offset = tails[AGENT].offset if tails else 0
-    return Running(record, agent, output, tails, job["streamed"], log_offset, float(job["grace_s"]))
+    return Running(record, agent, output, tails, job["streamed"], log_offset, grace_s)
 
 
 def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, int]:
@@ -278,19 +286,19 @@ class Keeper:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
         self.send(type="hello", **introduction())
-        while True:
-            self._wait()
-            now = time.monotonic()
-            if not self.leaving and now - self.heard_at_s > self.silence_s:
-                self.leave(f"nothing heard from the launcher for {self.silence_s:.0f} s")
-            if now - self.spoke_at_s > BEAT_S:
-                self.send(type="beat")
-                self.spoke_at_s = now
-            if self.running is not None:
-                self._follow(self.running)
-            elif self.leaving:
-                break
-        self._farewell()
+        try:
+            while self.running is not None or not self.leaving:
+                self._wait()
+                now = time.monotonic()
+                if not self.leaving and now - self.heard_at_s > self.silence_s:
+                    self.leave(f"nothing heard from the launcher for {self.silence_s:.0f} s")
+                if now - self.spoke_at_s > BEAT_S:
+                    self.send(type="beat")
+                    self.spoke_at_s = now
+                if self.running is not None:
+                    self._follow(self.running)
+        finally:
+            self._farewell()
         return 0
 
     # -- the job -----------------------------------------------------------------------------------
@@ -298,9 +306,12 @@ class Keeper:
     def _follow(self, running: Running) -> None:
         if self.leaving:
             running.end(self.leaving, 0.0 if self.hasty else running.grace_s)
-        over = running.is_over()
-        self._pass_on(running, everything=over)
-        if not over:
+        over, now = running.is_over(), time.monotonic()
+        passed_on = self._pass_on(running, everything=over)
+        if over:
+            running.ended_at_s = min(running.ended_at_s, now)
+        nobody_listens = self.leaving not in ("", ASKED)
+        if not over or not (passed_on or nobody_listens or now - running.ended_at_s > LAST_WORDS_S):
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
@@ -311,33 +322,42 @@ class Keeper:
             log=running.log_tail(),
             why=running.why,
             stopped=running.stopped,
-            oom_kills=oom_kills_since(running.oom_kills_before),
+            killed=asdict(oom_kills().since(running.killed_before)),
         )
         jobs.write(jobs.ended(running.record, exit_code))
         os.close(running.output)
         self.running = None
 
-    def _pass_on(self, running: Running, *, everything: bool) -> None:
-        """What was printed, and what the logs have got."""
-        for _ in range(4096 if everything else 64):  # and then it is the channel's turn
+    def _pass_on(self, running: Running, *, everything: bool) -> bool:
+        """What was printed, and what the logs have got; False: the channel cannot take it all now."""
+        for _ in range(64):  # and then it is the channel's turn
+            if running.is_mute or (everything and self._is_full):
+                break
             try:
                 piece = os.read(running.output, 1 << 16)
-            except OSError:  # nothing now, or the terminal's other end is closed
+            except BlockingIOError:
                 break
+            except OSError:  # the terminal's other end is closed
+                piece = b""
             if not piece:
-                break
-            if len(self.pending) < MOST_PENDING_BYTES:
+                running.is_mute = True
+            elif not self._is_full:
                 self.send(type="output", text=running.decode(piece))
-            elif not self.left_out:
+                self.left_out = False
+            elif not self.left_out:  # what prints must not wait for who reads
                 self.left_out = True
                 self.send(type="output", text="\n[...]\n")
         now = time.monotonic()
-        if not running.streamed or not (everything or now - running.tailed_at_s > TAIL_S):
-            return
-        running.tailed_at_s = now
-        for rank, tail in running.tails.items():
-            while len(self.pending) < MOST_PENDING_BYTES and (text := tail.read()):
-                self.send(type="log", rank=rank, text=text)
+        if running.streamed and (everything or now - running.tailed_at_s > TAIL_S):
+            running.tailed_at_s = now
+            for rank, tail in running.tails.items():
+                while not self._is_full and (text := tail.read()):
+                    self.send(type="log", rank=rank, text=text)
+        return not self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.pending) >= MOST_PENDING_BYTES
 
     # -- the channel -------------------------------------------------------------------------------
 
@@ -356,8 +376,9 @@ class Keeper:
                 selector.register(self.incoming, selectors.EVENT_READ)
             if self.pending:
                 selector.register(self.outgoing, selectors.EVENT_WRITE)
-            if self.running is not None and self.running.agent.poll() is None:
-                selector.register(self.running.output, selectors.EVENT_READ)
+            running = self.running
+            if running is not None and running.agent.poll() is None and not running.is_mute:
+                selector.register(running.output, selectors.EVENT_READ)
             busy = self.running is not None or self.leaving
             ready = {key.fd for key, _ in selector.select(POLL_S if busy else 1.0)}
         if self.wakes in ready:
@@ -387,7 +408,7 @@ class Keeper:
             return
         except OSError:
             piece = b""
-        if not piece or len(self.received) > MOST_LINE_BYTES:
+        if not piece or len(self.received) > MOST_FRAME_BYTES:
             self.leave("the launcher is gone")
             return
         self.heard_at_s = time.monotonic()
@@ -395,32 +416,36 @@ class Keeper:
         *lines, rest = self.received.split(b"\n")
         self.received = bytearray(rest)
         for line in lines:
-            if line.strip():
-                self._handle(json.loads(line))
+            if line.strip() and not self.leaving:
+                try:
+                    self._handle(json.loads(line))
+                except (LookupError, TypeError, ValueError, RecursionError) as problem:
+                    self.leave(f"the launcher does not speak as one does: {problem!r}")
 
     def _handle(self, message: Frame) -> None:
         kind = message["type"]
         if kind == "ask":
-            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+            asked = (message["id"], str(message["request"]), dict(message["arguments"]))
+            threading.Thread(target=self._answer, args=asked, daemon=True).start()
         elif kind == "stop" and self.running is not None:
             self.running.end(RECALLED, float(message["grace_s"]))
         elif kind == "start" and self.running is None:
             self.silence_s = float(message["job"]["silence_s"])
             try:
                 self.running = start(message["job"])
-            except OSError as problem:
-                code, why = 1, f"cannot start here: {problem}"
-                if message["job"]["command"]:
+            except Exception as problem:  # whatever it is, the launcher waits for the end
+                code, why = 1, f"cannot start here: {_words(problem)}"
+                if isinstance(problem, OSError) and message["job"]["command"]:
                     code, why = no_command(problem, message["job"]["command"][0])
-                self.send(type="exit", code=code, words=[], log="", why=why)
+                self.send(
+                    type="exit", code=code, words=[], log="", why=why, stopped=[], killed=asdict(UNKNOWN)
+                )
 
-    def _answer(self, message: Frame) -> None:
+    def _answer(self, number: int, request: str, arguments: Frame) -> None:
         try:
-            value = requests.answer(str(message["request"]), message["arguments"])
-            self.send(type="reply", id=message["id"], value=value)
+            self.send(type="reply", id=number, value=requests.answer(request, arguments))
         except Exception as problem:  # whatever it is, the launcher waits for an answer
-            words = str(problem) if isinstance(problem, (OSError, LookupError)) else repr(problem)
-            self.send(type="reply", id=message["id"], error=words or repr(problem))
+            self.send(type="reply", id=number, error=_words(problem))
 
     def _farewell(self) -> None:
         """Let the last frames leave; then end what requests have started."""
@@ -429,6 +454,10 @@ class Keeper:
             self._wait()
         end_descendants(os.getpid())
         code.discard()
+
+
+def _words(problem: Exception) -> str:
+    return (str(problem) if isinstance(problem, (OSError, LookupError)) else "") or repr(problem)
 
 
 def introduction() -> Frame:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.processes import descendants, oom_kills, oom_kills_since
+from yolofleet.launch.processes import UNKNOWN, OomKills, descendants, oom_kills
 from yolofleet.report.folder import RunFolder
 
 EXIT_SIGNALS = {
@@ -33,20 +33,27 @@ EXIT_SIGNALS = {
 LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
 
 
-def exit_text(exit_code: int, oom_kills: int | None) -> str:
+def exit_text(exit_code: int, killed: OomKills) -> str:
     """How a process ended.
 
     Args:
-        oom_kills: processes that the kernel ended for lack of memory meanwhile; None: unknown.
+        killed: by the kernel for lack of memory meanwhile.
     """
     what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
     if exit_code != -9:
         return what
-    if oom_kills is None:
-        return f"{what}: most likely the kernel's out-of-memory killer; {LESS_MEMORY}"
-    if oom_kills:
+    if killed.group:
         return f"{what} by the kernel's out-of-memory killer: the machine, or its control group, has too little; {LESS_MEMORY}"
-    return f"{what} by somebody; it was not the kernel's out-of-memory killer"
+    by = "by somebody, or by a memory guard such as systemd-oomd"
+    if killed.machine == 0 or (killed.machine is None and killed.group == 0):
+        return f"{what} {by}; the kernel's own out-of-memory killer ended nothing"
+    meanwhile = "" if killed.machine is None else f": it ended {killed.machine} on this machine meanwhile"
+    if killed.group is None:
+        return f"{what}: most likely the kernel's out-of-memory killer{meanwhile}; {LESS_MEMORY}"
+    return (
+        f"{what} {by}, or by the kernel's out-of-memory killer{meanwhile}, but none in the control group that "
+        f"this run was started in; {LESS_MEMORY}"
+    )
 
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -160,7 +167,7 @@ def run_agent(job: JobSpec) -> int:
         )
         print(stopped.render(), file=sys.stderr)
         return stopped.exit_code
-    return explain(job.folder, code, started_at, oom_kills_since(before))
+    return explain(job.folder, code, started_at, oom_kills().since(before))
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class Ending:
         source: where that log is.
         host: its name, when there are several.
         ahead_s: of its clock.
-        oom_kills: see :func:`exit_text`.
+        killed: see :func:`exit_text`.
     """
 
     code: int
@@ -183,10 +190,10 @@ class Ending:
     source: str
     host: str = ""
     ahead_s: float = 0.0
-    oom_kills: int | None = None
+    killed: OomKills = UNKNOWN
 
 
-def explain(folder: Path, code: int, log_offset: int, oom_kills: int | None = None) -> int:
+def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> int:
     """Print why the workers of this machine ended; returns the exit code to give."""
     words = []
     for path in sorted((folder / "logs").glob("error-rank-*.json")):
@@ -199,7 +206,7 @@ def explain(folder: Path, code: int, log_offset: int, oom_kills: int | None = No
         log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")
     except OSError:
         log = ""
-    return tell([Ending(code, words, log, str(log_path), oom_kills=oom_kills)], resume_command(folder))
+    return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder))
 
 
 def resume_command(folder: Path) -> str:
@@ -230,7 +237,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
     ending = endings[0]
     if ends:
         ending, rank, exit_code = killed or ends[0]
-        what = exit_text(exit_code, ending.oom_kills)
+        what = exit_text(exit_code, ending.killed)
         on = f" on {ending.host}" if ending.host else ""
         problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
         print(crash_text(ending.log), end="", file=sys.stderr)

@@ -7,38 +7,42 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
+from yolofleet.parallel.witness import PROC, stat_fields, stat_table
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+ENDED = "ZX"  # states
 
 
 def started_at(pid: int) -> str:
     """Tells a process from a later one of the same number; "" when it does not run."""
-    fields = _stat(PROC / str(pid))
-    return fields[19] if fields else ""
+    fields = stat_fields(pid)
+    return fields[19] if fields and fields[0] not in ENDED else ""
+
+
+def children(pid: int) -> list[int]:
+    """Living processes that ``pid`` has started."""
+    return _children().get(pid, [])
 
 
 def descendants(pid: int) -> list[int]:
     """Living children of ``pid``, theirs, and so on."""
-    children: dict[int, list[int]] = {}
-    with suppress(OSError):
-        for folder in PROC.iterdir():
-            fields = _stat(folder) if folder.name.isdecimal() else []
-            if fields:
-                children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = list(children.get(pid, []))
+    of = _children()
+    found = list(of.get(pid, []))
     for child in found:
-        found += children.get(child, [])
+        found += of.get(child, [])
     return found
 
 
-def _stat(folder: Path) -> list[str]:
-    """State, parent and what follows in proc(5); [] for what has ended."""
-    try:
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [] if fields[0] in "ZX" else fields
+def _children() -> dict[int, list[int]]:
+    """Living processes, by the one that started them."""
+    found: dict[int, list[int]] = {}
+    for pid, fields in stat_table().items():
+        if fields[0] not in ENDED:
+            found.setdefault(int(fields[1]), []).append(pid)
+    return found
 
 
 def variable(pid: int, name: str) -> str:
@@ -51,19 +55,59 @@ def variable(pid: int, name: str) -> str:
     return ""
 
 
-def oom_kills() -> int | None:
-    """How many processes the kernel has ended on this machine for lack of memory, of the machine or of a control
-    group, since it was started; None = it does not say."""
+@dataclass(frozen=True)
+class OomKills:
+    """How many processes the kernel's out-of-memory killer has ended; None = it does not say.
+
+    Attributes:
+        group: of this process's control group, which is that of what it starts: for lack of memory of the group, or
+            of the whole machine.
+        machine: all on this machine, those of other containers, too.
+    """
+
+    group: int | None = None
+    machine: int | None = None
+
+    def since(self, before: OomKills) -> OomKills:
+        """How many more than ``before``."""
+        return OomKills(_more(self.group, before.group), _more(self.machine, before.machine))
+
+
+UNKNOWN = OomKills()
+
+
+def oom_kills() -> OomKills:
+    """Up to now."""
+    groups = [_counted(file) for file in _group_counts()]
+    group = next((count for count in groups if count is not None), None)
+    return OomKills(group, _counted(PROC / "vmstat"))
+
+
+def _group_counts() -> list[Path]:
+    """Files that may have the count of this process's control group, the likeliest first."""
+    found: list[Path] = []
+    with suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):  # version 1; in a container its own group may be the root
+                root = CONTROL_GROUPS / "memory"
+                return [folder / "memory.oom_control" for folder in (root / path.lstrip("/"), root)]
+            if not controllers:
+                found = [CONTROL_GROUPS / path.lstrip("/") / "memory.events"]
+    return found
+
+
+def _counted(file: Path) -> int | None:
+    """The value of ``oom_kill`` in a file of names and values."""
     with suppress(OSError, ValueError):
-        for line in (PROC / "vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
     return None
 
 
-def oom_kills_since(before: int | None) -> int | None:
-    """How many more than ``before``."""
-    now = oom_kills()
+def _more(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before
 
 

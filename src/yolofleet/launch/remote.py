@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import subprocess
@@ -22,9 +23,16 @@ from typing import Any
 from yolofleet import __version__
 from yolofleet.errors import ClusterError
 from yolofleet.launch.fleet import HERE, Host
-from yolofleet.launch.keeper import PROTOCOL
-
-Frame = dict[str, Any]
+from yolofleet.launch.frames import (
+    A_PROBES,
+    ANSWERS,
+    MOST_FRAME_BYTES,
+    PROTOCOL,
+    Frame,
+    fits,
+    frame_of,
+    is_sound,
+)
 
 CONNECT_S = 10
 OPEN_S = 30.0
@@ -32,6 +40,9 @@ ASK_S = 30.0
 BEAT_S = 2.0
 SSH_FAILED = 255  # exit code of ssh's own; others are the command's
 MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
+MOST_NOISE_BYTES = 2000  # of one such line
+HANG_UP_S = 1.0  # for ssh to end when it is told to
+STRANGER = "it does not speak as a keeper does"
 SSH_OPTIONS = (
     *("-T", "-a", "-x"),  # no terminal, no agent, no X11
     "-oBatchMode=yes",
@@ -78,6 +89,8 @@ class Remote:
         self._asked = 0
         self._sending = threading.Lock()
         self._greeted: Queue[Frame | None] = Queue()
+        self._strange = ""  # what it said that no keeper says
+        self._readers: list[threading.Thread] = []
         self._noise: deque[str] = deque(maxlen=MOST_NOISE_LINES)
         self._errors: deque[str] = deque(maxlen=MOST_NOISE_LINES)
         self._closed = threading.Event()
@@ -101,12 +114,14 @@ class Remote:
                 start_new_session=True,
             )
         except OSError as problem:
-            what = f"cannot start {problem.filename}"
-            if self.name == HERE:
-                raise Unreachable(self.name, "no-python", what, hint="say python: (fleet.yaml)") from None
-            raise Unreachable(self.name, "no-ssh", what, hint="install OpenSSH's client here") from None
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        threading.Thread(target=self._read, daemon=True).start()
+            raise not_started(self.host, problem) from None
+        self._readers = [
+            threading.Thread(target=work, daemon=True) for work in (self._read_errors, self._read)
+        ]
+        for reader in self._readers:
+            reader.start()
+        if self._closed.is_set():  # somebody did not want to wait for it
+            self.close()
         try:
             hello = self._greeted.get(timeout=timeout_s)
         except Empty:
@@ -115,9 +130,12 @@ class Remote:
                 self.name, "time-out", f"no answer within {timeout_s:.0f} s", source=self.words()
             ) from None
         if hello is None:
-            code = self._process.wait()
+            if not self._strange:
+                _has_ended(self._process, HANG_UP_S)  # its exit code says something
             self.close()
-            raise unreachable(self.host, code, self.words())
+            if self._strange:
+                raise Unreachable(self.name, "other", STRANGER, source=self._strange, hint=SAME_VERSION)
+            raise unreachable(self.host, self._process.returncode, self.words())
         self.hello, self.ahead_s = hello, float(hello["time_s"]) - time.time()
         threading.Thread(target=self._beat, daemon=True).start()
         self._check()
@@ -131,7 +149,7 @@ class Remote:
                 self.name,
                 "other-version",
                 f"has yolofleet {version}, and here is {__version__}: they do not understand each other",
-                hint="install the same version on every host",
+                hint=SAME_VERSION,
             )
         if self.hello.get("platform") != "linux":
             self.close()
@@ -146,7 +164,7 @@ class Remote:
         """The answer to a request (``launch/requests.py``, ``doctor/probes.py``). Any thread may ask.
 
         Raises:
-            ClusterError: the host says why not, is lost, or does not answer in time.
+            ClusterError: the host says why not, is lost, does not answer in time, or answers something else.
         """
         with self._sending:
             self._asked += 1
@@ -164,9 +182,11 @@ class Remote:
         finally:
             del self._replies[number]
         if "error" in reply:
-            raise ClusterError(
-                f"{self.name}: {reply['error']}", source=f"request {request}", hint=self._look
-            )
+            raise ClusterError(f"{self.name}: {reply['error']}", source=f"request {request}", hint=self._look)
+        if not fits(reply["value"], ANSWERS.get(request, A_PROBES)):
+            self._strange = f"{request}: {json.dumps(reply['value'])[:200]}"
+            self.close()
+            raise ClusterError(f"{self.name} is lost: {STRANGER}", source=self._strange, hint=SAME_VERSION)
         return reply["value"]
 
     @property
@@ -190,23 +210,34 @@ class Remote:
             yield frame
 
     def words(self) -> str:
-        """What ssh or the shell there said."""
-        return "\n".join([*self._errors, *self._noise]).strip()
+        """Why the connection ended, as far as it is known: what ssh, the shell there or a stranger said."""
+        strange = [f"{STRANGER}: {self._strange}"] if self._strange else []
+        return "\n".join([*strange, *self._errors, *self._noise]).strip()
 
     def close(self, wait_s: float = 5.0) -> None:
         """End the connection. Everything that is started there ends with it, whether or not that is waited for."""
+        self._closed.set()
         process = self._process
         if process is None:
             return
-        if process.stdin is not None:
+        assert process.stdin and process.stdout and process.stderr
+        if not self.hello or self._strange or not self._sending.acquire(timeout=HANG_UP_S):
+            wait_s = 0.0  # nothing there has to end first, or who sends is stuck
+        else:
             with suppress(OSError):
                 process.stdin.close()
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._closed.set()
+            self._sending.release()
+        if not _has_ended(process, wait_s):
+            process.terminate()
+            if not _has_ended(process, HANG_UP_S):
+                process.kill()
+                process.wait()
+        with suppress(OSError):
+            process.stdin.close()
+        for reader, stream in zip(self._readers, (process.stderr, process.stdout), strict=True):
+            reader.join(HANG_UP_S)
+            if not reader.is_alive():  # else somebody whom we do not know holds its other end
+                stream.close()
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -227,17 +258,20 @@ class Remote:
         assert self._process is not None and self._process.stdout is not None
         greeted = False
         with suppress(OSError, ValueError):
-            for line in self._process.stdout:
+            while line := self._process.stdout.readline(MOST_FRAME_BYTES):
                 self.heard_at_s = time.monotonic()
-                frame = _frame(line)
+                frame = frame_of(line)
                 kind = frame.get("type")
                 if not greeted and kind != "hello":
-                    self._noise.append(line.decode("utf-8", "replace").rstrip())
+                    self._noise.append(_said(line))
+                elif not is_sound(frame) or (greeted and kind == "hello"):
+                    self._strange = _said(line)[:200]
+                    break
                 elif kind == "hello":
                     greeted = True
                     self._greeted.put(frame)
                 elif kind == "reply":
-                    waiting = self._replies.get(frame.get("id", 0))
+                    waiting = self._replies.get(frame["id"])
                     if waiting is not None:
                         waiting.put(frame)
                 elif kind != "beat":
@@ -253,17 +287,18 @@ class Remote:
     def _read_errors(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         with suppress(OSError, ValueError):
-            for line in self._process.stderr:
-                self._errors.append(line.decode("utf-8", "replace").rstrip())
+            while line := self._process.stderr.readline(MOST_NOISE_BYTES):
+                self._errors.append(_said(line))
 
 
-def _frame(line: bytes) -> Frame:
-    """{} for what is none."""
-    try:
-        frame = json.loads(line)
-    except ValueError:
-        return {}
-    return frame if isinstance(frame, dict) else {}
+def _said(line: bytes) -> str:
+    return line[:MOST_NOISE_BYTES].decode("utf-8", "replace").rstrip()
+
+
+def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    return process.returncode is not None
 
 
 def keeper_argv(host: Host) -> list[str]:
@@ -277,6 +312,24 @@ def keeper_argv(host: Host) -> list[str]:
     return ["ssh", *SSH_OPTIONS, host.name, f"exec {shlex.join(command)}"]
 
 
+def not_started(host: Host, problem: OSError) -> Unreachable:
+    """Why ssh, or a keeper on this machine, cannot be started."""
+    words = problem.strerror or str(problem)
+    if problem.filename is None:  # it is there, but this machine has no room for one more
+        what = f"no connection to it can be started here: {words}"
+        many = problem.errno in (errno.EMFILE, errno.ENFILE)
+        return Unreachable(
+            host.name, "other", what, hint="allow more open files: ulimit -n 4096" if many else ""
+        )
+    what = f"cannot start {problem.filename}: {words}"
+    if host.name == HERE:
+        return Unreachable(host.name, "no-python", what, hint="say python: (fleet.yaml)")
+    return Unreachable(host.name, "no-ssh", what, hint="install OpenSSH's client here")
+
+
+SAME_VERSION = (
+    "install the same version of yolofleet on every host, and let its shell print nothing after that"
+)
 REASONS = (  # words of ssh or the shell -> kind, what, hint; the first that fits
     ("could not resolve hostname", "unknown-host", "there is no host of that name",
      "check its spelling, /etc/hosts and ~/.ssh/config"),

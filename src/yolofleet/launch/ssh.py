@@ -11,7 +11,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,9 @@ from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 PORT_TRIES = 3
 SEND_S = 120.0  # for the code
 OPENERS = 32  # logins at a time
+FILES_PER_HOST = 3  # descriptors: ssh's input, output and errors
+OTHER_FILES = 10 * OPENERS  # of this process, and of all that ssh is started with
+QUIET_S = 2.0  # logins that take longer are spoken of
 LEFT_BY_MISTAKES = (ConfigError.exit_code, DataError.exit_code, Stopped.exit_code)
 
 
@@ -63,17 +66,9 @@ def crew(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[lis
         )
     inbox: Queue[tuple[Remote, Frame]] = Queue()
     remotes = [Remote(host, inbox) for host in fleet.hosts]
-
-    def login(remote: Remote) -> Unreachable | None:
-        try:
-            remote.open()
-        except Unreachable as problem:
-            return problem
-        return None
-
+    allow_files(FILES_PER_HOST * len(remotes) + OTHER_FILES)
     try:
-        with ThreadPoolExecutor(min(OPENERS, len(remotes))) as pool:
-            problems = [problem for problem in pool.map(login, remotes) if problem is not None]
+        problems = log_in(remotes)
         if problems and lost is None:
             first, others = problems[0], problems[1:]
             if others:
@@ -86,6 +81,43 @@ def crew(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[lis
     finally:
         with ThreadPoolExecutor(len(remotes)) as pool:
             list(pool.map(Remote.close, remotes))
+
+
+def log_in(remotes: Sequence[Remote]) -> list[Unreachable]:
+    """Log in to all; returns why it was not possible where it was not.
+
+    Raises:
+        Stopped: Ctrl-C. Who closes the remotes ends the logins.
+    """
+
+    def login(remote: Remote) -> Unreachable | None:
+        try:
+            remote.open()
+        except Unreachable as problem:
+            return problem
+        return None
+
+    pool = ThreadPoolExecutor(min(OPENERS, len(remotes)))
+    try:
+        logins = [pool.submit(login, remote) for remote in remotes]
+        if wait(logins, QUIET_S).not_done:
+            say(f"logging in to {len(remotes)} host{'s' if len(remotes) > 1 else ''} ...")
+        return [problem for done in logins if (problem := done.result()) is not None]
+    except KeyboardInterrupt:
+        raise Stopped("stopped on request while logging in: nothing was started") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def allow_files(count: int) -> None:
+    """Let this process have so many files open, if it may."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # -- a run ---------------------------------------------------------------------------------------------------
@@ -171,7 +203,7 @@ def run_command(fleet: Fleet, command: Sequence[str]) -> int:
         for finding in findings:
             if finding.level == "fault" and not finding.code.startswith("gpu"):  # it may need none
                 say(f"warning: {finding.where}: {finding.seen}")
-        watch = Watch(fleet, remotes, lambda *_: None, prefix=len(remotes) > 1)
+        watch = Watch(fleet, remotes, lambda *_: None, plain=True)
         title = " ".join(command)
         job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
         for node, remote in enumerate(remotes):

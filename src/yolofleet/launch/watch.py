@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -17,7 +18,9 @@ from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.keeper import ASKED, RECALLED
 from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
+from yolofleet.launch.processes import OomKills
 from yolofleet.launch.remote import Frame, Remote
+from yolofleet.launch.screen import Screen
 
 SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
 FAILED_GRACE_S = 8.0
@@ -55,13 +58,14 @@ class Watch:
     fleet: Fleet
     remotes: Sequence[Remote]
     log: Callable[[int, int, str], None]
-    prefix: bool = False  # every line with its host: there is no rank 0 that speaks for all
+    plain: bool = False  # a command, not a run: there is no rank 0 that speaks for all, and nothing to save
     nodes: list[Node] = field(init=False)
     wishes: int = 0  # signals that asked to stop
     order: list[int] = field(default_factory=list)  # nodes as they ended
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
     began_line: dict[int, bool] = field(default_factory=dict)
+    screen: Screen = field(default_factory=Screen)
 
     def __post_init__(self) -> None:
         self.nodes = [Node(remote) for remote in self.remotes]
@@ -75,14 +79,15 @@ class Watch:
                     remote, frame = inbox.get(timeout=0.2)
                     self._take(self.remotes.index(remote), frame)
                 self._look()
+            self.screen.close()
 
     def _take(self, number: int, frame: Frame) -> None:
         node = self.nodes[number]
         kind = frame["type"]
         if kind == "output":
-            self._show(number, str(frame["text"]))
+            self._show(number, whole(frame["text"]))
         elif kind == "log":
-            self.log(number, int(frame["rank"]), str(frame["text"]))
+            self.log(number, frame["rank"], whole(frame["text"]))
         elif kind == "exit" and not node.is_over:
             node.ending = frame
             self._ended(number)
@@ -135,9 +140,13 @@ class Watch:
 
         def wish(number: int, _frame: Any) -> None:
             self.wishes += 1
-            words = b"\nstopping all hosts after this step, then saving; Ctrl-C again ends at once\n"
+            first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
+            words = f"{first}; Ctrl-C again ends at once" if self.wishes == 1 else "ending all hosts at once"
             with suppress(OSError):
-                os.write(2, words if self.wishes == 1 else b"\nending all hosts at once\n")
+                if select.select([], [2], [], 0)[1]:  # else it waits for who reads
+                    os.write(2, f"\n{words}\n".encode())
+            if self.wishes > 1:
+                self.screen.give_up()
 
         previous = {}
         if threading.current_thread() is threading.main_thread():
@@ -150,15 +159,13 @@ class Watch:
 
     def _show(self, number: int, text: str) -> None:
         """On the screen as it came; what is not the console's has its host before each line."""
-        if self.prefix or number > 0:
+        if (self.plain and len(self.nodes) > 1) or number > 0:
             mark, shown = f"{self.remotes[number].name}: ", ""
             for line in text.splitlines(keepends=True):
                 shown += line if self.began_line.get(number) else mark + line
                 self.began_line[number] = not line.endswith("\n")
             text = shown
-        with suppress(OSError, ValueError):  # nobody reads
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        self.screen.write(text)
 
     # -- why it ended ------------------------------------------------------------------------------
 
@@ -204,13 +211,17 @@ class Watch:
         return tell([e for e in endings if e.code or e.words] or endings, resume)
 
     def command_code(self) -> int:
-        """Of a plain command: its exit code where it failed first. Every host where it failed is said."""
+        """Of a plain command: its exit code where it failed first, or that it was asked to stop. Every host where it
+        failed is said."""
         first = 0
         for node in (self.nodes[number] for number in self.order):
             frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
-            code, why = int(frame["code"]), str(frame["why"])
+            code, why = frame["code"], frame["why"]
+            if not first and (why == ASKED or (self.wishes and why == RECALLED)):
+                say(f"{node.remote.name}: {ASKED}")
+                return Stopped.exit_code
             if code and not (first and why == RECALLED):  # others end because of the first
-                ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                ended = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 say(f"{node.remote.name}: {why or ended}")
                 first = first or int(code if code > 0 else 128 - code)
         return first
@@ -226,7 +237,7 @@ class Watch:
             )
         frame = node.ending or {}
         if int(frame.get("code") or 0) < 0 and not frame.get("why"):
-            name = signal.Signals(-int(frame["code"])).name
+            name = signal_name(-frame["code"])
             return ClusterError(
                 f"torchrun's agent of {ranks} on {node.remote.name} was ended by {name}", hint=hint
             )
@@ -234,6 +245,7 @@ class Watch:
 
     def _ending(self, node: Node) -> Ending:
         frame = node.ending or {"code": 1, "words": [], "log": "", "why": node.lost}
+        killed = frame.get("killed", {})
         code = -signal.SIGTERM if frame["why"] and int(frame["code"]) < 0 else int(frame["code"])
         return Ending(
             code=code,
@@ -242,5 +254,18 @@ class Watch:
             source=f"logs/agent-{self.nodes.index(node)}.log",
             host=node.remote.name,
             ahead_s=node.remote.ahead_s,
-            oom_kills=frame.get("oom_kills"),
+            killed=OomKills(killed.get("group"), killed.get("machine")),
         )
+
+
+def whole(text: str) -> str:
+    """What JSON can say and no file can hold is replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def signal_name(number: int) -> str:
+    """Real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -54,26 +54,32 @@ def machine_id() -> str:
     return ""
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on: state, parent, ..., [19] = start time in ticks."""
-    return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+def stat_fields(pid: int) -> list[str]:
+    """Of /proc/PID/stat from the state on: state, parent, ..., [19] = start time in ticks; [] for what is gone."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_bytes()  # a process may have any bytes in its name
+    except OSError:
+        return []
+    fields = stat.rpartition(b")")[2].decode("ascii", "replace").split()
+    return fields if len(fields) > 19 else []
+
+
+def stat_table() -> dict[int, list[str]]:
+    """:func:`stat_fields` of all processes of this machine, by number."""
+    pids = [int(folder.name) for folder in PROC.glob("[0-9]*")] if PROC.is_dir() else []
+    return {pid: fields for pid in pids if (fields := stat_fields(pid))}
 
 
 def started_ticks(pid: int) -> int:
     """When a process of this machine began, in the kernel's ticks: with its number, its identity. 0 = unknown."""
-    try:
-        return int(_stat(pid)[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int, started: int) -> ProcessState:
     """State of a process of this machine that began at ``started``."""
-    try:
-        fields = _stat(pid)
-        if int(fields[19]) != started:
-            return ProcessState(pid, "X")
-    except (OSError, IndexError, ValueError):
+    fields = stat_fields(pid)
+    if not fields or int(fields[19]) != started:
         return ProcessState(pid, "X")
     channel = ""
     with suppress(OSError):
@@ -83,12 +89,8 @@ def state_of(pid: int, started: int) -> ProcessState:
 
 def children_of(pid: int) -> list[ProcessState]:
     """Processes that ``pid`` started: those of its loader."""
-    found = []
-    for folder in PROC.glob("[0-9]*"):
-        with suppress(OSError, IndexError, ValueError):
-            if int(_stat(int(folder.name))[1]) == pid:
-                found.append(state_of(int(folder.name), started_ticks(int(folder.name))))
-    return sorted(found, key=lambda child: child.pid)
+    found = {child: int(fields[19]) for child, fields in stat_table().items() if int(fields[1]) == pid}
+    return [state_of(child, started) for child, started in sorted(found.items())]
 
 
 def kill(pid: int, started: int) -> None:

@@ -1,0 +1,97 @@
+"""Standard output that may be read slowly, or not at all for a while (``| less``), without holding up who writes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+MOST_WAITING = 32 << 20  # characters; then text is left out
+PATIENCE_S = 5.0  # at the end: with a reader who reads nothing at all meanwhile
+LEFT_OUT = "\n[...]\n"
+
+
+class Screen:
+    """Texts go out in their order, from a thread of their own.
+
+    Args:
+        patience_s: see :meth:`close`.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S, most_waiting: int = MOST_WAITING) -> None:
+        self.patience_s, self.most_waiting = patience_s, most_waiting
+        self._texts: deque[str] = deque()
+        self._waiting = 0  # characters, with those that are being written
+        self._left_out = False
+        self._wrote_at_s = 0.0
+        self._changed = threading.Condition()
+        self._closed = self._given_up = False
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> None:
+        with self._changed:
+            if self._waiting + len(text) > self.most_waiting:
+                self._left_out = True
+                return
+            if self._left_out:
+                text, self._left_out = LEFT_OUT + text, False
+            self._texts.append(text)
+            self._waiting += len(text)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread.start()
+
+    def give_up(self) -> None:
+        """Do not wait for the reader at the end. A signal's handler may call it."""
+        self._given_up = True
+
+    def close(self) -> None:
+        """Wait until everything has been read, or nothing for ``patience_s``; the rest is dropped."""
+        if self._left_out:
+            self.write("")
+        began_s = time.monotonic()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while self._waiting and not self._given_up:
+                if time.monotonic() - max(began_s, self._wrote_at_s) > self.patience_s:
+                    break
+                self._changed.wait(0.1)
+            self._texts.clear()
+        if self._thread is not None and not self._waiting:
+            self._thread.join()
+
+    def _work(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()  # what came before
+        while True:
+            with self._changed:
+                while not self._texts and not self._closed:
+                    self._changed.wait()
+                if not self._texts:
+                    return
+                text = self._texts.popleft()
+            for begin in range(0, len(text), io.DEFAULT_BUFFER_SIZE):
+                _put(text[begin : begin + io.DEFAULT_BUFFER_SIZE])
+                self._wrote_at_s = time.monotonic()
+            with self._changed:
+                self._waiting -= len(text)
+                self._changed.notify_all()
+
+
+def _put(text: str) -> None:
+    """Past Python's own buffer, whose lock nobody gets who ends while this waits."""
+    with suppress(OSError, ValueError, AttributeError):  # nobody reads, or there is no such thing
+        stream = sys.stdout
+        if not isinstance(stream, io.TextIOWrapper):  # a notebook's
+            stream.write(text)
+            stream.flush()
+            return
+        left = text.encode(stream.encoding or "utf-8", "backslashreplace")
+        while left:
+            left = left[os.write(stream.fileno(), left) :]

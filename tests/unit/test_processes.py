@@ -1,0 +1,64 @@
+"""What /proc and the control groups tell of processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from yolofleet.launch import processes
+from yolofleet.launch.processes import OomKills, children, descendants, oom_kills, started_at
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+
+def machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, counts: dict[str, int], machine: int = 9
+) -> None:
+    """A /proc whose own process is in the control groups ``cgroup``, and the counts in some files of those."""
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/cgroup").write_text(cgroup)
+    (folder / "proc/vmstat").write_text(f"pgfault 7\noom_kill {machine}\n")
+    for name, count in counts.items():
+        file = folder / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"oom 3\noom_kill_disable 1\noom_kill {count}\n")
+    monkeypatch.setattr(processes, "PROC", folder / "proc")
+    monkeypatch.setattr(processes, "CONTROL_GROUPS", folder / "groups")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "counts", "group"),
+    [
+        ("0::/user.slice/s.scope\n", {"user.slice/s.scope/memory.events": 4, "memory.events": 8}, 4),
+        ("0::/\n", {"memory.events": 4}, 4),  # a container's own
+        ("0::/\n", {}, None),  # the machine's root has none
+        ("5:cpu:/\n4:memory:/job/1\n0::/\n", {"memory/job/1/memory.oom_control": 4}, 4),
+        ("4:cpuset,memory:/docker/abc\n", {"memory/memory.oom_control": 4}, 4),  # seen from inside of it
+        ("", {}, None),
+    ],
+)
+def test_the_own_control_groups_count_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, counts: dict[str, int], group: int | None
+) -> None:
+    machine(tmp_path, monkeypatch, cgroup, counts)
+    assert oom_kills() == OomKills(group, 9)
+
+
+def test_counts_since_the_start() -> None:
+    assert OomKills(3, 9).since(OomKills(1, 9)) == OomKills(2, 0)
+    assert OomKills(3, None).since(OomKills(None, 9)) == OomKills(None, None)
+
+
+def test_a_process_may_have_any_bytes_in_its_name(tmp_path: Path) -> None:
+    program = bytes(tmp_path) + b"/\xff) R 1 ("
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as child:
+        assert child.pid in descendants(os.getpid()) and child.pid in children(os.getpid())
+        assert started_at(child.pid).isdecimal()
+        child.kill()
+    assert child.pid not in descendants(os.getpid()) and started_at(child.pid) == ""
