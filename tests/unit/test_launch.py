@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_the_agents_command_is_exactly_this() -> None:
     assert argv[1:] == [
         "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
         "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
-        "-m", "yolofleet.worker", "/r/my run",
+        f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/my run",
     ]  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def test_the_agents_command_among_several_machines_is_exactly_this() -> None:
     assert argv[1:] == [
         "-m", "torch.distributed.run", "--nnodes=3", "--node-rank=1", "--rdzv-backend=static",
         "--master-addr=10.0.0.1", "--master-port=29501", "--nproc-per-node=2", "--rdzv-id=yolofleet",
-        "--max-restarts=0", "-m", "yolofleet.worker", "/r/exp", "/r/exp/logs/job-1.yaml",
+        "--max-restarts=0", f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/exp", "/r/exp/logs/job-1.yaml",
     ]  # fmt: skip
 
 

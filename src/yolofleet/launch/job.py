@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def agent_argv(job: JobSpec) -> list[str]:
         f"--nproc-per-node={job.processes}",
         "--rdzv-id=yolofleet",
         "--max-restarts=0",
+        f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
         "-m",
         "yolofleet.worker",
         str(job.folder),

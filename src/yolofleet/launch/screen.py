@@ -24,6 +24,7 @@ class Screen:
 
     def __init__(self, patience_s: float = PATIENCE_S, most_waiting: int = MOST_WAITING) -> None:
         self.patience_s, self.most_waiting = patience_s, most_waiting
+        self._stream = sys.stdout
         self._texts: deque[str] = deque()
         self._waiting = 0  # characters, with those that are being written
         self._left_out = False
@@ -68,7 +69,7 @@ class Screen:
 
     def _work(self) -> None:
         with suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()  # what came before
+            self._stream.flush()  # what came before
         while True:
             with self._changed:
                 while not self._texts and not self._closed:
@@ -77,21 +78,20 @@ class Screen:
                     return
                 text = self._texts.popleft()
             for begin in range(0, len(text), io.DEFAULT_BUFFER_SIZE):
-                _put(text[begin : begin + io.DEFAULT_BUFFER_SIZE])
+                self._put(text[begin : begin + io.DEFAULT_BUFFER_SIZE])
                 self._wrote_at_s = time.monotonic()
             with self._changed:
                 self._waiting -= len(text)
                 self._changed.notify_all()
 
-
-def _put(text: str) -> None:
-    """Past Python's own buffer, whose lock nobody gets who ends while this waits."""
-    with suppress(OSError, ValueError, AttributeError):  # nobody reads, or there is no such thing
-        stream = sys.stdout
-        if not isinstance(stream, io.TextIOWrapper):  # a notebook's
-            stream.write(text)
-            stream.flush()
-            return
-        left = text.encode(stream.encoding or "utf-8", "backslashreplace")
-        while left:
-            left = left[os.write(stream.fileno(), left) :]
+    def _put(self, text: str) -> None:
+        """Past Python's own buffer, whose lock nobody gets who ends while this waits."""
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads, or there is no such thing
+            stream = self._stream
+            if not isinstance(stream, io.TextIOWrapper):  # a notebook's
+                stream.write(text)
+                stream.flush()
+                return
+            left = text.encode(stream.encoding or "utf-8", "backslashreplace")
+            while left:
+                left = left[os.write(stream.fileno(), left) :]
