@@ -30,7 +30,8 @@ SCRIPTS = {
 
 
 def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
-    variables = environment(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    variables = {**environment(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     marks = [tmp_path / f"mark{rank}" for rank in (0, 1)]
     agents = {}
     for name, text in SCRIPTS.items():
@@ -56,3 +57,4 @@ def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
     assert [mark.read_text() for mark in marks] == ["saved", "saved"]
     assert "by somebody" in said["is killed"]
     assert "Traceback" not in "".join(said.values())
+    assert not list((tmp_path / "tmp").glob("torchelastic_*"))

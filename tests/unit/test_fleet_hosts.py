@@ -14,7 +14,7 @@ from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.keeper import ASKED
+from yolofleet.launch.keeper import ASKED, RECALLED
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
 from yolofleet.launch.requests import claim
 from yolofleet.launch.ssh import job_text
@@ -259,6 +259,30 @@ def test_a_port_that_somebody_took_is_recognised() -> None:
     assert watch_of(busy, {"code": 1}).met_busy_port
     assert not watch_of(busy, {"code": 1, "words": [words(1, "x", 3, 1.0)]}).met_busy_port
     assert not watch_of(busy, {"code": 1}, wishes=1).met_busy_port
+
+
+@pytest.mark.parametrize(
+    ("endings", "wishes", "code", "says"),
+    [
+        ([{"code": 3}, {"code": -15, "why": RECALLED}], 0, 3, "n0: ended with exit code 3\n"),
+        ([{"code": -15, "why": RECALLED}, {"code": 75, "why": RECALLED}], 1, 75, "n0: stopped on request\n"),
+        ([{"code": 0, "why": ASKED}, {"code": -15, "why": ASKED}], 0, 75, "n0: stopped on request\n"),
+        ([{"code": 3}, {"code": -15, "why": RECALLED}], 1, 3, "n0: ended with exit code 3\n"),
+        ([{}, {}], 1, 0, ""),
+        ([{"code": -signal.SIGKILL}], 0, 137, "n0: ended by SIGKILL\n"),
+        ([{"code": -40}], 0, 168, "n0: ended by signal 40\n"),
+    ],
+)
+def test_a_plain_commands_exit_code(
+    capsys: pytest.CaptureFixture[str], endings: Sequence[dict[str, Any]], wishes: int, code: int, says: str
+) -> None:
+    assert watch_of(*endings, wishes=wishes).command_code() == code
+    assert capsys.readouterr().err == says
+
+
+def test_an_agent_that_a_nameless_signal_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch_of({"code": -40}).explain("") == 4
+    assert "was ended by signal 40" in capsys.readouterr().err
 
 
 class FakeHost(Remote):

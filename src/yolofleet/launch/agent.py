@@ -43,7 +43,12 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        wishes = torchrun.parse_args(arguments)
+        if (
+            wishes.tee == wishes.redirects == "0"
+        ):  # nothing to keep; else every start leaves an empty folder in TMPDIR
+            wishes.log_dir = wishes.log_dir or os.devnull
+        torchrun.run(wishes)
     except ChildFailedError as failed:
         if warning.has_come:
             return Stopped.exit_code

@@ -48,8 +48,11 @@ class Plan:
 
 def on_each(remotes: Sequence[Remote], work: Callable[[Remote], T]) -> list[T]:
     """``work`` for all hosts at the same time; the first exception, in their order, is raised."""
-    with ThreadPoolExecutor(max(1, len(remotes))) as pool:
+    pool = ThreadPoolExecutor(max(1, len(remotes)))
+    try:
         return list(pool.map(work, remotes))
+    finally:  # Ctrl-C does not wait for answers
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def enter_folders(remotes: Sequence[Remote]) -> None:

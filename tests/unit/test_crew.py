@@ -1,0 +1,112 @@
+"""Logins that do not end, too few files, and a reader who does not read: the command itself, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import environment
+
+resource = pytest.importorskip("resource")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fleets are started on Linux here")
+DEADLINE_S = 30.0
+Begin = Callable[..., "Typed"]
+
+
+class Typed:
+    """A command, and what it says on standard error."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.said = process, ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.said += line.decode()
+
+    def wait_for(self, words: str) -> None:
+        gives_up_at_s = time.monotonic() + DEADLINE_S
+        while words not in self.said:
+            assert time.monotonic() < gives_up_at_s and self.process.poll() is None, self.said
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        code = self.process.wait(DEADLINE_S)
+        self._reader.join(5)
+        return code
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Type a command where ``ssh`` is a script."""
+    typed = []
+
+    def type_it(*words: str, ssh: str = "exec sleep 60", **more: Any) -> Typed:
+        (tmp_path / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+        (tmp_path / "ssh").chmod(0o755)
+        env = {
+            **environment(tmp_path),
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "TMPDIR": str(tmp_path),
+        }
+        argv = [sys.executable, "-m", "yolofleet", "fleet", *words]
+        more = {"stdout": subprocess.DEVNULL, **more}
+        typed.append(Typed(subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, **more)))
+        return typed[-1]
+
+    yield type_it
+    for one in typed:
+        one.process.kill()
+        one.process.wait()
+        for stream in (one.process.stderr, one.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def test_ctrl_c_ends_a_login_to_a_dead_host_at_once(begin: Begin) -> None:
+    command = begin("ps", "--hosts", "a:1,b:1")
+    command.wait_for("logging in to 2 hosts ...")
+    began_s = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 75 and time.monotonic() - began_s < 3
+    assert "stopped on request while logging in" in command.said and "Traceback" not in command.said
+
+
+def files(soft: int, hard: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_files_are_called_so(begin: Begin) -> None:
+    command = begin("ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 14))
+    assert command.end() == 4
+    assert "can be started here: Too many open files" in command.said and "ulimit -n" in command.said
+    assert "None" not in command.said and "Traceback" not in command.said
+
+
+def test_more_files_are_taken_where_they_may_be(begin: Begin) -> None:
+    command = begin("ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 64))
+    assert command.end() == 4
+    assert command.said.count("was lost before anything came") == 4, command.said
+
+
+def test_two_ctrl_c_end_everything_although_nobody_reads(begin: Begin) -> None:
+    command = begin("run", "--hosts", "localhost:1", "--", "yes", stdout=subprocess.PIPE)
+    assert command.process.stdout
+    command.process.stdout.read(1)  # it runs
+    time.sleep(0.5)  # and the pipe is full
+    command.process.send_signal(signal.SIGINT)
+    command.wait_for("stopping all hosts; Ctrl-C again ends at once")
+    began_s = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 75 and time.monotonic() - began_s < 10
+    assert "localhost: stopped on request" in command.said and "Traceback" not in command.said
