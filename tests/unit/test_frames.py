@@ -96,7 +96,7 @@ def test_a_greeting_that_lacks_something_is_nobodys(begin: Begin, missing: str, 
         b"words\n", b"[1]\n", b'{"type": 3}\n', b'{"type": "dance"}\n', b'{"type": "output"}\n', b'{"type": "output", "text": 3}\n',
         b'{"type": "log", "rank": [1], "text": ""}\n', b'{"type": "reply", "id": [1], "value": 1}\n', b'{"type": "reply", "id": ID}\n',
         b'{"type": "exit"}\n', line({**EXIT, "code": 1000}), line({**EXIT, "words": [3]}), line({**EXIT, "killed": None}),
-        line(SOUND[0]), b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"x" * (9 << 20),
+        line(SOUND[0]), b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"\n", b"x" * (9 << 20),
     ],
 )  # fmt: skip
 def test_a_host_that_says_what_no_keeper_says_is_lost(
@@ -116,16 +116,28 @@ def test_a_host_that_says_what_no_keeper_says_is_lost(
     assert time.monotonic() - began_s < 10
 
 
-@pytest.mark.parametrize("value", [None, 3, [3], {"folder": 3}, [["a"]], [{**JOB, "ranks": [0]}]])
-def test_an_answer_to_something_else_is_no_answer(begin: Begin, value: Any) -> None:
-    remote = begin(None, b'{"type": "reply", "id": 77, "value": null}\n{"type": "reply", "id": ID, "value": VALUE}\n'.replace(
-        b"VALUE", json.dumps(value).encode()
-    ))  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "value"),
+    [
+        *[(name, value) for name in ("claim", "list_jobs", "list_files", "time") for value in (None, 3)],
+        ("claim", {"folder": 3, "owner": ""}),
+        ("claim", {"folder": "a\0b", "owner": ""}),
+        ("list_jobs", [{**JOB, "ranks": [0]}]),
+        ("list_jobs", [{**JOB, "ranks": [0, 1.0]}]),
+        ("list_files", [["a"]]),
+        ("list_files", [["\ud800", 3]]),
+        ("read_piece", {"offset": 0, "data": "a", "size": 3}),
+        ("hash_files", {"a.pt": [3]}),
+    ],
+)
+def test_an_answer_to_something_else_is_no_answer(begin: Begin, request_: str, value: Any) -> None:
+    stray = {"type": "reply", "id": 77, "value": None}
+    remote = begin(
+        None, line(stray) + line({"type": "reply", "id": "ID", "value": value}).replace(b'"ID"', b"ID")
+    )
     remote.open()
-    for request in ("claim", "list_jobs", "list_files", "time"):
-        if request != "time" or value in (None, 3):
-            with pytest.raises(ClusterError, match="is lost"):
-                remote.ask(request)
+    with pytest.raises(ClusterError, match=f"is lost: {STRANGER}"):
+        remote.ask(request_)
 
 
 def test_what_keepers_say_is_understood() -> None:

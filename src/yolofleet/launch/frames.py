@@ -6,7 +6,9 @@ gets no further than this.
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 from types import NoneType
 from typing import Any
 
@@ -44,11 +46,25 @@ def _are_hashes(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_whole(value[1])
+    return isinstance(value, list) and len(value) == 2 and _is_path(value[0]) and _is_whole(value[1])
 
 
 def _are_ranks(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(v in range(MOST_RANKS) for v in value)
+    return fits(value, [int]) and len(value) == 2 and all(number in range(MOST_RANKS) for number in value)
+
+
+def _is_path(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except ValueError:
+        return False
+
+
+def _is_base64(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and base64.b64decode(value) is not None
+    except ValueError:
+        return False
 
 
 WORDS = {
@@ -76,7 +92,7 @@ FRAMES: dict[str, Frame] = {
 JOB = {
     "job": str,
     "title": str,
-    "folder": str,
+    "folder": _is_path,
     "node": _is_whole,
     "ranks": _are_ranks,
     "runs": bool,
@@ -85,14 +101,14 @@ JOB = {
     "code": _is_count,
 }
 ANSWERS: dict[str, Any] = {  # of launch/requests.py
-    "enter": str,
-    "claim": {"folder": str, "owner": str},
+    "enter": _is_path,
+    "claim": {"folder": _is_path, "owner": str},
     "unclaim": NoneType,
     "take_code": str,
     "hash_files": _are_hashes,
     "reserve_port": _is_whole,
     "list_files": [_is_file],
-    "read_piece": {"offset": _is_whole, "data": str, "size": _is_whole},
+    "read_piece": {"offset": _is_whole, "data": _is_base64, "size": _is_whole},
     "list_jobs": [JOB],
     "end_job": {"found": bool, "left": bool},
 }

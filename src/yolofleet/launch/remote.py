@@ -115,11 +115,10 @@ class Remote:
             )
         except OSError as problem:
             raise not_started(self.host, problem) from None
-        self._readers = [
-            threading.Thread(target=work, daemon=True) for work in (self._read_errors, self._read)
-        ]
-        for reader in self._readers:
+        readers = [threading.Thread(target=work, daemon=True) for work in (self._read_errors, self._read)]
+        for reader in readers:
             reader.start()
+        self._readers = readers
         if self._closed.is_set():  # somebody did not want to wait for it
             self.close()
         try:
@@ -234,7 +233,7 @@ class Remote:
                 process.wait()
         with suppress(OSError):
             process.stdin.close()
-        for reader, stream in zip(self._readers, (process.stderr, process.stdout), strict=True):
+        for reader, stream in zip(self._readers, (process.stderr, process.stdout), strict=False):
             reader.join(HANG_UP_S)
             if not reader.is_alive():  # else somebody whom we do not know holds its other end
                 stream.close()
@@ -265,7 +264,7 @@ class Remote:
                 if not greeted and kind != "hello":
                     self._noise.append(_said(line))
                 elif not is_sound(frame) or (greeted and kind == "hello"):
-                    self._strange = _said(line)[:200]
+                    self._strange = ascii(_said(line)[:200])
                     break
                 elif kind == "hello":
                     greeted = True
