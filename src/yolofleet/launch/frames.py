@@ -102,7 +102,7 @@ JOB = {
 }
 ANSWERS: dict[str, Any] = {  # of launch/requests.py
     "enter": _is_path,
-    "claim": {"folder": _is_path, "owner": str},
+    "claim": {"folder": _is_path, "owner": str, "made": bool},
     "unclaim": NoneType,
     "take_code": str,
     "hash_files": _are_hashes,
