@@ -23,7 +23,7 @@ import yolofleet.launch.slurm
 import yolofleet.launch.start
 import yolofleet.predict.run
 from yolofleet import errors
-from yolofleet.cli.app import APP, run
+from yolofleet.cli.app import APP, INTERRUPTED, run
 from yolofleet.cli.commands import SchemaCommand, Verbs
 from yolofleet.config.aliases import MACHINES, SPELLINGS
 from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, group_of
@@ -278,7 +278,7 @@ def test_the_table_of_yolov5s_flags_is_that_of_the_code(script: str, verb: str, 
 def test_exit_codes_are_those_of_the_errors() -> None:
     said = {int(row[0]) for row in rows_of(section(README, "## Exit codes"))}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert said == {0, *(kind.exit_code for kind in kinds)}  # type: ignore[attr-defined]
+    assert said == {0, INTERRUPTED, *(kind.exit_code for kind in kinds)}  # type: ignore[attr-defined]
 
 
 def test_groups_of_settings_are_those_of_the_schema() -> None:

@@ -189,13 +189,13 @@ def test_a_broken_pipe_elsewhere_is_not_taken_for_a_reader_that_left(capsys, mon
     assert "a worker is gone" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_quietly(cli, monkeypatch):
+def test_ctrl_c_ends_in_a_word(cli, monkeypatch):
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("yolofleet.cli.train.plan", interrupted)
     code, out, err = cli("train", "--data", "d", "--model", "m", "--dry-run")
-    assert (code, out, err.strip()) == (130, "", "")
+    assert (code, out, err.strip()) == (130, "", "interrupted")
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback():

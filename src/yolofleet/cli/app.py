@@ -130,6 +130,7 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as problem:
         return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
     except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as problem:
         if isinstance(problem, BrokenPipeError) and _nobody_reads():
