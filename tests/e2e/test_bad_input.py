@@ -390,7 +390,7 @@ def test_an_unknown_key_of_a_recipe_file_offers_the_nearest(refused, here):
 def test_more_devices_than_there_are(refused, device):
     if torch.cuda.is_available() and torch.cuda.device_count() > int(device):
         pytest.skip("this machine has that device")
-    refused(*train("set", "--device", device), code=2, says=[f"--device {device}", "torch sees"])
+    refused(*train("set", "--device", device), code=2, says=[f"--device {device}", "GPU"])
 
 
 @pytest.mark.slow
@@ -398,7 +398,7 @@ def test_more_devices_than_there_are(refused, device):
 def test_more_devices_than_there_are_for_several_processes(here):
     outcome = end(start(here, *train("set", "--device", "31,32")), code=2)
     assert_told(outcome)
-    assert "--device 31,32: no CUDA device 31" in outcome.err and not runs_in(here)
+    assert re.search("--device 31,32: .*GPU", outcome.err) and not runs_in(here)
 
 
 def test_a_second_run_of_a_name_gets_a_numbered_folder(cli, here):

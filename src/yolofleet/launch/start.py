@@ -16,6 +16,8 @@ from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, write_text
 
+NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
+
 
 def start(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> int:
     """Train: on the hosts that were named, else in this process for one device or under somebody's torchrun, else
@@ -90,7 +92,8 @@ def look_first(settings: TrainConfig) -> None:
     """The doctor's quick examination of this machine: what hurts a run is said, what it cannot do with is refused.
 
     Raises:
-        ClusterError: the first thing that would end the run.
+        ConfigError: ``--device`` names GPUs that are not there.
+        ClusterError: another thing that would end the run.
     """
     from yolofleet.doctor.run import preflight
 
@@ -98,7 +101,12 @@ def look_first(settings: TrainConfig) -> None:
         if finding.level == "fault" and not finding.code.startswith(
             "disk-"
         ):  # a run says itself what it could not write
-            raise ClusterError(finding.seen, source=f"yolofleet doctor: {finding.code}", hint=finding.fix)
+            source = f"yolofleet doctor: {finding.code}"
+            if finding.code in NO_SUCH_GPU:
+                raise ConfigError(
+                    f"--device {settings.device}: {finding.seen}", source=source, hint=finding.fix
+                )
+            raise ClusterError(finding.seen, source=source, hint=finding.fix)
         if finding.level in ("warn", "fault"):
             print(finding.render(), file=sys.stderr, flush=True)
 
