@@ -88,6 +88,7 @@ class Machine:
 
     def plug(self) -> None:
         _run("ip", "-n", self.hub, "link", "set", self.port, "up")
+        self.ip("neigh", "flush", "all")  # that others were not there is remembered for a second or two
 
     def power_off(self) -> None:
         """Everything on it ends at once, and nobody is told. Its sshd is gone, too."""
