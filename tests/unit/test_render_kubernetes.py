@@ -31,7 +31,7 @@ HOSTILE = [
 
 
 def manifest(settings: str = JOB, **given: Any) -> str:
-    given = {"data": "/work/coco.yaml", "model": "yolov5n"} | given
+    given = {"data": "/data/coco.yaml", "model": "yolov5n"} | given
     config, _ = resolve_train(given)
     return render(read_settings(KubernetesSettings, [settings], "--kubernetes"), config, given, "")
 
@@ -68,7 +68,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
         "render",
         "kubernetes",
         "--data",
-        "/work/coco.yaml",
+        "/data/coco.yaml",
         "--model",
         "yolov5n",
         "--batch-size",
@@ -81,7 +81,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert container["command"] == [
         "python", "-m", "yolofleet.launch.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--master-addr=cats-2-0.cats-2", "--master-port=29400", "--nproc-per-node=8", "-m", "yolofleet", "train",
-        "--data=/work/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)", "--resume=auto",
+        "--data=/data/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)", "--resume=auto",
     ]  # fmt: skip
     pod = job["spec"]["template"]
     assert service["metadata"]["name"] == pod["spec"]["subdomain"] == job["metadata"]["name"] == "cats-2"
@@ -96,7 +96,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "32", "memory": "64Gi"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["spec"]["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-    assert container["workingDir"] == "/work" and pod["spec"]["restartPolicy"] == "Never"
+    assert container["workingDir"] == "/data" and pod["spec"]["restartPolicy"] == "Never"
     assert pod["spec"]["terminationGracePeriodSeconds"] == 120
     assert container["lifecycle"]["preStop"]["exec"]["command"][-1] == "kill -USR1 1; sleep 120"
 
@@ -138,4 +138,4 @@ def test_what_is_missing_or_wrong_is_said(settings: str, what: str) -> None:
 
 def test_a_path_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
-        manifest(weights=os.fsdecode(b"/work/\xff"))
+        manifest(weights=os.fsdecode(b"/data/\xff"))

@@ -43,7 +43,7 @@ class KubernetesSettings(Frozen):
     )
     namespace: str = setting("", "namespace", pattern=rf"^({LABEL})?$", max_length=63)
     claim: str = setting("", "persistent volume claim for data and results, shared by all pods", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
-    mount: str = setting("/work", "where the claim is mounted; the working folder", pattern=r"^/[^:]*$")
+    mount: str = setting("/data", "where the claim is mounted; the working folder", pattern=r"^/[^:]*$")
     grace_s: int = setting(120, "seconds to save in when a pod is asked to end", ge=10, le=86400)
     retries: int = setting(20, "failed pods after which the job is given up", ge=0)
     python: str = setting("python", "the Python of the image")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.processes import UNKNOWN, OomKills, descendants, oom_kills
+from yolofleet.launch.processes import UNKNOWN, OomKills, end_descendants, oom_kills
 from yolofleet.report.folder import RunFolder
 
 EXIT_SIGNALS = {
@@ -131,9 +131,7 @@ def run_agent(job: JobSpec) -> int:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
             if hasty:
-                for pid in descendants(agent.pid):  # Linux; elsewhere they lose each other
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+                end_descendants(agent.pid, deadline_s=1.0)  # Linux; elsewhere they lose each other
                 agent.kill()
             elif not asked:
                 agent.terminate()

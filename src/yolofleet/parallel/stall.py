@@ -247,7 +247,8 @@ def stall_note(verdict: Verdict, evidence: Evidence) -> str:
     return "\n".join([first, *_about(rank, evidence, alone=True), f"  try  : {_advice(verdict, evidence)}"])
 
 
-def _listed(texts: Sequence[str], between: str = ", ") -> str:
+def listed(texts: Sequence[str], between: str = ", ") -> str:
+    """The first ones, and how many more there are."""
     more = f"{between}and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return between.join(texts[:SHOWN]) + more
 
@@ -255,7 +256,7 @@ def _listed(texts: Sequence[str], between: str = ", ") -> str:
 def _headline(verdict: Verdict, evidence: Evidence) -> str:
     rank = verdict.missing[0]
     beat, seconds = evidence.beats[rank], evidence.still_s[rank]
-    names = _listed([evidence.members[r].text() for r in verdict.missing], "; ")
+    names = listed([evidence.members[r].text() for r in verdict.missing], "; ")
     since = f"since {evidence.since(rank)} ({seconds:.0f} s; limit {verdict.limit_s:.0f} s)"
     if verdict.kind == "waiting":
         return f"all ranks wait in collective {beat.collectives} ({beat.last}) {since}: {names}"
@@ -285,7 +286,7 @@ def _others(others: Sequence[int], evidence: Evidence) -> list[str]:
         place = f"waits in collective {beat.collectives} ({beat.last})" if beat.waiting else "is"
         groups.setdefault(f"{place} in {beat.place_text()}", []).append(rank)
     return [
-        f"  other: rank {_listed([str(r) for r in ranks])} {doing} since {evidence.since(ranks[0])}"
+        f"  other: rank {listed([str(r) for r in ranks])} {doing} since {evidence.since(ranks[0])}"
         for doing, ranks in groups.items()
     ]
 

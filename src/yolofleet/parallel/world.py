@@ -23,9 +23,9 @@ from torch import Tensor
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
+from yolofleet.parallel.stall import listed
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
-SHOWN = 8  # ranks that are named
 
 
 def device_of(spec: str, local_rank: int) -> torch.device:
@@ -108,8 +108,7 @@ def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float
             late = [str(rank) for rank, key in keys.items() if not store.check([key])]
         if not late:  # they have come in this moment
             return ""
-        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late[:SHOWN])}"
-        names += f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
+        names = f"rank{'s' if len(late) > 1 else ''} {listed(late)}"
         if place.rank == 0 and wait_s == SAY_MISSING_S:
             print(f"waiting at {where} for {names} of {place.size}", file=sys.stderr, flush=True)
     return names
