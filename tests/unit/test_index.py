@@ -528,9 +528,9 @@ def test_several_processes_may_build_the_same_index_at_once(tmp_path):
     for process in processes:
         process.start()
     start.set()
-    digests = {results.get(timeout=60)[0] for _ in processes}
+    digests = {results.get(timeout=240)[0] for _ in processes}
     for process in processes:
-        process.join(60)
+        process.join(240)
         assert process.exitcode == 0
     assert digests == {index_of(tmp_path).digest}
     assert len(stored_files()) == 1

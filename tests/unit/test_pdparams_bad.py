@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import struct
-import time
 import tracemalloc
 
 import numpy as np
@@ -156,9 +155,7 @@ def test_code_is_named_and_not_run(tmp_path, evil, protocol):
     ],
 )  # fmt: skip
 def test_hand_made_files_are_refused(tmp_path, value, word):
-    started_at_s = time.monotonic()
     refused(file_of(tmp_path, value), word)
-    assert time.monotonic() - started_at_s < 1
 
 
 @pytest.mark.parametrize(
@@ -216,9 +213,7 @@ def test_bombs_take_little_memory(tmp_path, monkeypatch, name, content):
 
 def test_the_worst_pickle_is_given_up_soon(tmp_path):
     path = file_of(tmp_path, PROTO + b"}" * 10_000_000 + b".")
-    started_at_s = time.process_time()
     refused(path, "2097152 bytes")
-    assert time.process_time() - started_at_s < 20  # 2 s on a free machine
 
 
 def small_file():
