@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
+import yolofleet.data.index as index_module
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.decode import read_image
 from yolofleet.data.index import DataIndex, build_index
@@ -520,8 +522,17 @@ def _build(root, start, results):
     results.put((index.digest, len(stored_files())))
 
 
-def test_several_processes_may_build_the_same_index_at_once(tmp_path):
+def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path, monkeypatch):
     yolo_set(tmp_path, {f"{i}": GOOD for i in range(40)})
+    built = tmp_path / "built"
+
+    def building(*args, build=index_module._build, **kwargs):
+        with built.open("a") as file:
+            file.write("once\n")
+        time.sleep(0.3)  # the others come meanwhile
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(index_module, "_build", building)
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     start, results = context.Event(), context.Queue()
     processes = [context.Process(target=_build, args=(tmp_path, start, results)) for _ in range(4)]
@@ -533,7 +544,14 @@ def test_several_processes_may_build_the_same_index_at_once(tmp_path):
         process.join(240)
         assert process.exitcode == 0
     assert digests == {index_of(tmp_path).digest}
-    assert len(stored_files()) == 1
+    assert len(stored_files()) == 1 and (not hasattr(os, "fork") or built.read_text() == "once\n")
+
+
+def test_a_cache_folder_where_no_lock_can_be_made_is_done_without(tmp_path, monkeypatch):
+    yolo_set(tmp_path, {"a": GOOD})
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "a-file" / "cache"))
+    (tmp_path / "a-file").write_text("")
+    assert len(index_of(tmp_path)) == 1
 
 
 def test_threads_do_not_change_the_index_and_progress_is_told(tmp_path):

@@ -3,8 +3,9 @@
 """Images and labels of one split as flat arrays: built once, kept outside the data set, mapped by everybody.
 
 The key of an index is made of the names, sizes and modification times of all images and label files, so a
-changed data set gets a new one and several runs may build the same at once: the last rename wins, with the
-same content. An index that a crash spoilt is noticed by its checksum and built again.
+changed data set gets a new one. Of several processes that need the same one builds it and the others wait; where the
+file system has no locks they build it at once, and the last rename wins, with the same content. An index that a crash
+spoilt is noticed by its checksum and built again.
 
 Legend: N images, M labels, C classes.
 """
@@ -28,6 +29,7 @@ from yolofleet.data.cocojson import CocoFiles, load_table
 from yolofleet.data.decode import read_image, unreadable
 from yolofleet.data.imageheader import read_header
 from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
+from yolofleet.data.lock import in_turn
 from yolofleet.data.odgt import OdgtFiles
 from yolofleet.data.sources import DatasetSpec, SplitSource
 from yolofleet.data.vocxml import VocFiles
@@ -217,10 +219,52 @@ def build_index(
         )
     key = _key(spec, split, groups, single_cls=single_cls, strict=strict)
     file = cache_root() / "index" / f"{key}.arrays"
-    stored = DataIndex.load(file)
-    if stored is not None and len(stored.problems) >= min(stored.problem_count, problems_kept):
-        return stored
 
+    def stored() -> DataIndex | None:
+        index = DataIndex.load(file)
+        if index is not None and len(index.problems) < min(index.problem_count, problems_kept):
+            return None
+        return index
+
+    if (found := stored()) is not None:
+        return found
+    with in_turn(file.with_suffix(".lock")):
+        if (found := stored()) is not None:  # the one before has built it
+            return found
+        index = _build(
+            spec,
+            split,
+            groups,
+            log,
+            key=key,
+            single_cls=single_cls,
+            workers=workers or _THREADS,
+            strict=strict,
+            problems_kept=problems_kept,
+            on_progress=on_progress,
+        )
+        try:
+            index.save(file)
+        except OSError:
+            return index  # no place for it: this process keeps its own
+    return DataIndex.load(file, verify=False) or index
+
+
+def _build(
+    spec: DatasetSpec,
+    split: str,
+    groups: Sequence[_Files],
+    log: ProblemLog,
+    *,
+    key: str,
+    single_cls: bool,
+    workers: int,
+    strict: bool,
+    problems_kept: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> DataIndex:
+    """Reads every image header and label. ``log`` has what was noticed before."""
+    total = sum(len(group.images) for group in groups)
     jobs = [
         (group, start, min(start + _CHUNK, len(group.images)))
         for group in groups
@@ -228,7 +272,7 @@ def build_index(
     ]
     parts: list[_Part] = []
     done = 0
-    with ThreadPoolExecutor(workers or _THREADS, thread_name_prefix="index") as pool:
+    with ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
         for part in pool.map(
             lambda job: _scan(
                 job[0], job[1], job[2], spec, single_cls=single_cls, problems_kept=problems_kept
@@ -250,12 +294,7 @@ def build_index(
         raise _unusable(spec, split, f"{many} a class that names does not have", shown)
     names = ("object",) if single_cls and len(spec.names) > 1 else spec.names
     arrays = _join(parts, groups, log, spec, split, total)
-    index = DataIndex(key=key, digest=_digest(names, arrays), split=split, names=names, **arrays)
-    try:
-        index.save(file)
-    except OSError:
-        return index  # no place for it: this process keeps its own
-    return DataIndex.load(file, verify=False) or index
+    return DataIndex(key=key, digest=_digest(names, arrays), split=split, names=names, **arrays)
 
 
 def _open(source: SplitSource, spec: DatasetSpec) -> _Files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def exclusive(path: Path) -> Iterator[bool]:
             os.close(handle)
             if is_mine and not fcntl:
                 path.unlink()
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, poll_s: float = 0.05) -> Iterator[None]:
+    """Hold the lock file ``path`` inside the block, after waiting for it; without it where it cannot be made."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a read-only folder: work done twice is wasteful, not wrong
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while not stack.enter_context(exclusive(path)):
+                stack.close()
+                time.sleep(poll_s)
+        yield
 
 
 def _try_lock(handle: int) -> bool:
