@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -347,9 +350,9 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
     ][0]
     try:
         targets = [
-            {"address": "127.0.0.2", "port": port, "token": token},
-            {"address": "127.0.0.2", "port": port, "token": other},
-            {"address": "127.0.0.1", "port": port, "token": token},
+            {"host": "m", "address": "127.0.0.2", "port": port, "token": token},
+            {"host": "m", "address": "127.0.0.2", "port": port, "token": other},
+            {"host": "m", "address": "127.0.0.1", "port": port, "token": token},
         ]
         found = run_probe("reach", {"targets": targets})
         assert [one["outcome"] for one in found] == ["connected", "other", "self"]
@@ -364,6 +367,45 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
         if thread.daemon and "_accept" in thread.name:
             thread.join(60)
     assert run_probe("reach", {"targets": targets[:1]})[0]["outcome"] == "refused"
+
+
+@pytest.fixture
+def listening() -> Iterator[dict[str, Any]]:
+    """What ``reach`` needs to find a listener."""
+    token = "ab" * 16
+    answer = run_probe("listen", {"address": "127.0.0.2", "ports": [0], "token": token, "seconds": 20})
+    yield {"host": "m", "address": "127.0.0.2", "port": answer["ports"][0], "token": token}
+    run_probe("unlisten", {"token": token})
+
+
+@linux
+@pytest.mark.parametrize(
+    ("fails", "also_at", "outcome", "tries"),
+    [
+        (1, None, "connected", 2),  # the kernel remembered a cable that was not plugged in
+        (99, None, "prohibited", 3),
+        (99, "127.0.0.3", "prohibited", 1),  # it is met at another address: nothing to wait for
+    ],
+)
+def test_a_way_that_the_kernel_says_is_none_is_tried_again_before_that_counts(
+    listening, monkeypatch: pytest.MonkeyPatch, fails: int, also_at: str | None, outcome: str, tries: int
+) -> None:
+    connect, tried = socket.create_connection, []
+
+    def refuses_at_first(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        if address[0] == "127.0.0.3":
+            return connect(("127.0.0.2", address[1]), timeout_s)
+        tried.append(address)
+        if len(tried) <= fails:
+            raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+        return connect(address, timeout_s)
+
+    monkeypatch.setattr(probes.socket, "create_connection", refuses_at_first)
+    monkeypatch.setattr(probes, "AGAIN_AFTER_S", (0.01, 0.01))
+    targets = [listening, *([{**listening, "address": also_at}] if also_at else [])]
+    found = run_probe("reach", {"targets": targets})
+    assert [one["outcome"] for one in found] == [outcome, *(["connected"] if also_at else [])]
+    assert len(tried) == tries
 
 
 def test_only_what_is_listed_can_be_asked() -> None:

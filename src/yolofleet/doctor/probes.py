@@ -34,6 +34,10 @@ CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
 LONGEST_LISTEN_S = 120.0
 MEASURE_S, MEASURE_BYTES, PIECE_BYTES, ECHOES = 1.0, 32 << 20, 1 << 18, 15
 REFUSES_AT_ONCE_S = 0.8  # the kernel gives up a neighbour that does not answer after 3 s
+# It remembers that for a second or two, though a cable has been plugged in meanwhile, a card or a machine is up again.
+AGAIN_AFTER_S = (1.0, 2.0)
+REACH_THREADS = 256  # they wait: for a fleet of 128 hosts with two cards each, not much longer than CONNECT_S
+NO_WAY = ("prohibited", "silent", "no-route")  # outcomes that the kernel may know from memory
 _TOKEN_BYTES = 16
 
 
@@ -241,16 +245,35 @@ def unlisten(arguments: Mapping[str, Any]) -> Json:
 
 
 def reach(arguments: Mapping[str, Any]) -> list[Json]:
-    """Try to connect to every one of ``targets`` (``address``, ``port``, ``token``), at the same time.
+    """Try to connect to every one of ``targets`` (``address``, ``port``, ``token``, ``host``), at the same time.
+
+    A host that cannot be reached at any of its addresses is tried again where the kernel itself said so, at once.
 
     Returns:
         for each target its ``address`` and ``port`` and what :func:`reach_one` found.
     """
-    targets = [dict(target) for target in arguments["targets"]][:1024]
-    with ThreadPoolExecutor(32) as pool:
-        return list(
-            pool.map(lambda t: reach_one(str(t["address"]), int(t["port"]), str(t["token"])), targets)
-        )
+    targets = [dict(target) for target in arguments["targets"]]
+    if not targets:
+        return []
+    with ThreadPoolExecutor(min(len(targets), REACH_THREADS)) as pool:
+        found = list(pool.map(_reach, targets))
+        for pause_s in AGAIN_AFTER_S:
+            met = {t["host"] for t, one in zip(targets, found, strict=True) if one["outcome"] == "connected"}
+            again = [at for at, one in enumerate(found) if _may_pass(one) and targets[at]["host"] not in met]
+            if not again:
+                break
+            time.sleep(pause_s)
+            for at, one in zip(again, pool.map(_reach, [targets[at] for at in again]), strict=True):
+                found[at] = one
+    return found
+
+
+def _may_pass(attempt: Json) -> bool:
+    return attempt["outcome"] in NO_WAY and bool(attempt["elapsed_s"] < REFUSES_AT_ONCE_S)
+
+
+def _reach(target: Mapping[str, Any]) -> Json:
+    return reach_one(str(target["address"]), int(target["port"]), str(target["token"]))
 
 
 def reach_one(address: str, port: int, token: str) -> Json:
