@@ -76,6 +76,19 @@ def sequential() -> tuple:
     return [p.grad for p in net.parameters()], torch.cat(running)
 
 
+def test_an_overflow_in_the_first_step_does_not_narrow_the_grid():
+    """fp16's loss scale is found by steps whose gradient is infinite; the next gradient may have any size."""
+    weight = nn.Parameter(torch.zeros(4))
+    buckets = GradientBuckets([weight], World.single())
+    make_exact(buckets)
+    for scale in (float("inf"), 1e6, 1e6):
+        buckets.begin(1)
+        buckets.arm()
+        (weight * torch.tensor([0.5, -1.0, 2.0, 3.0]) * scale).sum().backward()
+        buckets.finish()
+    assert weight.grad.tolist() == [0.5e6, -1e6, 2e6, 3e6]
+
+
 PARTITIONS = [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)]
 
 

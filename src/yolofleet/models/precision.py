@@ -35,4 +35,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Scales the loss by a power of two under fp16; does nothing otherwise."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    scaler.scale(
+        torch.zeros((), device=device)
+    )  # it makes its tensors at first use; threads would race for that
+    return scaler

@@ -83,6 +83,8 @@ class IntegerWire:
         """The grid of the next step, from a sum that is equal on every rank."""
         # ten times the speed of _foreach_norm(inf) on CPUs
         largest = torch.stack(torch._foreach_max(self.flat.abs().split(self.sizes)))  # [P]
+        if self.is_wide and not bool(torch.isfinite(largest).all()):
+            return  # an overflow (fp16's loss scale is found that way) does not tell the size of what comes
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)

@@ -25,6 +25,14 @@ from yolofleet.parallel.world import World
 Done = TypeVar("Done")
 
 
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what this thread gave it; what runs beside (NCCL) is not waited for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 @dataclass
 class Lane:
     """One device with what its passes fill: gradients and batch-norm statistics."""
@@ -47,9 +55,15 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of this process; the first one leads: the optimizer works on its parameters."""
+    """All lanes of this process; the first one leads: the optimizer works on its parameters.
+
+    Attributes:
+        timed: wait for the devices after their passes and after the sums, so that the host's clock tells
+            computing from waiting for others; costs some overlap.
+    """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.timed = False
         self.all = list(lanes)
         self.lead = self.all[0]
         self._pool: ThreadPoolExecutor | None = None
@@ -78,15 +92,20 @@ class Lanes:
 
     def each(self, work: Callable[[Lane, int], Done]) -> list[Done]:
         """``work(lane, number)`` on every lane, side by side; results in lane order."""
-        if self._pool is None:
-            return [work(self.lead, 0)]
-        return list(self._pool.map(work, self.all, range(len(self.all))))
+        numbers = range(len(self.all))
+        done = list(self._pool.map(work, self.all, numbers) if self._pool else map(work, self.all, numbers))
+        if self.timed:
+            for lane in self.all:
+                wait_for(lane.device)
+        return done
 
     def finish(self) -> None:
         """Sum over lanes, then over ranks. Collective: every rank, once per step."""
         for lane in self.all[1:]:
             self.lead.buckets.add(lane.buckets)
         self.lead.buckets.finish()
+        if self.timed:
+            wait_for(self.lead.device)
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -36,7 +36,7 @@ from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import train_step
+from yolofleet.train.step import train_step, watch_numerics
 
 MEASURED_STEPS = range(3, 10)  # of a run, by --shares auto: after the first ones have warmed up
 
@@ -251,6 +251,7 @@ class TrainingRun:
         self._restore_tally()
         self._open_loader()
         probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
+        self.state.lanes.timed = probe is not None
         try:
             with StopRequest() as stop:
                 for plan in self.plans():
@@ -331,6 +332,7 @@ class TrainingRun:
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.lanes))
         self.splitter = replace(self.splitter, partition=Partition(shares))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
+        self.state.lanes.timed = False
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
         self.micro_batches.close()
         self._open_loader()
@@ -349,6 +351,7 @@ class TrainingRun:
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
         if done == before and not last:
             return False
+        watch_numerics(self.state, self.precision)
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
         terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
@@ -378,6 +381,7 @@ class TrainingRun:
 
         Collective: every rank.
         """
+        watch_numerics(self.state, self.precision)
         self.state.progress = replace(
             self.state.progress,
             epoch_terms=self.world.sum_rows(self.tally.tolist()),

@@ -45,7 +45,7 @@ class TrainState:
     step: int = 0
     images_seen: int = 0
     overflows: int = 0
-    recent_norms: list[Tensor] = field(default_factory=list)
+    unseen_norms: list[tuple[int, Tensor]] = field(default_factory=list)  # (step, norm) yet to be looked at
 
     @classmethod
     def build(

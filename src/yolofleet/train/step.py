@@ -26,6 +26,7 @@ from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
 LATE_UNIT = 2.0**-20  # of divisors that depend on predictions: whole numbers add up to the same in any order
+UNSEEN_NORMS = 2  # of the last steps on GPUs: looking at them would make the host wait for the device
 FP16_PATIENCE = 100  # skipped fp16 steps in a row; a good scale is found within about 20
 
 
@@ -111,7 +112,8 @@ def train_step(
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
-    watch_numerics(state, norm, precision)
+    state.unseen_norms.append((plan.step, norm))
+    watch_numerics(state, precision, unseen=0 if norm.device.type == "cpu" else UNSEEN_NORMS)
     if clip_norm:
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
     state.scaler.step(state.optimizer)
@@ -176,20 +178,18 @@ def pass_micro_batches(
     return Passed(terms, divisor)
 
 
-def watch_numerics(state: TrainState, norm: Tensor, precision: str) -> None:
-    """Stop on NaN or infinity; the norm is equal on every rank, so every rank stops.
+def watch_numerics(state: TrainState, precision: str, *, unseen: int = 0) -> None:
+    """Stop on NaN or infinity in the norms of all steps but the last ``unseen``, which stay for later.
 
-    On GPUs the norm of the step before last is looked at, so that the host does not wait for the device.
+    Norms are equal on every rank, so every rank stops. Before a state is validated or saved all are looked at.
     """
-    state.recent_norms.append(norm)
-    if norm.device.type != "cpu" and len(state.recent_norms) < 3:
-        return
-    finite = bool(torch.isfinite(state.recent_norms.pop(0)))
-    state.overflows = 0 if finite else state.overflows + 1
-    if finite or (precision == "fp16" and state.overflows <= FP16_PATIENCE):
-        return
-    raise NumericsError(
-        f"the gradient of step {state.step} is not finite (NaN or infinity)",
-        hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels (yolofleet data check); "
-        "--resume continues from the last checkpoint",
-    )
+    while len(state.unseen_norms) > unseen:
+        step, norm = state.unseen_norms.pop(0)
+        finite = bool(torch.isfinite(norm))
+        state.overflows = 0 if finite else state.overflows + 1
+        if not finite and (precision != "fp16" or state.overflows > FP16_PATIENCE):
+            raise NumericsError(
+                f"the gradient of step {step} is not finite (NaN or infinity)",
+                hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels "
+                "(yolofleet data check); --resume continues from the last checkpoint",
+            )
