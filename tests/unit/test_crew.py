@@ -59,7 +59,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "TMPDIR": str(tmp_path),
         }
-        argv = [sys.executable, "-m", "yolofleet", "fleet", *words]
+        argv = [sys.executable, "-m", "yolofleet", *words]
         more = {"stdout": subprocess.DEVNULL, **more}
         typed.append(Typed(subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, **more)))
         return typed[-1]
@@ -73,12 +73,21 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
                 stream.close()
 
 
-def test_ctrl_c_ends_a_login_to_a_dead_host_at_once(begin: Begin) -> None:
-    command = begin("ps", "--hosts", "a:1,b:1")
+@pytest.mark.parametrize(
+    ("verb", "code", "says"),
+    [
+        (("fleet", "ps"), 130, "interrupted"),
+        (("train", "--model", "yolov5n", "--data", "d"), 75, "Stopped: stopped on request"),
+    ],
+)
+def test_ctrl_c_ends_a_login_to_a_dead_host_at_once(
+    begin: Begin, verb: tuple[str, ...], code: int, says: str
+) -> None:
+    command = begin(*verb, "--hosts", "a:1,b:1")
     command.wait_for("logging in to 2 hosts ...")
     command.process.send_signal(signal.SIGINT)
-    assert command.end() == 75
-    assert "stopped on request while logging in" in command.said and "Traceback" not in command.said
+    assert command.end() == code
+    assert says in command.said and "Traceback" not in command.said
 
 
 def files(soft: int, hard: int) -> Callable[[], None]:
@@ -86,20 +95,24 @@ def files(soft: int, hard: int) -> Callable[[], None]:
 
 
 def test_too_few_files_are_called_so(begin: Begin) -> None:
-    command = begin("ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 14))
+    command = begin(
+        "fleet", "ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 14)
+    )
     assert command.end() == 4
     assert "can be started here: Too many open files" in command.said and "ulimit -n" in command.said
     assert "None" not in command.said and "Traceback" not in command.said
 
 
 def test_more_files_are_taken_where_they_may_be(begin: Begin) -> None:
-    command = begin("ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 64))
+    command = begin(
+        "fleet", "ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 64)
+    )
     assert command.end() == 4
     assert command.said.count("was lost before anything came") == 4, command.said
 
 
 def test_two_ctrl_c_end_everything_although_nobody_reads(begin: Begin) -> None:
-    command = begin("run", "--hosts", "localhost:1", "--", "yes", stdout=subprocess.PIPE)
+    command = begin("fleet", "run", "--hosts", "localhost:1", "--", "yes", stdout=subprocess.PIPE)
     assert command.process.stdout
     command.process.stdout.read(1)  # it runs
     time.sleep(0.5)  # and the pipe is full

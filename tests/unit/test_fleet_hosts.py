@@ -298,6 +298,32 @@ class FakeHost(Remote):
         return answer(arguments) if callable(answer) else answer
 
 
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({"hosts": "a,b", "device": "0,1"}, "--hosts a,b --device 0,1"),
+        ({"hosts": "a:2,b:2", "sync_code": True}, "--hosts a:2,b:2 --sync-code"),
+        ({"fleet": "f.yaml"}, "--fleet f.yaml"),
+    ],
+)
+def test_what_goes_on_from_the_states_can_be_typed(given: dict[str, Any], hosts: str) -> None:
+    settings = resolve_train({"data": "d", "model": "yolov5n", **given})[0].value
+    command = Folders(RunFolder(Path("r")), [], "").resume_command(settings)
+    assert command == f"yolofleet train --resume r {hosts}"
+
+
+def test_a_host_of_any_name_has_a_disk_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def claim(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"folder": "/there", "owner": arguments["owner"], "made": True}
+
+    settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
+    for name in ("launcher", "localhost", "here"):
+        host = FakeHost(name, {"claim": claim, "unclaim": None, "list_files": []})
+        assert Folders.claim("train", settings, [host], None).states_are_elsewhere
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
 def test_a_host_cannot_write_outside_of_the_runs_folder(tmp_path: Path, name: str) -> None:
     host = FakeHost("n0", {"list_files": [[name, 3]], "read_piece": {"data": "YWJj", "offset": 0, "size": 3}})

@@ -106,8 +106,7 @@ def test_a_host_that_says_what_no_keeper_says_is_lost(
     remote = begin(None, said)
     remote.open()
     watch = Watch(Fleet((remote.host,)), [remote], lambda *_: None)
-    remote.start({})
-    watch.follow()
+    watch.follow([{}])
     assert watch.explain("") == ClusterError.exit_code
     assert f"localhost is lost, with rank 0: {STRANGER}" in capsys.readouterr().err
     with pytest.raises(ClusterError, match="is lost"):

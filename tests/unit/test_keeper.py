@@ -156,6 +156,15 @@ def test_a_command_of_one_process_has_all_its_time_to_end(remote: Remote) -> Non
     assert next_frame(remote)["code"] == 7
 
 
+def test_signals_that_ask_twice_hasten_nothing(remote: Remote) -> None:
+    """`fleet stop` typed again, or a machine that is shut down (SIGTERM, and SIGHUP to sessions)."""
+    started(remote, "trap 'sleep 1; exit 75' TERM; echo up; while :; do sleep 0.1; done", grace_s=DEADLINE_S)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        os.kill(remote.hello["pid"], number)
+        time.sleep(0.2)
+    assert next_frame(remote)["code"] == 75
+
+
 @pytest.mark.parametrize("terminal", [None, {"rows": 24, "columns": 80, "term": "dumb"}])
 def test_a_job_that_has_closed_its_output_costs_nothing(remote: Remote, terminal: Frame | None) -> None:
     remote.start(job("exec >&- 2>&-; exec sleep 60", terminal=terminal))

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.cli import main
 from yolofleet.cli.fleet import firewall_line
+from yolofleet.config.load import resolve_val
+from yolofleet.doctor.need import need_of
 from yolofleet.launch.fleet import Host, parse_hosts
 from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.requests import reserve_port
+from yolofleet.launch.start import as_training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -78,6 +82,32 @@ def test_a_file_that_only_another_host_has_comes_from_there(
     assert (found.code, found.where) == ("file-differs", "m2")
     subprocess.run(found.fix, shell=True, check=True)
     assert (m2 / "a.pt").read_text() == "right"
+
+
+# -- one machine alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may")
+@pytest.mark.parametrize("verb", [("train", "--model", "yolov5n"), ("val", "--weights", "w.safetensors")])
+def test_gpus_that_are_not_there_are_said_before_anything_starts(
+    verb: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*verb, "--data", "d", "--device", "0,1"]) == 2
+    said = capsys.readouterr().err
+    assert "--device 0,1: " in said and "yolofleet doctor: gpu-none" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_validation_needs_memory_for_its_own_batches_only() -> None:
+    settings = resolve_val({"weights": "w", "data": "d", "batch": 48, "device": "cpu:2", "img": 320}).value
+    asked = as_training(settings)
+    need = need_of(asked, 8, 0)
+    assert (need.ranks, need.micro_batch, need.val_batch, need.img) == (2, 1, 48, 320)
+    assert str(asked.project) == str(Path("runs", "val"))
 
 
 # -- the port ------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from typing import Any
 
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.errors import CheckpointError, ClusterError
+from yolofleet.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.launch.keeper import AGENT
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import say
 from yolofleet.report.folder import RunFolder, make_folder, storage_error, write_text
 
-HERE = "launcher"
+LAUNCHER = "(this machine)"  # no host has such a name
 NOT_FETCHED = ("checkpoints",)
 MOST_NAMES = 100  # that are tried
 ASK_S = 5.0  # at the end, when a host may be lost
@@ -31,7 +31,7 @@ class Site:
 
     Attributes:
         folder: its full path there.
-        owner: whose disk it is on: HERE, or the name of the host that was the first to find it there.
+        owner: whose disk it is on: LAUNCHER, or the name of the host that was the first to find it there.
         made: that host made it for this run.
     """
 
@@ -101,7 +101,7 @@ class Folders:
         found = cls(here, [], mark)
         used = resumed is not None or settings.exist_ok
         try:
-            (here.path / mark).write_text(HERE, encoding="utf-8")
+            (here.path / mark).write_text(LAUNCHER, encoding="utf-8")
             for remote in remotes:  # one after the other: those of one disk must find the mark of the first
                 answer = remote.ask("claim", folder=str(here.path), mark=mark, owner=remote.name, used=used)
                 found.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
@@ -117,7 +117,7 @@ class Folders:
     @property
     def states_are_elsewhere(self) -> bool:
         """Rank 0 writes them, and this machine does not see its disk."""
-        return self.sites[0].owner != HERE
+        return self.sites[0].owner != LAUNCHER
 
     def begin(self, config: str, remotes: Sequence[Remote], *, is_resumed: bool) -> None:
         """Note here what is needed to go on, should this process not live to fetch it.
@@ -160,8 +160,12 @@ class Folders:
 
     def resume_command(self, settings: TrainConfig) -> str:
         """What goes on from the states of the run, typed where this command was."""
-        hosts = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
-        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *hosts])
+        words = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
+        if settings.device != "auto":  # of hosts that are named without devices
+            words += ["--device", settings.device]
+        if settings.sync_code:
+            words += ["--sync-code"]
+        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *words])
 
     def fetch(self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool) -> None:
         """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
@@ -170,9 +174,11 @@ class Folders:
 
         Args:
             saved: there are some.
+        Raises:
+            Stopped: it was asked to stop while it copied.
         """
         first_on = {
-            site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != HERE
+            site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != LAUNCHER
         }
         for owner, node in first_on.items():
             folder = self.sites[node].folder
@@ -182,6 +188,11 @@ class Folders:
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
                 say(f"warning: the results stay on {owner}, in {folder}: {words}")
+            except KeyboardInterrupt:
+                raise Stopped(
+                    "the run has ended, and its results are not copied: stopped on request",
+                    hint=f"they are on {owner}, in {folder}",
+                ) from None
         if self.states_are_elsewhere and not discard:
             site = self.sites[0]
             states = (

@@ -365,8 +365,9 @@ class Keeper:
         self.leaving = self.leaving or why
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """SIGTERM: end in order. SIGINT, or any second signal: at once."""
-        self.hasty = self.hasty or number == signal.SIGINT or bool(self.leaving)
+        """End in order; SIGINT: at once. Others hasten nothing: `fleet stop` may be typed twice, and a machine that is
+        shut down sends SIGTERM and SIGHUP."""
+        self.hasty = self.hasty or number == signal.SIGINT
         self.leave(ASKED)
 
     def _wait(self) -> None:

@@ -79,24 +79,29 @@ def adopt_orphans() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 as :class:`Stopped`. Training's steps (``train/loop.py``) and a launcher that has
-    started its processes know better what to do with a signal, and have handlers of their own."""
+    """Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`. Training's steps (``train/loop.py``) and a
+    launcher that has started its processes know better what to do with a signal, and have handlers of their own.
+
+    Within the block they are a KeyboardInterrupt, which no ``except Exception`` takes for a failure.
+    """
     previous = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
+            previous = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
         yield
+    except KeyboardInterrupt as interrupt:
+        raise Stopped(
+            "stopped on request, outside of training: there was nothing to save",
+            source=str(interrupt) or "Ctrl-C",
+            hint="give the same command again",
+        ) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    raise Stopped(
-        "stopped on request, outside of training: there was nothing to save",
-        source=signal.Signals(number).name,
-        hint="give the same command again",
-    )
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def error_path(folder: Path, rank: int) -> Path:
@@ -120,7 +125,7 @@ def run_agent(job: JobSpec) -> int:
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal asked, hasty
         if agent is None:
-            _stop(number, frame)
+            _interrupt(number, frame)
         elif agent.poll() is None:
             hasty = hasty or (asked and number == signal.SIGINT)
             words = (

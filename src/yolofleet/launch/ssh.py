@@ -25,7 +25,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.launch.code import packed
 from yolofleet.launch.fleet import Fleet
-from yolofleet.launch.folders import HERE, Folders
+from yolofleet.launch.folders import LAUNCHER, Folders
 from yolofleet.launch.local import stoppable
 from yolofleet.launch.preflight import (
     Plan,
@@ -37,6 +37,7 @@ from yolofleet.launch.preflight import (
     raise_faults,
 )
 from yolofleet.launch.remote import Frame, Remote, Unreachable
+from yolofleet.launch.start import as_training
 from yolofleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 
@@ -84,11 +85,8 @@ def crew(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[lis
 
 
 def log_in(remotes: Sequence[Remote]) -> list[Unreachable]:
-    """Log in to all; returns why it was not possible where it was not.
-
-    Raises:
-        Stopped: Ctrl-C. Who closes the remotes ends the logins.
-    """
+    """Log in to all; returns why it was not possible where it was not. After Ctrl-C, who closes the remotes ends the
+    logins."""
 
     def login(remote: Remote) -> Unreachable | None:
         try:
@@ -103,8 +101,6 @@ def log_in(remotes: Sequence[Remote]) -> list[Unreachable]:
         if wait(logins, QUIET_S).not_done:
             say(f"logging in to {len(remotes)} host{'s' if len(remotes) > 1 else ''} ...")
         return [problem for done in logins if (problem := done.result()) is not None]
-    except KeyboardInterrupt:
-        raise Stopped("stopped on request while logging in: nothing was started") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -141,36 +137,35 @@ def run_on_fleet(
     texts = [job_text(config, recipe, fleet, node) for node in range(len(fleet.hosts))]
     with stoppable(), crew(fleet) as remotes:
         plan = check(config, fleet, remotes)
-        folders = Folders.claim(verb, settings, remotes, resumed)
-        job = {
-            "id": f"{folders.here.path.name}-{secrets.token_hex(3)}",
-            "title": f"{verb} {folders.here.path}",
-            "command": None,
-            "terminal": terminal_size(),
-        }
-        resume = folders.resume_command(settings) if isinstance(settings, TrainConfig) else ""
+        terminal = terminal_size()
         code: int | None = None
         saved: bool | None = False
+        folders = Folders.claim(verb, settings, remotes, resumed)
         try:
+            job = {
+                "id": f"{folders.here.path.name}-{secrets.token_hex(3)}",
+                "title": f"{verb} {folders.here.path}",
+                "command": None,
+            }
+            resume = folders.resume_command(settings) if isinstance(settings, TrainConfig) else ""
             if recipe is not None:
                 folders.begin(texts[0], remotes, is_resumed=resumed is not None)
-            for _ in range(PORT_TRIES):
+            saved = None  # from here on nobody knows until the hosts are asked
+            for tries_left in reversed(range(PORT_TRIES)):
                 watch = Watch(fleet, remotes, folders.log)
-                for node, remote in enumerate(remotes):
+                parts = []
+                for node in range(len(remotes)):
                     there = place(fleet, plan, node)
-                    remote.start(
-                        {
-                            **job,
-                            **there,
-                            "env": there["env"] | {RESUME_COMMAND: resume},
-                            "folder": folders.sites[node].folder,
-                            "text": texts[node],
-                            "streamed": folders.sites[node].owner != HERE,
-                            "terminal": job["terminal"] if node == 0 else None,
-                        }
-                    )
-                watch.follow()
-                if not watch.met_busy_port:
+                    part = {
+                        "env": there["env"] | {RESUME_COMMAND: resume},
+                        "folder": folders.sites[node].folder,
+                        "text": texts[node],
+                        "streamed": folders.sites[node].owner != LAUNCHER,
+                        "terminal": terminal if node == 0 else None,
+                    }
+                    parts.append({**job, **there, **part})
+                watch.follow(parts)
+                if not (watch.met_busy_port and tries_left):
                     break
                 say(f"note: port {plan.port} of {remotes[0].name} was taken in the meantime; trying another")
                 plan = replace(plan, port=free_port(fleet, remotes, passed_over=[plan.port]))
@@ -206,10 +201,8 @@ def run_command(fleet: Fleet, command: Sequence[str]) -> int:
         watch = Watch(fleet, remotes, lambda *_: None, plain=True)
         title = " ".join(command)
         job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
-        for node, remote in enumerate(remotes):
-            here = {"folder": ".", "streamed": False, "terminal": None}
-            remote.start({**job, **place(fleet, plan, node), **here})
-        watch.follow()
+        here = {"folder": ".", "streamed": False, "terminal": None}
+        watch.follow([{**job, **place(fleet, plan, node), **here} for node in range(len(remotes))])
         return watch.command_code()
 
 
@@ -247,10 +240,7 @@ def check(config: Resolved[Any], fleet: Fleet, remotes: Sequence[Remote]) -> Pla
     if settings.sync_code:
         package = packed()
         on_each(remotes, lambda remote: remote.ask("take_code", SEND_S, **package))
-    if not isinstance(settings, TrainConfig):
-        shared = TrainConfig.model_fields.keys() & ValConfig.model_fields.keys() - {"batch"}
-        settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
-    findings, plan = inspect(fleet, remotes, settings, files_of(config.value))
+    findings, plan = inspect(fleet, remotes, as_training(settings), files_of(settings))
     if settings.sync_code:  # it is what was installed that differs
         findings = [finding for finding in findings if finding.code != "package-differs"]
     for finding in findings:

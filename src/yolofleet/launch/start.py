@@ -12,6 +12,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped
 from yolofleet.launch.fleet import Fleet, fleet_of
 from yolofleet.launch.job import JobSpec
+from yolofleet.launch.local import run_agent, stoppable
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, write_text
@@ -36,6 +37,7 @@ def start_val(config: Resolved[ValConfig]) -> int:
     return _start("val", config, None)
 
 
+@stoppable()
 def _start(
     verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
 ) -> int:
@@ -51,7 +53,7 @@ def _start(
         from yolofleet.launch.ssh import run_on_fleet
 
         return run_on_fleet(config, recipe, fleet, resumed_folder(settings))[0]
-    if isinstance(settings, TrainConfig) and not is_worker():
+    if not is_worker():
         look_first(settings)
     processes = processes_to_start(settings)
     if processes == 1 or is_worker():
@@ -61,18 +63,13 @@ def _start(
         resumed = resumed_folder(settings)
         run(config, recipe, RunFolder(resumed) if resumed else None)
         return 0
-    from yolofleet.launch.local import stoppable
-
-    with stoppable():
-        resumed = resumed_folder(settings)
-        folder = (
-            RunFolder(resumed)
-            if resumed
-            else RunFolder.create(
-                verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-            )
-        )
-        return run_processes(config, recipe, folder, processes)
+    resumed = resumed_folder(settings)
+    folder = (
+        RunFolder(resumed)
+        if resumed
+        else RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
+    )
+    return run_processes(config, recipe, folder, processes)
 
 
 def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
@@ -88,7 +85,7 @@ def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None
     Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
 
 
-def look_first(settings: TrainConfig) -> None:
+def look_first(settings: TrainConfig | ValConfig) -> None:
     """The doctor's quick examination of this machine: what hurts a run is said, what it cannot do with is refused.
 
     Raises:
@@ -97,7 +94,7 @@ def look_first(settings: TrainConfig) -> None:
     """
     from yolofleet.doctor.run import preflight
 
-    for finding in preflight(settings):
+    for finding in preflight(as_training(settings)):
         if finding.level == "fault" and not finding.code.startswith(
             "disk-"
         ):  # a run says itself what it could not write
@@ -111,6 +108,16 @@ def look_first(settings: TrainConfig) -> None:
             print(finding.render(), file=sys.stderr, flush=True)
 
 
+def as_training(settings: TrainConfig | ValConfig) -> TrainConfig:
+    """A validation as the doctor knows it: a training that has images of validation only."""
+    if isinstance(settings, TrainConfig):
+        return settings
+    shared = TrainConfig.model_fields.keys() & ValConfig.model_fields.keys() - {"batch", "project"}
+    values = {name: getattr(settings, name) for name in shared}
+    values |= {"batch": 1, "val_batch": settings.batch, "project": settings.project or Path("runs", "val")}
+    return TrainConfig(**values)
+
+
 def run_processes(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
     recipe: Resolved[Recipe] | None,
@@ -122,8 +129,6 @@ def run_processes(
     Raises:
         StorageError: the disk refused.
     """
-    from yolofleet.launch.local import run_agent
-
     code = None
     try:
         write_text(folder.job, dump_config(config, recipe))

@@ -60,7 +60,7 @@ class Watch:
     log: Callable[[int, int, str], None]
     plain: bool = False  # a command, not a run: there is no rank 0 that speaks for all, and nothing to save
     nodes: list[Node] = field(init=False)
-    wishes: int = 0  # signals that asked to stop
+    wishes: int = 0  # to stop; more than one: at once
     order: list[int] = field(default_factory=list)  # nodes as they ended
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
@@ -70,10 +70,12 @@ class Watch:
     def __post_init__(self) -> None:
         self.nodes = [Node(remote) for remote in self.remotes]
 
-    def follow(self) -> None:
-        """Until every host has ended everything, or is given up."""
+    def follow(self, parts: Sequence[Frame]) -> None:
+        """Start each host's part, and stay until every host has ended everything, or is given up."""
         inbox = self.remotes[0].inbox
         with self._signals():
+            for remote, part in zip(self.remotes, parts, strict=True):
+                remote.start(part)
             while not all(node.is_over for node in self.nodes):
                 with suppress(Empty):
                     remote, frame = inbox.get(timeout=0.2)
@@ -136,9 +138,14 @@ class Watch:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and the like: the first asks all hosts to save and stop, the second ends them at once."""
+        """Ctrl-C and the like: the first asks all hosts to save and stop, a Ctrl-C after that ends them at once.
+
+        Other signals hasten nothing: who manages processes sends several, to a group and to each in it.
+        """
 
         def wish(number: int, _frame: Any) -> None:
+            if self.wishes and number != signal.SIGINT:
+                return
             self.wishes += 1
             first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
             words = f"{first}; Ctrl-C again ends at once" if self.wishes == 1 else "ending all hosts at once"
