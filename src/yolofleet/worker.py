@@ -106,7 +106,7 @@ def run(
     settings = config.value
     device = prepare_process(settings, place)
     world = World.join(place, device, settings.timeout_s)
-    run_folder = folder
+    run_folder, failed = folder, True
     try:
         with stoppable():
             verb = "train" if isinstance(settings, TrainConfig) else "val"
@@ -126,6 +126,7 @@ def run(
                 else:
                     write_config(world, run_folder, config)
                     validate(settings, world, run_folder)
+        failed = False
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -137,7 +138,7 @@ def run(
             run_folder.discard_unless_used()
         raise out_of_memory(problem, settings, device) from None
     finally:
-        world.close()
+        world.close(failed=failed)
 
 
 def is_out_of_memory(problem: Exception) -> bool:

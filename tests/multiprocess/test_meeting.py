@@ -13,16 +13,16 @@ from yolofleet.errors import ClusterError
 from yolofleet.parallel import world
 from yolofleet.parallel.place import Place
 
-PATIENCE_S = 4.0
+PATIENCE_S = 4.0  # for those that never come
 
 
-def come(rank: int, size: int, port: int, folder: Path) -> None:
+def come(rank: int, size: int, port: int, folder: Path, patience_s: float) -> None:
     world.SAY_MISSING_S = 1.0
     with (folder / f"said-{rank}").open("w") as said:
         world.sys.stderr = said
         try:
             met = world.World.join(
-                Place(rank, size, rank, size, "torchrun", "127.0.0.1", port), torch.device("cpu"), PATIENCE_S
+                Place(rank, size, rank, size, "torchrun", "127.0.0.1", port), torch.device("cpu"), patience_s
             )
             met.barrier()
             met.close()
@@ -41,7 +41,8 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
     here = [r for r in range(size) if r not in missing]
-    ranks = [context.Process(target=come, args=(r, size, port, tmp_path)) for r in here]
+    patience_s = PATIENCE_S if missing else 200.0
+    ranks = [context.Process(target=come, args=(r, size, port, tmp_path, patience_s)) for r in here]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -54,3 +55,16 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     assert f"ClusterError: ranks 2, 3 did not come to 127.0.0.1:{port} within 4 s" in ends[0]
     assert ends[1].startswith("ClusterError: ")
     assert said == [f"waiting at 127.0.0.1:{port} for ranks 2, 3 of 4\n", ""]
+
+
+def test_after_a_failure_nccl_is_broken_off_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world.dist, "destroy_process_group", lambda: done.append("orderly"))
+    assert callable(world.dist.distributed_c10d._abort_process_group)  # torch has it still
+    monkeypatch.setattr(
+        world.dist.distributed_c10d, "_abort_process_group", lambda: done.append("broken off") or 1 / 0
+    )
+    for device, failed in (("cuda:0", True), ("cuda:0", False), ("cpu", True)):
+        world.World(0, 2, 0, 2, torch.device(device)).close(failed=failed)
+    assert done == ["broken off", "orderly", "orderly"]

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -195,8 +196,15 @@ class World:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
 
-    def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the others. After a failure NCCL is broken off: its orderly end would wait for ranks that never come
+        to it, before anybody could read what failed."""
+        if self.size == 1 or not dist.is_initialized():
+            return
+        if failed and self.device.type == "cuda":
+            with suppress(Exception):  # experimental in torch; what is left open ends with the process
+                dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
     # -- talking -----------------------------------------------------------------------------------
