@@ -55,6 +55,7 @@ TORCH = {
 HEALTHY: dict[str, Any] = {
     "host": "a",
     "platform": "linux",
+    "network_id": "",
     "software": {
         "python": "3.11.7", "system": "Linux 6.1", "yolofleet": "0.1.0", "package_sha256": "0" * 64,
         "nccl": None, "torch": "2.13.0+cu128", "numpy": "2.4", "cv2": "5.0",

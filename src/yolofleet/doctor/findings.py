@@ -31,6 +31,11 @@ class Finding:
     why: str = ""
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        """Names, variables and logs hold anything: nothing of it is obeyed by a terminal, or refused by a file."""
+        for name, text in asdict(self).items():
+            object.__setattr__(self, name, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
     def to_dict(self) -> dict[str, str]:
         """For JSON: the attributes by name."""
         return asdict(self)
@@ -38,7 +43,8 @@ class Finding:
     def render(self) -> str:
         """As a person reads it: one line, then ``why`` and ``try`` where there is something to say."""
         where = f"{self.where}: " if self.where else ""
-        lines = [f"{self.level:<5} {self.code}: {where}{self.seen}"]
+        seen = " ".join(self.seen.splitlines())
+        lines = [f"{self.level:<5} {self.code}: {where}{seen}"]
         lines += [
             f"  why : {line}" if i == 0 else f"        {line}" for i, line in enumerate(self.why.splitlines())
         ]

@@ -16,6 +16,7 @@ from typing import Any
 
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data, same_machines
+from yolofleet.doctor.answers import check_answer
 from yolofleet.doctor.cards import card_with, network_of
 from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
@@ -74,7 +75,7 @@ class Examination:
         *,
         trips_s: dict[str, tuple[float, float]] | None = None,
     ) -> dict[str, Reply]:
-        """All hosts at the same time; one that is lost is a finding, and is not asked again.
+        """All hosts at the same time; one that is lost, or answers something else, is a finding, and is not asked again.
 
         Args:
             peers: only these.
@@ -86,8 +87,11 @@ class Examination:
 
         def one(peer: Peer) -> Reply | YolofleetError:
             began_s = time.time()
+            wish = arguments(peer) if callable(arguments) else arguments
             try:
-                return peer.ask(probe, arguments(peer) if callable(arguments) else arguments)
+                answer = peer.ask(probe, wish)
+                check_answer(peer.name, probe, wish, answer)
+                return answer
             except YolofleetError as problem:
                 return problem
             finally:
@@ -132,8 +136,8 @@ def examine(
         wishes = {"folders": list(folders), "port": port, "quick": quick}
         found.facts = found.ask("facts", lambda peer: {**wishes, "count_gpus": by_number(peer.device)})
         found.findings += alone(found, settings)
-        if len(found.peers) > 1:
-            found.findings += differences({name: found.facts[name] for name in found.names}, software())
+        if len(found.facts) > 1:
+            found.findings += differences(found.facts, software())
             found.findings += clocks(found)
             if not quick:
                 found.findings += names(found)
@@ -161,6 +165,8 @@ def alone(found: Examination, settings: TrainConfig) -> list[Finding]:
 def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:
     """Whether each host reaches each, and unless ``quick`` how fast."""
     token = secrets.token_hex(16)
+    if len(found.peers) < 2:  # the others were lost meanwhile
+        return []
     try:
         open_ports = listen(found, token, port)
         findings = judge_ways(found, token, open_ports, port)
@@ -199,10 +205,9 @@ def names(found: Examination) -> list[Finding]:
     unknown: dict[str, list[str]] = defaultdict(list)
     for asker, answers in seen.items():
         for target, machine in own.items():
-            answer = answers.get(machine)
-            if answer is None or asker == target:
+            if own[asker] == machine:  # "localhost", say: what it has to say of that is said for itself
                 continue
-            addresses = answer["addresses"]
+            addresses = answers[machine]["addresses"]
             cards = found.facts[target]["cards"] or []
             if not addresses:
                 unknown[target].append(asker)
@@ -250,10 +255,10 @@ def data_sets(found: Examination, settings: TrainConfig) -> list[Finding]:
 def listen(found: Examination, token: str, port: int) -> dict[str, list[int]]:
     """Every host listens on a port that its kernel chooses, the first one on that of the rendezvous as well."""
     first = found.peers[0].name
-    free = not found.facts[first]["port"]["busy"]
+    seen = found.facts[first]["port"]
 
     def ports(peer: Peer) -> Mapping[str, Any]:
-        wanted = [0, port] if peer.name == first and free else [0]
+        wanted = [0, port] if peer.name == first and not (seen and seen["busy"]) else [0]
         return {"address": "0.0.0.0", "ports": wanted, "token": token, "seconds": LISTEN_S}
 
     return {name: reply["ports"] for name, reply in found.ask("listen", ports).items()}
@@ -286,7 +291,8 @@ def judge_ways(
     attempts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for source, results in found.ask("reach", lambda peer: {"targets": targets(peer.name)}).items():
         for target, result in zip(targets(source), results, strict=True):
-            attempts[source, target["host"]].append(result)
+            at = {"address": target["address"], "port": target["port"]}
+            attempts[source, target["host"]].append({**result, **at})
     findings: list[Finding] = []
     for name in found.names:
         findings += _judge_target(found, name, wanted[name], every[name], attempts, port)
@@ -412,7 +418,8 @@ def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int
 
         for source, reply in found.ask("measure", target, asked).items():
             measured[source, targets[source]] = reply
-    return judge_speeds(measured, found.meetings)
+    left = {way: reply for way, reply in measured.items() if way[1] in found.names}
+    return judge_speeds(left, found.meetings)  # why the way to a host that was lost broke is said
 
 
 def measured_all_reduce(found: Examination) -> list[Finding]:

@@ -98,7 +98,7 @@ def _of_several(readers: Mapping[str, _Reader], files: int) -> list[Finding]:
     for (seen, level, name), *others in kinds:
         finding = _finding(seen, level)
         more = f", and in {len(others)} more file{'s' if len(others) > 1 else ''}" if others else ""
-        findings.append(replace(finding, where=f"{_plain(name)}, {finding.where}{more}"))
+        findings.append(replace(finding, where=f"{_short(name)}, {finding.where}{more}"))
     if all(finding.level in ("ok", "note") for finding in findings):
         lines = sum(reader.lines for reader in readers.values())
         findings.insert(0, _clean(f"{len(readers)} files, {lines} lines"))
@@ -452,9 +452,7 @@ def _finding(seen: _Seen, level: Level) -> Finding:
         why = f"Perhaps it was tried again and worked: the log does not say. {why}"
     times = f" ({seen.count} lines like it)" if seen.count > 1 else ""
     fix = _filled(seen.fix or seen.rule.fix, seen.text)
-    return Finding(
-        seen.rule.code, level, _plain(where), _plain(seen.text) + times, why, _plain(fix, len(fix))
-    )
+    return Finding(seen.rule.code, level, _short(where), _short(seen.text) + times, why, fix)
 
 
 def _filled(fix: str, text: str) -> str:
@@ -472,7 +470,5 @@ def _tidy(raw: str) -> str:
     return (_COLOUR.sub("", raw) if "\x1b" in raw else raw).strip()
 
 
-def _plain(text: str, longest: int = SHOWN) -> str:
-    """Short, and nothing that a terminal would obey."""
-    short = text if len(text) <= longest else f"{text[:longest]}..."
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in short)
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

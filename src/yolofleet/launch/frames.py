@@ -9,28 +9,16 @@ from __future__ import annotations
 import base64
 import json
 import os
-from types import NoneType
 from typing import Any
+
+from yolofleet.doctor.shapes import fits, is_number, is_whole
 
 PROTOCOL = 1
 MOST_FRAME_BYTES = 16 << 20
 ENDINGS = range(-64, 256)  # what a process can end with: signals below 0
-MOST = 1e15  # of any number
 MOST_RANKS = 100_000
 
 Frame = dict[str, Any]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < MOST  # NaN is not
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < MOST
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or _is_whole(value)
 
 
 def _is_ending(value: Any) -> bool:
@@ -41,12 +29,8 @@ def _is_exit_code(value: Any) -> bool:
     return isinstance(value, int) and value in range(256)
 
 
-def _are_hashes(value: Any) -> bool:
-    return isinstance(value, dict) and fits(list(value.values()), [str])
-
-
 def _is_file(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_path(value[0]) and _is_whole(value[1])
+    return isinstance(value, list) and len(value) == 2 and _is_path(value[0]) and is_whole(value[1])
 
 
 def _are_ranks(value: Any) -> bool:
@@ -67,48 +51,49 @@ def _is_base64(value: Any) -> bool:
         return False
 
 
+_count = (is_whole, None)
 WORDS = {
-    "rank": _is_whole,
+    "rank": is_whole,
     "host": str,
     "message": str,
     "exit_code": _is_exit_code,
-    "time": _is_number,
+    "time": is_number,
 }  # see worker.py
 FRAMES: dict[str, Frame] = {
-    "hello": {"protocol": _is_whole, "platform": str, "software": dict, "time_s": _is_number},
+    "hello": {"protocol": is_whole, "platform": str, "software": dict, "time_s": is_number},
     "beat": {},
-    "reply": {"id": _is_whole},
+    "reply": {"id": is_whole},
     "output": {"text": str},
-    "log": {"rank": _is_whole, "text": str},
+    "log": {"rank": is_whole, "text": str},
     "exit": {
         "code": _is_ending,
         "words": [WORDS],
         "log": str,
         "why": str,
         "stopped": [str],
-        "killed": {"group": _is_count, "machine": _is_count},
+        "killed": {"group": _count, "machine": _count},
     },
 }
 JOB = {
     "job": str,
     "title": str,
     "folder": _is_path,
-    "node": _is_whole,
+    "node": is_whole,
     "ranks": _are_ranks,
     "runs": bool,
-    "began_s": _is_number,
-    "ended_s": _is_number,
-    "code": _is_count,
+    "began_s": is_number,
+    "ended_s": is_number,
+    "code": _count,
 }
 ANSWERS: dict[str, Any] = {  # of launch/requests.py
     "enter": _is_path,
     "claim": {"folder": _is_path, "owner": str, "made": bool},
-    "unclaim": NoneType,
+    "unclaim": None,
     "take_code": str,
-    "hash_files": _are_hashes,
-    "reserve_port": _is_whole,
+    "hash_files": {str: str},
+    "reserve_port": is_whole,
     "list_files": [_is_file],
-    "read_piece": {"offset": _is_whole, "data": _is_base64, "size": _is_whole},
+    "read_piece": {"offset": is_whole, "data": _is_base64, "size": is_whole},
     "list_jobs": [JOB],
     "end_job": {"found": bool, "left": bool},
 }
@@ -129,15 +114,3 @@ def is_sound(frame: Frame) -> bool:
     shape = FRAMES.get(frame.get("type", ""))
     answers = frame.get("type") != "reply" or "value" in frame or isinstance(frame.get("error"), str)
     return shape is not None and fits(frame, shape) and answers
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """``shape``: a type or several, [shape of every item], {key: shape of its value; others may be there}, or a
-    function that says."""
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(
-            key in value and fits(value[key], of) for key, of in shape.items()
-        )
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
-    return isinstance(value, shape) if isinstance(shape, (type, tuple)) else bool(shape(value))

@@ -1,0 +1,166 @@
+"""Answers of hosts are not believed: what no doctor would say is a finding that names the host and the question."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from test_doctor_fleet import CPU, Host, hosts
+
+from yolofleet.doctor import probes
+from yolofleet.doctor.answers import ANSWERS, check_answer
+from yolofleet.doctor.apart import _torch
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.fleet import Peer, examine
+from yolofleet.doctor.probes import PROBES, run_probe
+from yolofleet.doctor.shapes import fits, is_whole, misfit
+from yolofleet.errors import ClusterError
+
+SETTINGS = CPU.model_copy(update={"data": "set.yaml"})
+
+
+def fleet() -> list[Host]:
+    made = hosts()
+    made[1].facts["gpu_count"] = 1
+    return made
+
+
+def findings(made: list[Host], *, quick: bool = False) -> list[Finding]:
+    peers = [Peer(host.name, host.ask, "0" if host.name == "m2" else "cpu") for host in made]
+    return examine(peers, SETTINGS, port=29500, quick=quick).findings
+
+
+def test_where_a_value_is_not_of_its_shape() -> None:
+    shape = {"a": [{"b": (is_whole, None)}], "c": {str: str}, "d": ({"e": int}, {"f": int})}
+    good = {"a": [{"b": 1}, {"b": None}], "c": {"x": ""}, "d": {"f": 1}, "more": 3}
+    assert misfit(good, shape) is None and fits(good, shape)
+    assert misfit({**good, "a": [{"b": 1}, {"b": "1"}]}, shape) == "['a'][1]['b']"
+    assert misfit({**good, "c": {"x": 1}}, shape) == "['c']['x']"
+    assert misfit({**good, "d": {}}, shape) in ("['d']['e']", "['d']['f']")
+    assert misfit({"a": []}, shape) == "['c']"
+    assert misfit([], shape) == ""
+    assert not fits(float("nan"), is_whole) and not fits(10**400, is_whole)
+
+
+def test_every_probe_has_a_shape_of_its_answer() -> None:
+    assert ANSWERS.keys() == PROBES.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+def test_what_this_machine_answers_is_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probes.APART_S, "libraries", 0.01)  # torch is asked below
+    token = "ab" * 16
+    to = {"host": "m", "address": "127.0.0.2", "token": token}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("facts", {"folders": ["."], "port": 29500, "quick": True, "count_gpus": True}),
+        ("facts", {"folders": ["/none/of it"], "port": 0}),
+        ("time", {}),
+        ("look_up", {"names": ["localhost", "no such host"]}),
+        ("firewall", {}),
+        ("listen", {"address": "127.0.0.2", "ports": [0], "token": token, "seconds": 20}),
+        ("free_port", {"address": "127.0.0.2"}),
+        ("data", {"data": "none/of it.yaml"}),
+    ]
+    for probe, arguments in asked:
+        answer = json.loads(json.dumps(run_probe(probe, arguments)))
+        check_answer("m", probe, arguments, answer)
+        if probe == "listen":
+            to["port"] = answer["ports"][0]
+            asked += [
+                ("reach", {"targets": [to, {**to, "port": 1}]}),
+                ("measure", to),
+                ("measure", {**to, "port": 1}),
+            ]
+    check_answer("m", "unlisten", {}, run_probe("unlisten", {"token": token}))
+    libraries = {"problems": {}, "torch": json.loads(json.dumps(_torch()))}
+    check_answer("m", "facts", {}, {**hosts()[0].facts, "libraries": libraries})
+
+
+def test_a_host_of_another_version_is_named_with_the_question_and_the_others_go_on() -> None:
+    made = fleet()
+    del made[1].facts["cards"][0]["mtu"]
+    [lost] = [finding for finding in findings(made) if finding.code == "host-lost"]
+    assert (lost.level, lost.where) == ("fault", "m2")
+    assert lost.seen == "m2 answers 'facts' as no doctor of this version does: see facts['cards'][0]['mtu']"
+    assert "same version" in lost.fix
+    assert made[2].asked[-1] == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("host",), "'; reboot; '"),
+        (("cards", 1, "name"), "eth0;reboot"),
+        (("cards", 1, "addresses"), ["$(reboot)/24"]),
+        (("port", "pid"), -1),  # kill -1 would end everything
+        (("software", "torch"), "2.13 && reboot"),
+        (("firewall", "chains"), [["inet", "own", "in; reboot"]]),
+    ],
+)
+def test_no_host_puts_words_into_a_command(path: tuple[Any, ...], value: Any) -> None:
+    made = fleet()
+    inner = made[1].facts
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    assert [finding.where for finding in findings(made) if finding.code == "host-lost"] == ["m2"]
+
+
+JUNK = (None, True, -1, 0, 3.5, 1e999, float("nan"), 10**30, "", "x", "9" * 5000, "10.0.0.1/24", "::1%x", "\x1b[2J\n", "\ud800",
+        [], [[]], {}, {"problem": ""}, {"problem": "broken"}, ["a", "b"])  # fmt: skip
+
+
+def altered(value: Any, chance: random.Random) -> Any:
+    """Something in it, at any depth, is missing, doubled or something else."""
+    if chance.random() < 0.15 or not isinstance(value, (dict, list)) or not value:
+        return chance.choice(JUNK)
+    changed = copy.copy(value)
+    at = chance.choice(list(changed) if isinstance(changed, dict) else range(len(changed)))
+    how = chance.random()
+    if how < 0.2:
+        del changed[at]
+    elif how < 0.3 and isinstance(changed, list):
+        changed.append(changed[at])
+    else:
+        changed[at] = altered(changed[at], chance)
+    return changed
+
+
+@pytest.mark.parametrize("probe", sorted(PROBES))
+def test_no_answer_is_a_traceback(probe: str) -> None:
+    chance = random.Random(probe)
+    refused = 0
+    for _ in range(60 if probe == "facts" else 12):
+        made = fleet()
+        liar = made[0] if probe == "free_port" else made[1]
+        made[2].ways["10.0.0.2"] = "dropped" if probe == "firewall" else "connected"  # then it is asked for
+        honest = liar.ask
+        wrong: list[str | None] = []
+
+        def ask(name: str, arguments: Mapping[str, Any], honest: Any = honest, wrong: Any = wrong) -> Any:
+            answer = honest(name, arguments)
+            if name == probe:
+                answer = altered(answer, chance)
+                wrong.append(misfit(answer, ANSWERS[probe](arguments)))
+            return answer
+
+        liar.ask = ask  # type: ignore[method-assign]
+        found = findings(made, quick=probe == "firewall" or (probe == "facts" and chance.random() < 0.5))
+        lost = [finding for finding in found if finding.code == "host-lost"]
+        assert wrong and bool(lost) is any(at is not None for at in wrong)
+        assert all(finding.where == liar.name and repr(probe) in finding.seen for finding in lost)
+        for finding in found:
+            assert finding.render().replace("\n", "").isprintable() and len(finding.render()) < 20_000
+            json.dumps(finding.to_dict(), ensure_ascii=False).encode()
+        refused += bool(lost)
+    assert refused > 1
+
+
+def test_the_error_is_ours() -> None:
+    with pytest.raises(ClusterError, match=r"m7 answers 'time' as no doctor .*: see time\['time_s'\]"):
+        check_answer("m7", "time", {}, {"time_s": "now"})
