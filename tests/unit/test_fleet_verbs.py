@@ -141,7 +141,14 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
     job("run-bbbbbb", began_s=2.0)
     told = ("fleet", "logs", "--hosts", "localhost")
     assert cli(*told) == (0, "rank 0: one\nrank 0: \nrank 0: three\nrank 0: half\nrank 1: other\n", "")
-    assert cli(*told, "exp", "--rank", "0", "--lines", "2")[1] == "three\nhalf\n"
+    left_out = "note: earlier lines are left out: --lines N or --lines all shows them\n"
+    assert cli(*told, "exp", "--rank", "0", "--lines", "2") == (0, "three\nhalf\n", left_out)
+    (logs / "rank-1.log").write_text("".join(f"{n}\n" for n in range(30_000)))  # more than 64 KiB
+    assert cli(*told, "--rank", "1")[1].split() == [str(n) for n in range(29_980, 30_000)]
+    assert cli(*told, "--rank", "1", "--lines", "29999")[1].split()[0] == "1"
+    code, out, err = cli(*told, "--rank", "1", "--lines", "all")
+    assert (len(out.splitlines()), err) == (30_000, "")
+    (logs / "rank-1.log").write_text("other\n")
     assert cli(*told, "--lines", "0") == (0, "", "")
     assert cli(*told, "--follow")[1].endswith("rank 1: other\nrank 0: half\n")
     assert "exp-aaaaaa has written nothing yet" in cli(*told, "--rank", "2")[2]
@@ -161,6 +168,34 @@ def test_a_plain_command_has_no_logs(cli: Cli, job: Callable[..., None]) -> None
     assert code == 2 and "no run is known there" in err
     code, _, err = cli("fleet", "logs", "run", "--hosts", "localhost")
     assert code == 2 and "was started by `fleet run`" in err
+
+
+@linux
+def test_a_command_of_many_lines_is_one_row(cli: Cli, job: Callable[..., None]) -> None:
+    cli("fleet", "run", "--hosts", "localhost:cpu", "--", "sh", "-c", "true\nexit 0")
+    head, row = cli("fleet", "ps", "--all", "--hosts", "localhost")[1].splitlines()
+    assert head.startswith("job") and "sh -c" in row and "exit 0" in row
+
+
+@linux
+def test_a_fleet_that_needs_long_to_save_is_waited_for(
+    cli: Cli, job: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fleet.yaml").write_text("grace_s: 300\nhosts: [localhost]\n")
+    job("exp-aaaaaa", began_s=1.0, runs=True)
+    waited = []
+
+    def end_job(self: Remote, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
+        if request != "end_job":
+            return ask(self, request, **arguments)
+        waited.append((arguments["deadline_s"], timeout_s))
+        return {"found": True, "left": False}
+
+    ask = Remote.ask
+    monkeypatch.setattr(Remote, "ask", end_job)
+    assert cli("fleet", "stop", "--fleet", str(tmp_path / "fleet.yaml"))[0] == 0
+    assert cli("fleet", "stop", "--hosts", "localhost")[0] == 0
+    assert waited == [(310.0, 320.0), (40.0, 50.0)]
 
 
 @linux
@@ -192,6 +227,7 @@ class FakeHost(Remote):
     def __init__(self, name: str, *, file: bytes = b"", well: bool = True) -> None:
         super().__init__(Host(name, "cpu"))
         self.file, self.well = file, well
+        self.piece_bytes, self.given = 7, 0
 
     def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         if not self.well:
@@ -200,8 +236,27 @@ class FakeHost(Remote):
             return [{"job": "exp-aaaaaa", "began_s": 1.0, "node": 0}]
         size, offset = len(self.file), arguments["offset"]
         begin = offset if offset >= 0 else max(0, size + offset)
-        piece = self.file[begin : begin + 7]  # a host gives a piece at a time
+        piece = self.file[begin : begin + self.piece_bytes]  # a host gives a piece at a time
+        self.given += len(piece)
         return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
+
+
+@linux
+def test_a_host_that_is_lost_while_its_logs_are_read_is_said(
+    cli: Cli, job: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job("exp-aaaaaa", began_s=1.0, folder=str(tmp_path), ranks=2)
+    ask = Remote.ask
+
+    def lose(self: Remote, request: str, timeout_s: float = 30, **arguments: Any) -> Any:
+        if request == "read_piece":
+            self.close()
+        return ask(self, request, timeout_s, **arguments)
+
+    monkeypatch.setattr(Remote, "ask", lose)
+    for more in ([], ["--follow"]):
+        code, _, err = cli("fleet", "logs", "--hosts", "localhost", *more)
+        assert code == 4 and err.count("ClusterError: localhost is lost") == 1 and "nothing yet" not in err
 
 
 def test_a_host_that_does_not_answer_hides_no_other() -> None:
@@ -213,9 +268,37 @@ def test_a_host_that_does_not_answer_hides_no_other() -> None:
 
 def test_a_log_is_read_in_whole_lines_and_to_its_end() -> None:
     host = FakeHost("a", file="first\nsecönd\nhal".encode())
-    log = Log(host, "log", offset=-100)
-    assert log.new() == [b"first", "secönd".encode()]
-    assert log.new() == []
+    log = Log(host, "log")
+    assert list(log.lines(to_end=False)) == [b"first", "secönd".encode()]
+    assert list(log.lines(to_end=False)) == []
     host.file += b"f\nlast"
-    assert (log.new(), log.rest()) == ([b"half"], [b"last"])
-    assert Log(host, "log", offset=-8).new() == []  # "alf" was cut
+    assert list(log.lines(to_end=True)) == [b"half", b"last"]
+    assert list(log.lines(to_end=True)) == []
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("wanted", [0, 1, 2, 9, 10, 11, 100_000])
+def test_the_last_lines_of_a_log_are_found_however_long_they_are(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, end: str
+) -> None:
+    monkeypatch.setattr("yolofleet.cli.fleet.LAST_BYTES", 7)
+    monkeypatch.setattr("yolofleet.cli.fleet.PIECE_BYTES", 17)  # in several pieces of the host's
+    lines = ["", "b" * 30, "c", "", "d" * 5, "e" * 18, "f", "g" * 17, "", "h"]
+    log = Log(FakeHost("a", file=("\n".join(lines) + end).encode()), "log")
+    assert log.skip_to_last(wanted) == (wanted < 10)
+    found = [text.decode() for text in log.lines(to_end=True)]
+    assert found == (lines[-wanted:] if wanted else [])
+
+
+def test_of_a_long_log_as_much_is_read_as_is_shown_and_never_all_at_once() -> None:
+    host = FakeHost("a", file=b"".join(b"%099d\n" % n for n in range(50_000)))
+    host.piece_bytes = 1 << 20
+    log = Log(host, "log")
+    assert log.skip_to_last(20)
+    assert [int(text) for text in log.lines(to_end=True)] == [*range(49_980, 50_000)]
+    assert host.given < 1 << 17
+    log = Log(host, "log")
+    assert log.skip_to_last(15_000) and len(list(log.lines(to_end=True))) == 15_000
+    endless = FakeHost("a", file=b"x" * (5 << 20))
+    endless.piece_bytes = 1 << 20
+    assert max(map(len, Log(endless, "log").lines(to_end=True))) <= 2 << 20

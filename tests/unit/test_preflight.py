@@ -17,6 +17,7 @@ from yolofleet.cli import main
 from yolofleet.cli.fleet import firewall_line
 from yolofleet.config.load import resolve_val
 from yolofleet.doctor.need import need_of
+from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Host, parse_hosts
 from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port
 from yolofleet.launch.remote import Remote
@@ -82,6 +83,29 @@ def test_a_file_that_only_another_host_has_comes_from_there(
     assert (found.code, found.where) == ("file-differs", "m2")
     subprocess.run(found.fix, shell=True, check=True)
     assert (m2 / "a.pt").read_text() == "right"
+
+
+def test_a_file_that_only_this_machine_cannot_read_is_judged_without_it(
+    remotes: list[Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for remote in remotes:
+        Path(remote.host.folder, "a.pt").write_text("right")
+    monkeypatch.setattr("yolofleet.launch.preflight.hash_files", refuse)
+    assert not files(remotes, ["a.pt"])
+
+
+def refuse(_: object) -> dict[str, str]:
+    raise PermissionError("a.pt")
+
+
+def test_a_host_that_is_lost_is_not_taken_for_one_without_the_folder(remotes: list[Remote]) -> None:
+    with pytest.raises(ConfigError, match="m2 has no folder /no/such"):
+        remotes[1].host = replace(remotes[1].host, folder="/no/such")
+        enter_folders(remotes)
+    remotes[0].close()
+    with pytest.raises(ClusterError, match="m1 is lost"):
+        enter_folders(remotes[:1])
 
 
 # -- one machine alone ---------------------------------------------------------------------------------------

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yolofleet.cli.commands import Command
+from yolofleet.cli.commands import Command, say
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError, ConfigError
 
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LINES_BYTES = 64 << 10  # of a log, that lines are taken from
 FOLLOW_S = 1.0
+KILLING_S = 10.0  # that a host has after its grace, to end everything
+LAST_BYTES = 64 << 10  # of a log, that its last lines are looked for in at first
+PIECE_BYTES = 1 << 20  # and then, piece by piece, before that
+LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
+EVERY_LINE = -1
 HOSTS = [
     click.Option(["--hosts"], metavar="TEXT", help="the machines, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
     click.Option(["--fleet", "fleet_file"], metavar="FILE", help="the machines, from a YAML file"),
@@ -168,7 +172,7 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
                 ranks = str(first) if count == 1 else f"{first}-{first + count - 1}"
                 lasted_s = (job["ended_s"] or time.time() + remote.ahead_s) - job["began_s"]
                 state = "runs" if job["runs"] else "lost" if job["code"] is None else f"exit {job['code']}"
-                rows.append((job["job"], remote.name, ranks, state, duration(lasted_s), job["title"]))
+                rows.append((job["job"], remote.name, ranks, state, duration(lasted_s), shown(job["title"])))
         if rows:
             table = [("job", "host", "ranks", "state", "time", "what"), *rows]
             widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -183,8 +187,9 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int) -> int:
-    where = typed(hosts, fleet_file)
+def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int | None) -> int:
+    where, fleet = typed(hosts, fleet_file), asked_fleet(hosts, fleet_file)
+    deadline_s = fleet.grace_s + KILLING_S if grace_s is None else grace_s
 
     def end(found: list[Job]) -> int:
         running = [entry for entry in found if entry[1]["runs"]]
@@ -199,7 +204,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
         name = named_job(job, names, "runs") if job else names[0]
 
         def ask(remote: Remote) -> dict[str, Any]:
-            return dict(remote.ask("end_job", grace_s + 10, job=name, now=now, deadline_s=grace_s))
+            return dict(remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s))
 
         answers, lost = each((remote for remote, record in running if record["job"] == name), ask)
         tell(lost.values())
@@ -213,7 +218,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
             click.echo(f"{name} has ended on {', '.join(remote.name for remote in answers)}")
         return ClusterError.exit_code if lost else 0
 
-    return with_jobs(asked_fleet(hosts, fleet_file), end)
+    return with_jobs(fleet, end)
 
 
 def logs(
@@ -231,29 +236,42 @@ def logs(
             raise ConfigError(f"job {name} has no rank {rank} there", hint=f"--rank 0 to {max(ranks)}")
         wanted = {number: log for number, log in ranks.items() if rank in (None, number)}
 
-        def write(number: int, texts: Sequence[bytes]) -> bool:
-            for text in texts:
-                click.echo(f"rank {number}: " * (rank is None) + text.decode("utf-8", "replace"))
-            return bool(texts)
+        lost: set[Remote] = set()
 
-        came = [
-            write(number, last(lines, log.new() if follow else [*log.new(), *log.rest()]))
-            for number, log in wanted.items()
-        ]
-        if not any(came) and lines and not follow:
-            print(f"note: {name} has written nothing yet", file=sys.stderr)
-        code, going = 0, follow
+        def on_all(work: Callable[[int, Log], bool]) -> bool:
+            """Whether it found something in any log; a host that is lost is said, and left out from then on."""
+            found = False
+            for number, log in wanted.items():
+                try:
+                    found = (log.remote not in lost and work(number, log)) or found
+                except ClusterError as problem:
+                    lost.add(log.remote)
+                    tell([problem])
+            return found
+
+        def write(number: int, log: Log, *, to_end: bool) -> bool:
+            came = False
+            for text in log.lines(to_end=to_end):
+                click.echo(f"rank {number}: " * (rank is None) + text.decode("utf-8", "replace"))
+                came = True
+            return came
+
+        is_cut = lines != EVERY_LINE and on_all(lambda _, log: log.skip_to_last(lines))
+        came = on_all(partial(write, to_end=not follow))
+        if is_cut and lines:
+            say(["earlier lines are left out: --lines N or --lines all shows them"])
+        elif not (came or follow or lost) and lines:
+            say([f"{name} has written nothing yet"])
+        going = follow
         while going:
             time.sleep(FOLLOW_S)
-            known, lost = jobs_of(log.remote for log in wanted.values())
-            tell(lost.values())
-            code = ClusterError.exit_code if lost else code
-            wanted = {number: log for number, log in wanted.items() if log.remote not in lost}
+            known, silent = jobs_of(log.remote for log in wanted.values() if log.remote not in lost)
+            lost |= silent.keys()
+            tell(silent.values())
             # looked at before the logs are read: what they have got until a job ended is not missed
             going = any(record["job"] == name and record["runs"] for _, record in known)
-            for number, log in wanted.items():
-                write(number, log.new() if going else [*log.new(), *log.rest()])
-        return code
+            on_all(partial(write, to_end=not going))
+        return ClusterError.exit_code if lost else 0
 
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
@@ -280,44 +298,81 @@ def logged_job(found: list[Job], asked: str) -> str:
     return logged[0]
 
 
-def last(count: int, lines: list[bytes]) -> list[bytes]:
-    return lines[-count:] if count else []
-
-
 @dataclass
 class Log:
-    """What a rank writes on its host, line by line.
+    """What a rank writes on its host, line by line, of which a few pieces are in memory at a time.
 
     Attributes:
-        offset: bytes that have been read; negative: so many from the end.
+        offset: bytes that have been read or skipped.
         half: the begin of a line that is not whole yet.
     """
 
     remote: Remote
     file: str
-    offset: int = -LINES_BYTES
+    offset: int = 0
     half: bytes = b""
 
-    def new(self) -> list[bytes]:
-        """Lines that have become whole since the last time."""
-        at_first, data = self.offset < 0, self.half
-        while piece := self._piece():
-            data += piece
-        *lines, self.half = data.split(b"\n")
-        return lines[1:] if at_first and self.offset > len(data) else lines  # the first one was cut
+    def skip_to_last(self, lines: int) -> bool:
+        """Go to the begin of the last ``lines`` lines; whether something lies before it."""
+        begin, piece = self._piece(-LAST_BYTES)
+        ends = lines + piece.endswith(b"\n")  # of lines, counted from the end of the file
+        while begin and piece.count(b"\n") < ends:
+            ends -= piece.count(b"\n")
+            begin, piece = self._before(begin)
+        if ends:
+            parts = piece.rsplit(b"\n", ends)
+            piece = piece[: len(parts[0]) + 1] if len(parts) > ends else b""
+        self.offset = begin + len(piece)
+        return self.offset > 0
 
-    def rest(self) -> list[bytes]:
-        """What will not become whole."""
-        return [self.half] if self.half else []
+    def _before(self, end: int) -> tuple[int, bytes]:
+        """The piece that ends there: its begin, and what it has."""
+        begin = max(0, end - PIECE_BYTES)
+        found = b""
+        while len(found) < end - begin and (piece := self._piece(begin + len(found))[1]):
+            found += piece
+        return begin, found[: end - begin]
 
-    def _piece(self) -> bytes:
+    def lines(self, *, to_end: bool) -> Iterator[bytes]:
+        """Those that have become whole since the last time, as they come.
+
+        Args:
+            to_end: what has not become whole is one, too: it will not.
+        """
+        while piece := self._piece(self.offset)[1]:
+            self.offset += len(piece)
+            *whole, self.half = (self.half + piece).split(b"\n")
+            yield from whole
+            if len(self.half) > LONGEST_LINE:
+                yield self.half
+                self.half = b""
+        if to_end and self.half:
+            yield self.half
+            self.half = b""
+
+    def _piece(self, offset: int) -> tuple[int, bytes]:
+        """What lies from ``offset`` on, and where that is; a negative one counts from the end of the file.
+
+        Raises:
+            ClusterError: the host is lost.
+        """
+        from yolofleet.launch.folders import piece_of
+        from yolofleet.launch.remote import Refused
+
         try:
-            answer = self.remote.ask("read_piece", file=self.file, offset=self.offset)
-        except ClusterError:  # there is none yet
-            return b""
-        piece = base64.b64decode(answer["data"])
-        self.offset = int(answer["offset"]) + len(piece)
-        return piece
+            answer = self.remote.ask("read_piece", file=self.file, offset=offset)
+        except Refused:  # there is none yet
+            return 0, b""
+        return int(answer["offset"]), piece_of(answer)
+
+
+class LineCount(click.IntRange):
+    """A number of lines, or ``all``."""
+
+    name = "number of lines"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return EVERY_LINE if value == "all" else super().convert(value, param, ctx)
 
 
 JOB = click.Argument(["job"], default="")
@@ -353,9 +408,8 @@ stop_command = Command(
         click.Option(
             ["--grace", "grace_s"],
             type=click.IntRange(0, 3600),
-            default=40,
             metavar="N",
-            help="seconds to wait until it has ended  [40]",
+            help="seconds to wait until it has ended  [10 more than grace_s of the fleet file: 40]",
         ),
     ],
     callback=stop,
@@ -369,9 +423,11 @@ logs_command = Command(
         JOB,
         click.Option(["--rank"], type=int, default=None, metavar="N", help="of this rank only"),
         click.Option(
-            ["--lines"], type=click.IntRange(0), default=20, metavar="N", help="last lines of each  [20]"
+            ["--lines"], type=LineCount(0), default=20, metavar="N|all", help="last lines of each rank  [20]"
         ),
-        click.Option(["--follow"], is_flag=True, help="go on until the job ends"),
+        click.Option(
+            ["--follow"], is_flag=True, help="go on with what they write until the job ends, or Ctrl-C"
+        ),
     ],
     callback=logs,
     help="The last lines that every rank of JOB wrote. Without JOB: the newest run.",

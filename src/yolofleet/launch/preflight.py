@@ -17,7 +17,7 @@ from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.run import results_folder
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import HERE, Fleet
-from yolofleet.launch.remote import Remote
+from yolofleet.launch.remote import Refused, Remote
 from yolofleet.launch.requests import hash_files
 
 T = TypeVar("T")
@@ -59,14 +59,15 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
     """Each host works in its own folder, or in one of the same path as this one.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not there, or cannot be entered.
+        ClusterError: a host is lost.
     """
 
     def enter(remote: Remote) -> None:
         folder = remote.host.folder or str(Path.cwd())
         try:
             remote.ask("enter", folder=folder)
-        except ClusterError as problem:
+        except Refused as problem:
             raise ConfigError(
                 f"{remote.name} has no folder {folder}",
                 source=problem.what,
@@ -126,7 +127,10 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
     """Files that every rank reads must be on every host, and equal; names that are files nowhere are not judged."""
     if not names:
         return []
-    here = hash_files({"names": names})
+    try:
+        here = hash_files({"names": names})
+    except OSError:  # this machine computes nothing
+        here = {}
     every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
     found = []
     for name in names:

@@ -70,6 +70,10 @@ class Unreachable(ClusterError):
         self.host, self.kind = host, kind
 
 
+class Refused(ClusterError):
+    """A host says why it cannot do what it was asked for."""
+
+
 class Remote:
     """One host. The order is :meth:`open`, then questions, :meth:`start`, :meth:`frames`, :meth:`close`.
 
@@ -163,7 +167,8 @@ class Remote:
         """The answer to a request (``launch/requests.py``, ``doctor/probes.py``). Any thread may ask.
 
         Raises:
-            ClusterError: the host says why not, is lost, does not answer in time, or answers something else.
+            Refused: the host says why not.
+            ClusterError: it is lost, does not answer in time, or answers something else.
         """
         with self._sending:
             self._asked += 1
@@ -180,8 +185,12 @@ class Remote:
             ) from None
         finally:
             del self._replies[number]
+        if not reply:
+            raise ClusterError(
+                f"{self.name}: the connection to it broke", source=self.words() or None, hint=self._look
+            )
         if "error" in reply:
-            raise ClusterError(f"{self.name}: {reply['error']}", source=f"request {request}", hint=self._look)
+            raise Refused(f"{self.name}: {reply['error']}", source=f"request {request}", hint=self._look)
         if not fits(reply["value"], ANSWERS.get(request, A_PROBES)):
             self._strange = f"{request}: {json.dumps(reply['value'])[:200]}"
             self.close()
@@ -277,7 +286,7 @@ class Remote:
                     self.inbox.put((self, frame))
         self._closed.set()
         for waiting in list(self._replies.values()):
-            waiting.put({"error": f"the connection to it broke\n{self.words()}".strip()})
+            waiting.put({})
         if greeted:
             self.inbox.put((self, {"type": "gone"}))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -199,7 +200,7 @@ def run_command(fleet: Fleet, command: Sequence[str]) -> int:
             if finding.level == "fault" and not finding.code.startswith("gpu"):  # it may need none
                 say(f"warning: {finding.where}: {finding.seen}")
         watch = Watch(fleet, remotes, lambda *_: None, plain=True)
-        title = " ".join(command)
+        title = shlex.join(command)
         job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
         here = {"folder": ".", "streamed": False, "terminal": None}
         watch.follow([{**job, **place(fleet, plan, node), **here} for node in range(len(remotes))])
