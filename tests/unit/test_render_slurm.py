@@ -39,7 +39,7 @@ HOSTILE = [
 needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 
 
-def script(*argv: str, settings: str = "nodes=1") -> str:
+def script(*argv: str | bool, settings: str = "nodes=1") -> str:
     """Of `render slurm`, with the settings given as a user gives them."""
     given = {"data": "shapes", "model": "yolov5n"} | dict(zip(argv[::2], argv[1::2], strict=True))
     config, _ = resolve_train(given)
@@ -245,9 +245,30 @@ def test_devices_that_the_job_does_not_have_are_refused(settings: str, device: s
         script("device", device, settings=settings)
 
 
-def test_machines_over_ssh_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--hosts"):
-        script("hosts", "a:2,b:2")
+@pytest.mark.parametrize(
+    ("hosts", "machines"),
+    [("a:8,b:4", "nodes=2,gpus=8"), ("a:cpu:2,b,c", "nodes=3"), ("localhost:+3", "nodes=1,gpus=1")],
+)
+def test_machines_over_ssh_are_refused_and_as_many_of_the_cluster_proposed(hosts: str, machines: str) -> None:
+    with pytest.raises(ConfigError, match="--hosts and --slurm both say") as caught:
+        script("hosts", hosts)
+    assert caught.value.hint.startswith(f"--slurm {machines} without --hosts: ")
+    assert "leave out --slurm" in caught.value.hint
+
+
+def test_a_fleet_file_is_refused_as_hosts_are(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("hosts: [a:2, b:2]\n")
+    with pytest.raises(ConfigError, match="--fleet and --slurm both say") as caught:
+        script("fleet", str(tmp_path / "f.yaml"))
+    assert caught.value.hint.startswith("--slurm nodes=2,gpus=2 without --fleet: ")
+
+
+def test_what_every_process_of_the_job_would_refuse_is_refused_before_it_waits_in_the_queue() -> None:
+    with pytest.raises(ConfigError, match="--sync-code has no effect"):
+        script("sync_code", True)
+    with pytest.raises(ConfigError, match="needs 4 numbers"):
+        script("shares", "1,2", settings="nodes=2,gpus=2")
+    assert "--shares=1,2,1,1" in script("shares", "1,2,1,1", settings="nodes=2,gpus=2")
 
 
 def test_processes_of_a_node() -> None:

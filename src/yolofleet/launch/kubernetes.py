@@ -200,7 +200,7 @@ def _command(
     return [
         settings.python.replace("$", "$$"),
         *("-m", "yolofleet.launch.agent", *meeting),
-        f"--nproc-per-node={processes_per_machine(config, settings.gpus)}",
+        f"--nproc-per-node={processes_per_machine(config, settings.nodes, settings.gpus, '--kubernetes')}",
         *("-m", "yolofleet", "train", *literal),
     ]
 

@@ -13,6 +13,8 @@ from yolofleet.config.schema import Frozen, TrainConfig, flag_of
 from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
+from yolofleet.launch.fleet import Fleet, fleet_of, named_fleet
+from yolofleet.parallel.partition import Partition
 
 T = TypeVar("T", bound=Frozen)
 
@@ -60,20 +62,33 @@ def train_arguments(given: Mapping[str, Any], config_file: str) -> list[str]:
     return words
 
 
-def processes_per_machine(config: Resolved[TrainConfig], gpus: int) -> int:
+def _as_many(fleet: Fleet) -> str:
+    """``nodes=2,gpus=8``: a scheduler's machines are alike, so each has what the largest of the fleet has."""
+    gpus = [0 if host.device.startswith("cpu") else host.processes for host in fleet.hosts]
+    return f"nodes={len(fleet.hosts)}" + (f",gpus={max(gpus)}" if any(gpus) else "")
+
+
+def processes_per_machine(config: Resolved[TrainConfig], machines: int, gpus: int, option: str) -> int:
     """One for each GPU; without GPUs what ``--device cpu:N`` says.
 
+    Args:
+        machines: their number.
+        gpus: of each machine.
+        option: of the scheduler, as it is typed.
     Raises:
-        ConfigError: ``--device`` names another number of devices, or ``--hosts`` other machines.
+        ConfigError: ``--device`` or ``--shares`` is for another number of processes, or ``--hosts`` names machines.
     """
-    for name in ("hosts", "fleet"):
-        if getattr(config.value, name):
-            raise ConfigError(
-                f"--{name} names machines, and the scheduler chooses them itself",
-                source=config.sources[name],
-                hint=f"leave out --{name}, or train over ssh without a scheduler",
-            )
     device = config.value.device
+    fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))
+    if fleet is not None:
+        flag = "--fleet" if config.value.fleet else "--hosts"
+        raise ConfigError(
+            f"{flag} and {option} both say where the run runs",
+            source=config.sources[flag[2:]],
+            hint=f"{option} {_as_many(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
+            "to start the run by ssh",
+        )
+    fleet_of(config)  # refuses what means nothing without hosts, before a job has waited in a queue
     here = processes_of(device)
     if gpus and device != "auto" and (device.startswith("cpu") or here != gpus):
         raise ConfigError(
@@ -87,4 +102,6 @@ def processes_per_machine(config: Resolved[TrainConfig], gpus: int) -> int:
             source=config.sources["device"],
             hint=f"gpus={here}",
         )
+    if config.value.shares != "auto":
+        Partition.parse(config.value.shares, machines * (gpus or here))
     return 1 if config.value.parallel == "dp" else gpus or here

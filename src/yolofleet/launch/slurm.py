@@ -57,7 +57,7 @@ def render(
         ConfigError: nodes and ``--device`` do not fit together.
     """
     gpus = int(settings.gpus.rpartition(":")[2])
-    processes = processes_per_machine(config, gpus)
+    processes = processes_per_machine(config, settings.nodes, gpus, "--slurm")
     cpus = settings.cpus or (4 * gpus or processes)
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", config.value.name)[:64].lstrip("-") or "yolofleet"
     head = [
