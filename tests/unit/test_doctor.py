@@ -23,9 +23,10 @@ from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import Need, need_of
 from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.run import as_json, exit_code, preflight, tell
+from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
 from yolofleet.errors import ConfigError
 from yolofleet.launch.remote import REASONS
+from yolofleet.launch.start import NO_SUCH_GPU
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -142,6 +143,8 @@ def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
     # 2 ranks x 4 loader processes x (4 ahead + 1) x (16 + 32) images x 3 x 640 x 640 bytes
     assert NEED.shm_bytes == 2 * 4 * 5 * 48 * 3 * 640 * 640
     assert "2.2 GiB" in findings(small)["shm-small"].seen
+    taken = findings(sick(shm__free=64 * MIB))["shm-small"]  # of 32 GiB: 31.9 are somebody else's
+    assert "remount,size=37G" in taken.fix, "else the line would make it smaller"
     while_validating = sick(shm__free=1 * GIB)  # enough for the 0.73 GiB of training
     assert findings(while_validating)["shm-small"].level == "warn"
 
@@ -318,6 +321,8 @@ def test_stray_variables_are_a_fault_when_a_run_would_believe_them() -> None:
         ("NCCL_SOCKET_IFNAME", "eth", False),  # a prefix
         ("NCCL_SOCKET_IFNAME", "=eth", True),
         ("NCCL_SOCKET_IFNAME", "^docker", False),
+        ("NCCL_SOCKET_IFNAME", "ib0,eth0", False),  # it takes those that are there
+        ("GLOO_SOCKET_IFNAME", "ib0,eth0", True),  # it wants all
         ("NCCL_SOCKET_IFNAME", "ib0", True),
         ("GLOO_SOCKET_IFNAME", "eth", True),  # whole names alone
         ("GLOO_SOCKET_IFNAME", "eth0", False),
@@ -341,6 +346,14 @@ def test_cards_on_which_machines_should_not_meet(name) -> None:
 def test_cards_on_which_machines_meet(name) -> None:
     assert not wrong_kind(card(name))
     assert usable([card(name, "10.0.0.1/24")]) and not usable([card(name, "10.0.0.1/24", up=False)])
+
+
+def test_a_wireless_card_will_do_where_there_is_no_other() -> None:
+    wireless, vpn = card("wlp3s0", "192.168.0.7/24"), card("wg0", "10.9.0.7/24")
+    assert usable([LO, DOCKER0, wireless, vpn]) == [wireless, vpn] and usable([wireless, ETH0]) == [ETH0]
+    found = findings(sick(cards=[LO, DOCKER0, wireless], names={"addresses": ["192.168.0.7"], "problem": ""}))
+    assert set(found) == {"cards-wrong-kind"} and "docker0" in found["cards-wrong-kind"].seen
+    assert "wlp3s0" not in found["cards-wrong-kind"].seen
 
 
 def test_which_card_nccl_takes() -> None:
@@ -501,14 +514,27 @@ def test_every_finding_stands_in_the_documents() -> None:
     page = (root / "docs" / "doctor.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
     assert len(documented) == len(set(documented)), "a code stands there twice"
-    codes = {"folder-missing"}
-    for source in ("local", "gpus", "network", "alike", "speed", "fleet"):
-        for call in calls(root / "src" / "yolofleet" / "doctor" / f"{source}.py", "Finding"):
-            codes |= texts(call.args[0])
+    codes = set()
+    for source in (root / "src" / "yolofleet").rglob("*.py"):
+        if source.name != "logs.py":  # those stand in doctor-logs.md
+            for call in calls(source, "Finding"):
+                codes |= texts(call.args[0]) or assigned(source, getattr(call.args[0], "id", ""))
+    assert codes >= {*QUICK, *NO_SUCH_GPU}
+    codes -= {"ssh-"}  # the start of the following
     for call in calls(root / "src" / "yolofleet" / "launch" / "remote.py", "Unreachable"):
         codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
     codes |= {f"ssh-{kind}" for _, kind, *_ in REASONS}
     assert codes == set(documented)
+
+
+def assigned(source: Path, name: str) -> set[str]:
+    """Codes among what a name may be given, alone or with others."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    given = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    mine = [
+        n for n in given if name in {getattr(t, "id", "") for target in n.targets for t in ast.walk(target)}
+    ]
+    return {text for n in mine for text in texts(n.value) if re.fullmatch("[a-z0-9-]+", text)}
 
 
 def calls(source: Path, name: str) -> list[ast.Call]:

@@ -268,6 +268,9 @@ def test_rules_of_nft_that_keep_others_out_are_found_through_jumps(computer: Com
             rule(*ours, {"jump": {"target": "more"}}),
             rule("inet", "own", "more", {"match": {}}, {"drop": None}, {"goto": {"target": "in"}}),
             chain("ip", "nat", "forward", hook="forward", policy="drop"),
+            chain(
+                "ip6", "filter", "input", hook="input", policy="drop"
+            ),  # machines meet at addresses of version 4
             rule("ip", "nat", "forward", {"drop": None}),
         ),
     )
@@ -416,6 +419,7 @@ def test_only_what_is_listed_can_be_asked() -> None:
 def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if os.name != "posix":
         pytest.skip("a script stands for the interpreter")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ImportError: libcudart.so' >&2\nkill -11 $$\n")
     python.chmod(0o755)
@@ -424,6 +428,14 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "problem": "ImportError: libcudart.so (signal 11)",
         "late": False,
     }
+    python.write_text("#!/bin/sh\necho '{\"problems\": {}}'; echo 3; echo 'unloaded'\n")
+    assert probes.apart("libraries", {}) == {"problems": {}}
+    python.write_text("#!/bin/sh\n")
+    assert probes.apart("libraries", {})["problem"] == "nothing said (exit code 0)"
+    python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
+    sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
+    assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}
+    assert run_probe("all_reduce", {**sum_of, "card": ""}) == {"card": "none"}, "not a card without a name"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setitem(probes.APART_S, "libraries", 0.2)
     assert probes.apart("libraries", {})["late"]

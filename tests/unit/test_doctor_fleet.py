@@ -54,7 +54,10 @@ class Host:
         if probe == "time":
             return {"time_s": time.time()}
         if probe == "look_up":
-            return {name: {"addresses": [f"10.0.0.{name[1:]}"], "problem": ""} for name in arguments["names"]}
+            known = {
+                name: {"addresses": [f"10.0.0.{name[1:]}"], "problem": ""} for name in arguments["names"]
+            }
+            return self.answers.get(probe, known)
         if probe == "listen":
             return {"ports": [port or 40000 for port in arguments["ports"]], "problems": {}}
         if probe == "reach":
@@ -254,6 +257,14 @@ def test_names_that_others_take_for_somebody_else() -> None:
     found = examined(made)
     assert set(found) == {"name-wrong", "name-unknown"}
     assert found["name-wrong"].fix == "on m1, in /etc/hosts: 10.0.0.2 m2"
+
+
+def test_hosts_that_all_call_themselves_localhost_need_no_line_for_it() -> None:
+    made = hosts()
+    for host in made:
+        host.facts |= {"host": "localhost", "names": {"addresses": ["127.0.0.1"], "problem": ""}}
+        host.answers["look_up"] = {"localhost": {"addresses": ["127.0.0.1"], "problem": ""}}
+    assert set(examined(made)) == {"host-name-loopback"}
 
 
 def test_speeds() -> None:

@@ -57,7 +57,7 @@ def _torch() -> dict[str, Any]:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as problem:
-        facts["problem"] = str(problem).splitlines()[0]
+        facts["problem"] = _words(problem)
         return facts
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
@@ -68,11 +68,15 @@ def _torch() -> dict[str, Any]:
             "problem": "",
         }
         try:  # a card may be there and refuse to compute
-            assert float((torch.ones(1024, device=f"cuda:{number}") * 2).sum()) == 2048
+            assert float((torch.ones(1024, device=f"cuda:{number}") * 2).sum()) == 2048, "it computes wrongly"
         except (RuntimeError, AssertionError) as problem:
-            device["problem"] = (str(problem) or "it computes wrongly").splitlines()[0]
+            device["problem"] = _words(problem)
         facts["devices"].append(device)
     return facts
+
+
+def _words(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
 
 
 def data(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
         small = _median_s(lambda: dist.all_reduce(torch.ones(1)), BARRIERS)
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as problem:
-        return {"seconds": None, "barrier_s": None, "problem": str(problem).splitlines()[0][:300]}
+        return {"seconds": None, "barrier_s": None, "problem": _words(problem)}
     return {"seconds": large, "barrier_s": small, "problem": ""}
 
 

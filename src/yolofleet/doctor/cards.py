@@ -22,11 +22,14 @@ RESOLVE_S = 3.0  # a name server that is gone can take 10 s and more
 DOCKER = r"docker\d*|br-[0-9a-f]{12}|podman\d*|cni[-\d].*|flannel.*|cali.*|veth.+|nerdctl\d*"
 VIRTUAL_MACHINES = r"virbr.*|vnet\d+|vmnet\d+|vboxnet\d+|lxcbr\d+|lxdbr\d+|incusbr\d+"
 PRIVATE_NETWORK = r"tun\d*|tap\d*|wg.*|tailscale\d*|zt.*|ppp\d*|utun\d*|nordlynx|ipsec\d*"
-WRONG_KINDS = (  # name of the card, as a whole -> why machines cannot or should not meet on it
+WRONG_KINDS = (  # name of the card, as a whole -> why machines cannot meet on it
     (r"lo\d*", "loopback: it reaches this machine alone"),
     (DOCKER, "a network of containers on this machine: other machines cannot reach it"),
     (VIRTUAL_MACHINES, "a network of virtual machines on this machine: other machines cannot reach it"),
-    (PRIVATE_NETWORK, "a private network (VPN): slow, and often filtered"),
+)
+VPN = "a private network (VPN): slow, and often filtered"
+SECOND_BEST = (  # ... and why they should not
+    (PRIVATE_NETWORK, VPN),
     (r"wl.*|wlan\d*", "wireless: slow, and it loses packets"),
 )
 
@@ -34,8 +37,9 @@ WRONG_KINDS = (  # name of the card, as a whole -> why machines cannot or should
 def wrong_kind(card: Card) -> str:
     """Why a fleet should not meet on this card; "" = it is fine."""
     if card["kind"] in ("tun", "wireguard"):
-        return WRONG_KINDS[3][1]
-    return next((why for pattern, why in WRONG_KINDS if re.fullmatch(pattern, card["name"])), "")
+        return VPN
+    kinds = (*WRONG_KINDS, *SECOND_BEST)
+    return next((why for pattern, why in kinds if re.fullmatch(pattern, card["name"])), "")
 
 
 # -- from the kernel -----------------------------------------------------------------------------------------
@@ -133,8 +137,13 @@ def network_of(card: Card, address: str) -> str:
 
 
 def usable(found: Iterable[Card]) -> list[Card]:
-    """Cards that are up, have an address of the Internet protocol 4, and are of the right kind."""
-    return [card for card in found if card["up"] and ipv4_of(card) and not wrong_kind(card)]
+    """Cards that are up, have an address of the Internet protocol 4, and are of the right kind; where there is none,
+    those of a VPN and wireless ones."""
+    there = [card for card in found if card["up"] and ipv4_of(card)]
+    wrong = {why for _, why in WRONG_KINDS}
+    return [card for card in there if not wrong_kind(card)] or [
+        card for card in there if wrong_kind(card) not in wrong
+    ]
 
 
 def matches(card_names: Sequence[str], setting: str) -> list[str]:

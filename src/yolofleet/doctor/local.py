@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+from yolofleet.doctor.cards import matches
 from yolofleet.doctor.findings import Finding, size_text
 from yolofleet.doctor.gpus import judge_gpus
 from yolofleet.doctor.need import Need
@@ -170,7 +171,8 @@ def _shm(facts: Facts, need: Need, where: str) -> list[Finding]:
     if not need.workers:
         wants = "nothing needed: no loader processes"
     if need.shm_bytes > shm["free"]:
-        gib = max(1, -(-2 * need.shm_bytes // 2**30))
+        others = shm["size"] - shm["free"]
+        gib = max(1, -(-(2 * need.shm_bytes + others) // 2**30))
         return [
             Finding(
                 "shm-small",
@@ -281,25 +283,26 @@ def _variables(facts: Facts, need: Need, where: str) -> list[Finding]:
                 f"unset {' '.join(place)}",
             )
         )
-    cards = facts.get("cards")
+    names = [card["name"] for card in facts.get("cards") or ()]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = variables.get(name)
-        names = [card["name"] for card in cards] if cards is not None else None
-        plain = (value or "").lstrip("^=").split(",")
-        if value and names is not None and not value.startswith("^"):
-            exact = name.startswith("GLOO") or value.startswith("=")
-            absent = [p for p in plain if not (p in names if exact else any(n.startswith(p) for n in names))]
-            if absent:
-                found.append(
-                    Finding(
-                        "card-setting",
-                        "fault",
-                        where,
-                        f"{name}={value}, and there is no card {', '.join(absent)}; there are {', '.join(names)}",
-                        "'no socket interface found', or 'Unable to find address for'",
-                        f"unset {name}",
-                    )
+        if not (value and names) or value.startswith("^"):
+            continue
+        if name.startswith("GLOO"):  # it wants all of them
+            absent = [part for part in value.split(",") if part not in names]
+        else:  # NCCL takes those that are there
+            absent = [] if matches(names, value) else [value.removeprefix("=")]
+        if absent:
+            found.append(
+                Finding(
+                    "card-setting",
+                    "fault",
+                    where,
+                    f"{name}={value}, and there is no card {', '.join(absent)}; there are {', '.join(names)}",
+                    "'no socket interface found', or 'Unable to find address for'",
+                    f"unset {name}",
                 )
+            )
     if variables.get("NCCL_IB_DISABLE") == "1" and facts.get("infiniband"):
         found.append(
             Finding(

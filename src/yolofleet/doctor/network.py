@@ -58,10 +58,11 @@ def _cards(facts: Facts, where: str) -> list[Finding]:
     if cards is None:
         return []
     good = usable(cards)
-    wrong = {
-        card["name"]: wrong_kind(card) for card in cards if card["up"] and ipv4_of(card) and wrong_kind(card)
+    others = {
+        card["name"]: wrong_kind(card)
+        for card in cards
+        if card["up"] and ipv4_of(card) and card not in good and not card["name"].startswith("lo")
     }
-    others = {name: why for name, why in wrong.items() if not name.startswith("lo")}
     if not good:
         seen = "no network card that other machines can reach"
         return [Finding("card-none", "note", where, seen, "runs on this machine alone are not concerned")]
@@ -100,8 +101,8 @@ def _choice(facts: Facts, where: str) -> list[Finding]:
     nccl = nccl_choice(cards, variables)
     gloo = gloo_choice(cards, variables, facts["names"]["addresses"])
     seen = f"left to themselves, NCCL takes {nccl or 'none'} and gloo {gloo or 'none'}"
-    by_name = {card["name"]: card for card in cards}
-    wrong = {name: wrong_kind(by_name[name]) for name in (nccl, gloo) if name and wrong_kind(by_name[name])}
+    bad = {card["name"]: wrong_kind(card) for card in cards if wrong_kind(card) and card not in usable(cards)}
+    wrong = {name: bad[name] for name in (nccl, gloo) if name in bad}
     if "GLOO_SOCKET_IFNAME" not in variables:  # loopback because of the host's name, which is said there
         wrong.pop("lo", None)
     first = usable(cards)[0]["name"]

@@ -110,7 +110,11 @@ def _nft(machine: Machine) -> dict[str, Any] | None:
         items = None
     if items is None:
         return None
-    waiting = [c for item in items if (c := item.get("chain")) and c.get("hook") == "input"]
+    waiting = [
+        c
+        for item in items
+        if (c := item.get("chain")) and c.get("hook") == "input" and c["family"] in ("ip", "inet")
+    ]
     bases = [[c["family"], c["table"], c["name"]] for c in waiting]
     by_chain: dict[tuple[str, str, str], list[Any]] = {}
     for item in items:

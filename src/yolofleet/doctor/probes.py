@@ -125,9 +125,11 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
         return {"problem": f"no answer within {APART_S[name]:.0f} s", "late": True}
     except OSError as problem:
         return {"problem": f"{sys.executable}: {problem}", "late": False}
-    if done.returncode == 0:
-        answer: Json = json.loads(done.stdout.splitlines()[-1])
-        return answer
+    for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
+        with suppress(ValueError):  # somebody else's last words, as of a library that is unloaded
+            answer: Json = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
     words = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return {"problem": f"{words[0] if words else 'nothing said'} ({ended})", "late": False}
@@ -372,9 +374,10 @@ def free_port(arguments: Mapping[str, Any]) -> Json:
 
 
 def all_reduce(arguments: Mapping[str, Any]) -> Json:
-    """One rank of a sum over all hosts through torch's gloo, bound to ``card``; see ``apart.py``."""
+    """One rank of a sum over all hosts through torch's gloo, bound to ``card`` ("": gloo's choice); see ``apart.py``."""
     wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "deadline_s")}
-    return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": str(arguments["card"])})
+    card = str(arguments["card"])
+    return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": card} if card else {})
 
 
 PROBES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
