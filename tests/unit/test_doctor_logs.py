@@ -217,6 +217,27 @@ def test_our_own_error_about_lost_peers_is_no_cause():
     assert [f.code for f in found] == ["disk-full", "peer-lost"]
 
 
+IGNORED = 'Exception ignored in: <function It.__del__ at 0x7f>\nTraceback (most recent call last):\n  File "x", line 1, in y\nBrokenPipeError: [Errno 32] Broken pipe\n'
+
+
+def test_an_exception_that_python_ignores_is_none_and_the_next_one_is():
+    assert sick(of(IGNORED * 2)) == []
+    assert sick(of(IGNORED + "ValueError: 7 is odd\n")) == ["python-error"]
+    others = "[rank1]: " + "\n[rank1]: ".join(IGNORED.splitlines()[:3])
+    assert sick(of(f"{others}\n[rank0]: ValueError: 7 is odd\n[rank1]: BrokenPipeError: x\n")) == [
+        "python-error"
+    ]
+    assert sick(of(IGNORED.splitlines()[0] + "\nepoch 1" * 50 + "\nValueError: 7 is odd\n")) == [
+        "python-error"
+    ]
+
+
+def test_a_warning_of_python_is_no_fault():
+    line = "/x/torch/cuda/__init__.py:141: UserWarning: CUDA initialization: Found no NVIDIA driver on your system.\n"
+    assert [(f.code, f.level) for f in of(line)] == [("gpu-missing", "warn")]
+    assert of(line + line.replace("UserWarning", "RuntimeError"))[0].level == "fault"
+
+
 # -- forms of text -------------------------------------------------------------------------------------------
 
 

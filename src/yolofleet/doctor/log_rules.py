@@ -122,6 +122,12 @@ HARMLESS = (
         level="note",
     ),
     Rule(
+        "optional-library",
+        ("could not load dynamic library", "failed to load image python extension"),
+        "TensorFlow or torchvision goes without a part of its own that training does not need.",
+        level="note",
+    ),
+    Rule(
         "deprecated",
         ("is deprecated", "futurewarning", "deprecationwarning"),
         "Works today, not for ever.",

@@ -39,6 +39,7 @@ MOST_RANKS = 16  # named in a finding
 REMEMBERED = 1 << 16  # lines without their numbers
 MOST_FILES = 1024  # of a folder; a run has one for each rank and host
 SUMMARY = 14  # lines that torchrun's "Root Cause" has at most
+IGNORED = 40  # lines that a traceback after "Exception ignored in" has at most
 
 
 def read_log(path: Path | str) -> list[Finding]:
@@ -225,7 +226,7 @@ _OF_A_RUN = (
     "process ",
 )  # else perhaps of a small program that it called
 _WINDOWS = {0xC0000005: 11, 0xC000013A: 2}  # access violation, Ctrl-C
-_TENTATIVE = re.compile(r"\[w[\d ]|nccl info|retry|ipv6 network addresses")
+_TENTATIVE = re.compile(r"\[w[\d ]|nccl info|retry|ipv6 network addresses|\buserwarning: ")
 _HOST = r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252})"  # goes into a command: nothing that a shell or an option would be
 _PLACES = (  # (host, 29500), port: 29500, 10.0.0.1<29500>, [host]:29500
     re.compile(rf"\({_HOST}, (?P<port>\d{{1,5}})\)", re.ASCII),
@@ -270,6 +271,8 @@ class _Reader:
         self.own_left = 0  # lines that an error of ours still may have
         self.last_error_left = 0  # lines that an error of NCCL still may have
         self.last_error_next = False  # the next line says what NCCL's error was
+        self.ignored_left = 0  # lines in which the error that Python ignored may still come
+        self.ignored_front = ""  # what stands before them
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -290,7 +293,8 @@ class _Reader:
         if len(raw) > LONGEST:
             raw = f"{raw[: LONGEST // 2]} {raw[-LONGEST // 2 :]}"
         key = hash(raw.encode("utf-8", "replace").translate(None, _DIGITS))  # 8 times as fast as with str
-        if not (self.summary_left or self.own_left or self.last_error_left) and key in self.known:
+        expected = self.summary_left or self.own_left or self.last_error_left or self.ignored_left
+        if not expected and key in self.known:
             rule = self.known[key]
             if rule is not None:
                 text = _tidy(raw)
@@ -299,7 +303,11 @@ class _Reader:
         text = _tidy(raw)
         low = text.lower()
         self._follow(text, low)
-        if "root cause" in low:
+        if "exception ignored in" in low:  # at the end of a process or an object: it harms nobody
+            self.ignored_left, self.ignored_front = IGNORED, text[: _front(text)]
+        elif self.ignored_left and self._is_ignored(text):
+            self.ignored_left = 0
+        elif "root cause" in low:
             self.summary_left, self.summary = SUMMARY, {}
         elif any(sign in low for sign in MET):
             for seen in self.seen.values():
@@ -389,6 +397,12 @@ class _Reader:
             self._hit(PYTHON_ERROR, text, low, number)
         return True
 
+    def _is_ignored(self, text: str) -> bool:
+        """The last line of a traceback that Python told and ignored."""
+        self.ignored_left -= 1
+        front = _front(text)
+        return text[:front] == self.ignored_front and _EXCEPTION.match(text, front) is not None
+
     def _advice(self, text: str) -> None:
         """A ``try`` line of one of our errors."""
         key, _, value = text.partition(":")
@@ -449,7 +463,7 @@ def _finding(seen: _Seen, level: Level) -> Finding:
     if seen.healed:
         why = f"It was tried again, and worked. {why}"
     elif not seen.firm and level == "warn":
-        why = f"Perhaps it was tried again and worked: the log does not say. {why}"
+        why = f"A warning, or an attempt that perhaps was repeated and worked: the log does not say. {why}"
     times = f" ({seen.count} lines like it)" if seen.count > 1 else ""
     fix = _filled(seen.fix or seen.rule.fix, seen.text)
     return Finding(seen.rule.code, level, _short(where), _short(seen.text) + times, why, fix)
