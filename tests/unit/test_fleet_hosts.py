@@ -280,6 +280,22 @@ def test_a_plain_commands_exit_code(
     assert capsys.readouterr().err == says
 
 
+def test_each_line_of_a_host_has_its_name_however_it_comes() -> None:
+    watch, shown = watch_of({}, {}), []
+    watch.screen.write = shown.append  # type: ignore[method-assign]
+    for text in ("one\ntw", "o\n", "\n", "three", "\n"):
+        watch._show(1, text)
+    assert "".join(shown) == "n1: one\nn1: two\nn1: \nn1: three\n"
+
+
+def test_a_host_writes_the_logs_of_its_own_ranks_only() -> None:
+    fleet, written = parse_hosts("a:2,b:2"), []
+    watch = Watch(fleet, [Remote(host) for host in fleet.hosts], lambda *log: written.append(log))
+    for rank in (-7, -1, 0, 1, 2, 3, 4, 10**14):
+        watch._take(1, {"type": "log", "rank": rank, "text": "words"})
+    assert written == [(1, rank, "words") for rank in (-1, 2, 3)]
+
+
 def test_an_agent_that_a_nameless_signal_ended(capsys: pytest.CaptureFixture[str]) -> None:
     assert watch_of({"code": -40}).explain("") == 4
     assert "was ended by signal 40" in capsys.readouterr().err

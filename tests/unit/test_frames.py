@@ -19,7 +19,7 @@ from yolofleet.launch import remote as channel
 from yolofleet.launch.fleet import Fleet, Host
 from yolofleet.launch.frames import ANSWERS, fits, frame_of, is_sound
 from yolofleet.launch.keeper import introduction
-from yolofleet.launch.remote import STRANGER, Frame, Remote, Unreachable
+from yolofleet.launch.remote import MOST_WAITING, STRANGER, Frame, Remote, Unreachable
 from yolofleet.launch.watch import Watch
 
 pytestmark = [
@@ -206,6 +206,33 @@ def test_no_frame_that_gets_through_brings_the_launcher_down(
             if watch.nodes[0].is_over:
                 assert watch.explain("") in range(256) and watch.command_code() in range(256)
     assert passed > 100
+
+
+def test_what_comes_faster_than_it_is_taken_waits_on_its_host(begin: Begin) -> None:
+    count = 20 * MOST_WAITING
+    remote = begin(None, line({"type": "output", "text": "y\n" * 500}) * count)
+    remote.open()
+    remote.start({})
+    most = 0
+    for _ in range(50):
+        most = max(most, remote.inbox.qsize())
+        time.sleep(0.01)
+    assert 0 < most <= MOST_WAITING
+    remote.heard_at_s = 0.0
+    frames = [remote.inbox.get(timeout=60)[1]["type"] for _ in range(count)]
+    assert frames == ["output"] * count and remote.heard_at_s
+
+
+def test_a_flood_that_nobody_takes_holds_nothing_up(begin: Begin) -> None:
+    remote = begin(None, line({"type": "output", "text": "y\n" * 500}) * (20 * MOST_WAITING))
+    remote.open()
+    remote.start({})
+    while remote.inbox.qsize() < MOST_WAITING:
+        time.sleep(0.01)
+    remote.close()
+    for reader in remote._readers:
+        reader.join(60)
+        assert not reader.is_alive()
 
 
 def test_a_connection_leaves_no_file_thread_or_process_behind(begin: Begin) -> None:

@@ -135,6 +135,13 @@ def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote
     assert next_frame(remote)["code"] == 0
 
 
+def test_a_folder_of_jobs_that_cannot_be_is_said_in_words(remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / f"yolofleet-{os.getuid()}").touch()
+    with pytest.raises(ClusterError, match=r"localhost: cannot write .*: File exists") as caught:
+        remote.ask("list_jobs")
+    assert "StorageError(" not in caught.value.what
+
+
 def test_no_such_command_is_an_end_like_others(remote: Remote) -> None:
     remote.start(job("") | {"command": ["/no/such/program"]})
     assert "there is no command" in next_frame(remote)["why"]

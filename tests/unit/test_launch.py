@@ -72,6 +72,16 @@ def test_the_cause_is_said_before_its_echo(tmp_path: Path, capsys: pytest.Captur
     assert "x.jpg" in said and "rank 1, host h" in said and "lost" not in said
 
 
+@pytest.mark.parametrize("broken", ["null", "[3]", "{", '{"rank": 1, "message": 3}', "[" * 100_000])
+def test_last_words_that_are_none_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    words(tmp_path, 1, message="DataError: image x.jpg is cut", exit_code=3)
+    error_path(tmp_path, 0).write_text(broken)
+    assert explain(tmp_path, 1, 0) == 3
+    assert "x.jpg" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("exit_code", "cause"),
     [

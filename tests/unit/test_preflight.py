@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -16,16 +18,19 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.cli.fleet import firewall_line
 from yolofleet.config.load import resolve_val
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.need import need_of
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Host, parse_hosts
-from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port
+from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.requests import reserve_port
 from yolofleet.launch.start import as_training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
+DEADLINE_S = 60.0
 SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 shift
@@ -106,6 +111,29 @@ def test_a_host_that_is_lost_is_not_taken_for_one_without_the_folder(remotes: li
     remotes[0].close()
     with pytest.raises(ClusterError, match="m1 is lost"):
         enter_folders(remotes[:1])
+
+
+def test_ctrl_c_does_not_wait_for_files_that_are_compared(
+    remotes: list[Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def compare(*_: object) -> list[Finding]:
+        asked.set()
+        over.wait(DEADLINE_S)
+        return []
+
+    def interrupt(*_: object, **__: object) -> None:
+        asked.wait(DEADLINE_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("yolofleet.launch.preflight.files", compare)
+    monkeypatch.setattr("yolofleet.launch.preflight.examine", interrupt)
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        inspect(parse_hosts("m1:cpu,m2:cpu"), remotes, TrainConfig(), ["a.pt"])
+    assert time.monotonic() - began_s < DEADLINE_S
+    over.set()
 
 
 # -- one machine alone ---------------------------------------------------------------------------------------

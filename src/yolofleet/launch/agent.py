@@ -15,6 +15,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from types import FrameType
 
@@ -22,6 +24,8 @@ from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.local import exit_text
 from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
+
+POLL_S = 0.2
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 class StopWarning:
-    """SIGUSR1: passed on to the workers whenever it comes."""
+    """SIGUSR1: passed on to the workers whenever it comes; to those that do not run yet when they do."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -69,7 +73,13 @@ class StopWarning:
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.has_come = True
-        signal_all(children(os.getpid()), number)
+        threading.Thread(target=self._tell_workers, args=(number,), daemon=True).start()
+
+    @staticmethod
+    def _tell_workers(number: int) -> None:
+        while not (workers := children(os.getpid())):  # the machines have not met yet
+            time.sleep(POLL_S)
+        signal_all(workers, number)
 
 
 def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:

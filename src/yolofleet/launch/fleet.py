@@ -83,10 +83,15 @@ class Fleet:
         """The lowest rank on the host of that number; ranks are dealt host by host."""
         return sum(host.processes for host in self.hosts[:node])
 
+    def ranks(self, node: int) -> range:
+        """Of the host of that number."""
+        first = self.first_rank(node)
+        return range(first, first + self.hosts[node].processes)
+
     def ranks_text(self, node: int) -> str:
         """``rank 3`` or ``ranks 0 to 7``."""
-        first, count = self.first_rank(node), self.hosts[node].processes
-        return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        ranks = self.ranks(node)
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def parse_hosts(text: str, device: str = "auto", source: str = "--hosts") -> Fleet:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import codecs
 import json
 import os
-import platform
 import selectors
 import signal
 import socket
@@ -30,10 +29,11 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.doctor.facts import software
+from yolofleet.errors import YolofleetError
 from yolofleet.launch import code, jobs, requests
-from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, WORDS, Frame, fits
+from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, Frame
 from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
-from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path
+from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path, last_words
 from yolofleet.launch.processes import (
     UNKNOWN,
     OomKills,
@@ -133,15 +133,6 @@ class Running:
                 self.agent.wait(1)
             return True
         return not agent_lives and not left
-
-    def last_words(self) -> list[Frame]:
-        """Of the workers that failed, as they wrote them."""
-        found = []
-        for rank in self.ranks:
-            with suppress(OSError, ValueError):
-                words = json.loads(error_path(Path(self.record.folder), rank).read_text(encoding="utf-8"))
-                found += [words] if fits(words, WORDS) else []
-        return found
 
     def log_tail(self) -> str:
         if self.tails:
@@ -318,7 +309,7 @@ class Keeper:
         self.send(
             type="exit",
             code=exit_code,
-            words=running.last_words(),
+            words=last_words(error_path(Path(running.record.folder), rank) for rank in running.ranks),
             log=running.log_tail(),
             why=running.why,
             stopped=running.stopped,
@@ -458,6 +449,8 @@ class Keeper:
 
 
 def _words(problem: Exception) -> str:
+    if isinstance(problem, YolofleetError):
+        return problem.what
     return (str(problem) if isinstance(problem, (OSError, LookupError)) else "") or repr(problem)
 
 
@@ -465,14 +458,9 @@ def introduction() -> Frame:
     """Who and what is here."""
     return {
         "protocol": PROTOCOL,
-        "host": socket.gethostname(),
         "platform": sys.platform,
-        "machine": platform.machine(),
-        "python": sys.executable,
         "pid": os.getpid(),
-        "home": str(Path.home()),
         "software": software(),
-        "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
         "time_s": time.time(),
     }
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.launch.frames import WORDS, fits
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.processes import UNKNOWN, OomKills, end_descendants, oom_kills
 from yolofleet.report.folder import RunFolder
@@ -109,6 +110,16 @@ def error_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"error-rank-{rank}.json"
 
 
+def last_words(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Of the workers that failed, as they wrote them; see :func:`error_path`."""
+    found = []
+    for file in files:
+        with suppress(OSError, ValueError, RecursionError):
+            words = json.loads(file.read_text(encoding="utf-8"))
+            found += [words] if fits(words, WORDS) else []
+    return found
+
+
 def run_agent(job: JobSpec) -> int:
     """Run a job to its end; returns the exit code of DESIGN section 4.
 
@@ -198,12 +209,7 @@ class Ending:
 
 def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> int:
     """Print why the workers of this machine ended; returns the exit code to give."""
-    words = []
-    for path in sorted((folder / "logs").glob("error-rank-*.json")):
-        try:
-            words.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
+    words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
     log_path = folder / "logs" / "agent.log"
     try:
         log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")

@@ -87,11 +87,14 @@ def inspect(
         names: of files that every rank reads.
     """
     port = free_port(fleet, remotes)
-    with ThreadPoolExecutor(1) as beside:
+    beside = ThreadPoolExecutor(1)
+    try:
         hashing = beside.submit(files, remotes, names)
         peers = [peer_of(remote) for remote in remotes]
         seen = examine(peers, settings, port=port, folders=[str(results_folder(settings))], quick=True)
         findings = [*seen.findings, *hashing.result()]
+    finally:  # Ctrl-C does not wait for answers
+        beside.shutdown(wait=False, cancel_futures=True)
     met = seen.meetings
     spots = [Spot(met[r.name].address, met[r.name].card) if r.name in met else ALONE for r in remotes]
     return findings, Plan(tuple(spots), port)

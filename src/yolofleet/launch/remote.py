@@ -41,6 +41,7 @@ BEAT_S = 2.0
 SSH_FAILED = 255  # exit code of ssh's own; others are the command's
 MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
 MOST_NOISE_BYTES = 2000  # of one such line
+MOST_WAITING = 64  # frames of all hosts; then they are read no faster than they are taken
 HANG_UP_S = 1.0  # for ssh to end when it is told to
 STRANGER = "it does not speak as a keeper does"
 SSH_OPTIONS = (
@@ -283,7 +284,7 @@ class Remote:
                     if waiting is not None:
                         waiting.put(frame)
                 elif kind != "beat":
-                    self.inbox.put((self, frame))
+                    self._hand_over(frame)
         self._closed.set()
         for waiting in list(self._replies.values()):
             waiting.put({})
@@ -291,6 +292,12 @@ class Remote:
             self.inbox.put((self, {"type": "gone"}))
         else:
             self._greeted.put(None)
+
+    def _hand_over(self, frame: Frame) -> None:
+        """When there is room: what comes too fast waits on its host, which leaves some out."""
+        while self.inbox.qsize() >= MOST_WAITING and not self._closed.wait(0.01):
+            self.heard_at_s = time.monotonic()  # there is more of it, unread
+        self.inbox.put((self, frame))
 
     def _read_errors(self) -> None:
         assert self._process is not None and self._process.stderr is not None

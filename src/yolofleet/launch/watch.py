@@ -16,7 +16,7 @@ from typing import Any
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
-from yolofleet.launch.keeper import ASKED, RECALLED
+from yolofleet.launch.keeper import AGENT, ASKED, RECALLED
 from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
 from yolofleet.launch.processes import OomKills
 from yolofleet.launch.remote import Frame, Remote
@@ -88,7 +88,7 @@ class Watch:
         kind = frame["type"]
         if kind == "output":
             self._show(number, whole(frame["text"]))
-        elif kind == "log":
+        elif kind == "log" and (frame["rank"] == AGENT or frame["rank"] in self.fleet.ranks(number)):
             self.log(number, frame["rank"], whole(frame["text"]))
         elif kind == "exit" and not node.is_over:
             node.ending = frame
@@ -167,11 +167,10 @@ class Watch:
     def _show(self, number: int, text: str) -> None:
         """On the screen as it came; what is not the console's has its host before each line."""
         if (self.plain and len(self.nodes) > 1) or number > 0:
-            mark, shown = f"{self.remotes[number].name}: ", ""
-            for line in text.splitlines(keepends=True):
-                shown += line if self.began_line.get(number) else mark + line
-                self.began_line[number] = not line.endswith("\n")
-            text = shown
+            mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
+            self.began_line[number] = not text.endswith("\n")
+            text = (mark if begins else "") + text.replace("\n", f"\n{mark}")
+            text = text if self.began_line[number] else text.removesuffix(mark)
         self.screen.write(text)
 
     # -- why it ended ------------------------------------------------------------------------------
