@@ -197,6 +197,16 @@ def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
     assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
 
 
+def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
+    on_cpu = need_of(TrainConfig(device="cpu", img=64, batch=4), cores=8, gpus=1)
+    for changes in (
+        {"gpus__state": "silent", "gpus__gpus": [], "libraries__torch__devices": []},
+        {"libraries__torch": {**TORCH, "cuda": None, "devices": []}},
+        {"gpus__gpus": [{**GPU, "used_mib": 9000}]},
+    ):
+        assert {f.level for f in findings(sick(**changes), on_cpu).values()} == {"note"}
+
+
 def asking_for(*gpu_ids: int) -> Need:
     return Need(len(gpu_ids), 4, 4, 16, 32, 640, on_gpu=True, gpu_ids=gpu_ids)
 

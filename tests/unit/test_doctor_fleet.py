@@ -186,6 +186,15 @@ def test_software_that_differs() -> None:
     assert set(found) == {"torch-differs", "libraries-differ", "nccl-differs", "drivers-differ"}
     assert found["torch-differs"].seen == "torch is not the same: m1, m2: 2.13.0+cu128; m3: 2.6.0"
     assert found["torch-differs"].fix == "pip install torch==2.13.0 on every host"
+    made["m3"]["software"]["torch"] = "2.13.0+cu126"
+    [build] = [f for f in differences(made, same) if f.code == "torch-differs"]
+    assert build.level == "warn" and "--index-url" in build.fix, "they meet"
+    [package] = [
+        f
+        for f in differences(made, {"yolofleet": "0.2.0", "package_sha256": "1"})
+        if f.code == "package-differs"
+    ]
+    assert package.fix.endswith("yolofleet==0.2.0"), "this machine's"
 
 
 def test_one_machine_under_two_names_is_named_and_its_ways_are_not_judged() -> None:
@@ -277,6 +286,7 @@ def test_speeds() -> None:
     measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "timed out", "stalled": True}
     [stalls, _] = judge_speeds(measured, meetings)
     assert stalls.code == "way-stalls" and "mtu 1400" in stalls.fix
+    assert stalls.fix.startswith("on 1: ping -c 3 -M do -s 1472 10.0.0.2\n"), "it ends by itself"
     measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "Connection reset by peer"}
     assert judge_speeds(measured, meetings)[0].code == "way-breaks"
 
@@ -284,8 +294,9 @@ def test_speeds() -> None:
 def test_cards_with_packets_of_unequal_size() -> None:
     made = hosts()
     made[1].facts["cards"][1]["mtu"] = 9000
+    made[1].facts["cards"][1]["name"] = "ens5"
     found = examined(made)
-    assert found["mtu-differs"].fix == "the same everywhere: sudo ip link set eth0 mtu 1500"
+    assert found["mtu-differs"].fix == "the same everywhere:\non m2: sudo ip link set ens5 mtu 1500"
 
 
 def test_a_sum_that_fails_is_a_fault() -> None:

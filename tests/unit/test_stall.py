@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.stall import (
@@ -24,7 +25,9 @@ from yolofleet.parallel.stall import (
     judge,
     stall_error,
 )
+from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.witness import children_of, dumped_stack, main_stack, started_ticks, state_of
+from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 
 STALL_S, TIMEOUT_S = 30.0, 600.0
@@ -136,6 +139,19 @@ def test_any_change_is_progress_and_only_seconds_of_ones_own_running_count() -> 
     hand.at += 1
     clock.switch("data")
     assert progress.look(1.0).age_s == 0.0 and progress.look(1.0).age_s == 1.0
+
+
+@pytest.mark.parametrize(("ranks", "least_s"), [(2, STALL_S), (64, STALL_S), (1024, 2 * 64)])
+def test_a_rank_of_a_large_world_is_not_silent_between_two_beats(ranks: int, least_s: float) -> None:
+    """Beats of 1024 ranks are stored every 64 s and fetched every 64 s: nothing new for 128 s is no silence."""
+    world = World(0, ranks, 0, 1, torch.device("cpu"))
+    nothing = dict(log=Path("log"), checkpoints=Path("none"), resume="", say=lambda error: None)
+    watchdog = Watchdog(world, stall_s=STALL_S, timeout_s=TIMEOUT_S, **nothing)  # type: ignore[arg-type]
+    world.activity.clock = clock = Clock()
+    clock.training()
+    for _ in range(FIRST_STEPS):
+        clock.step(1)
+    assert watchdog._progress.look(1.0).silence_s >= least_s
 
 
 # -- what is said ------------------------------------------------------------------------------------------------

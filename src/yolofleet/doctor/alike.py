@@ -66,7 +66,9 @@ def differences(
 
     found = []
     version, digest = each("software", "yolofleet"), each("software", "package_sha256")
+    wanted = next(iter(version.values()))
     if here:
+        wanted = here["yolofleet"]
         version["this machine"], digest["this machine"] = here["yolofleet"], here["package_sha256"]
     if len(groups(digest)) > 1:
         both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in version}
@@ -78,19 +80,24 @@ def differences(
                 f"yolofleet is not the same: {groups_text(both)}",
                 "the processes would do different things, and wait for each other",
                 "train with --sync-code, or install the same version everywhere: pip install yolofleet=="
-                f"{next(iter(version.values()))}",
+                f"{wanted}",
             )
         )
     torch = each("software", "torch")
+    releases = groups({name: str(version).partition("+")[0] for name, version in torch.items()})
     if len(groups(torch)) > 1:
         found.append(
             Finding(
                 "torch-differs",
-                "fault",
+                "fault" if len(releases) > 1 else "warn",  # 2.13.0+cu126 and 2.13.0+cu128 meet
                 "fleet",
                 f"torch is not the same: {groups_text(torch)}",
-                "they may not understand each other, and results are not those of one machine",
-                f"pip install torch=={next(iter(groups(torch))).partition('+')[0]} on every host",
+                "they may not understand each other, and results are not those of one machine"
+                if len(releases) > 1
+                else "another build of it: the last bits may differ, results are not those of one machine",
+                f"pip install torch=={next(release for release in releases if release != 'None')} on every host"
+                if len(releases) > 1
+                else "the same build on every host: pip install with the same --index-url",
             )
         )
     nccl = each("libraries", "torch", "nccl")

@@ -205,7 +205,7 @@ def gloo_choice(
 
 def resolve(name: str, deadline_s: float = RESOLVE_S) -> dict[str, Any]:
     """Addresses of a host name as programs here see it: ``addresses`` and ``problem`` ("" where there is none)."""
-    answer: dict[str, Any] = {"addresses": [], "problem": f"no answer within {deadline_s:.0f} s"}
+    answer: dict[str, Any] = {"addresses": [], "problem": f"no answer within {deadline_s:g} s"}
 
     def look_up() -> None:
         try:

@@ -21,7 +21,7 @@ from yolofleet.doctor.cards import card_with, network_of
 from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import by_number, need_of
+from yolofleet.doctor.need import by_number, need_here
 from yolofleet.doctor.network import Meeting, candidates, judge_network, judge_way, meeting_of
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import YolofleetError
@@ -152,9 +152,7 @@ def alone(found: Examination, settings: TrainConfig) -> list[Finding]:
     findings = []
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
-        cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
-        gpus = len(facts.get("gpus", {}).get("gpus", ()))
-        need = need_of(settings.model_copy(update={"device": peer.device}), cores, gpus)
+        need = need_here(settings.model_copy(update={"device": peer.device}), facts)
         findings += judge_host(facts, need, peer.name)
         network = judge_network(facts, peer.name)
         # the rendezvous is on the first host alone
@@ -308,9 +306,15 @@ def judge_ways(
                 f"{len(ok)} of {len(ok) + _faults(findings)} ways are open; met at {shown}",
             )
         )
-    mtus = {name: _mtu(found.facts[name], meeting) for name, meeting in found.meetings.items()}
-    if len(groups({name: mtu for name, mtu in mtus.items() if mtu})) > 1:
-        card = next(iter(found.meetings.values())).card
+    known = {name: _mtu(found.facts[name], meeting) for name, meeting in found.meetings.items()}
+    mtus = {name: mtu for name, mtu in known.items() if mtu}
+    if len(groups(mtus)) > 1:
+        least = min(mtus.values())
+        lines = [
+            f"on {name}: sudo ip link set {found.meetings[name].card} mtu {least}"
+            for name, mtu in mtus.items()
+            if mtu > least
+        ]
         findings.append(
             Finding(
                 "mtu-differs",
@@ -318,7 +322,7 @@ def judge_ways(
                 "fleet",
                 f"largest packets of the cards (MTU): {groups_text(mtus)}",
                 "long messages may vanish where short ones pass",
-                f"the same everywhere: sudo ip link set {card} mtu {min(m for m in mtus.values() if m)}",
+                "the same everywhere:\n" + "\n".join(lines),
             )
         )
     return findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from yolofleet.doctor.findings import Finding, size_text
@@ -20,6 +21,8 @@ def judge_gpus(facts: Facts, need: Need, where: str) -> list[Finding]:
     found = _each(facts, need, where) if "gpus" in facts else []
     if need.gpu_ids and "gpu_count" in facts and not any(finding.level == "fault" for finding in found):
         found += _asked_for(facts, need, where)
+    if need.on_cpu:  # whatever is wrong with them
+        found = [replace(finding, level="note") if finding.level != "ok" else finding for finding in found]
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.device import processes_of
@@ -28,6 +30,7 @@ class Need:
         micro_batch, val_batch: images.
         img: side, pixels.
         on_gpu: it trains on CUDA devices.
+        on_cpu: the CPU is asked for.
         gpu_ids: those of them that are asked for by number.
     """
 
@@ -39,6 +42,7 @@ class Need:
     img: int
     on_gpu: bool
     gpu_ids: tuple[int, ...] = ()
+    on_cpu: bool = False
 
     @property
     def waiting(self) -> int:
@@ -78,15 +82,14 @@ class Need:
         return text
 
 
-def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) -> Need:
+def need_of(settings: TrainConfig, cores: int, gpus: int) -> Need:
     """
     Args:
         cores, gpus: that this machine has for us.
-        processes: on this machine; 0 = as ``settings.device`` says.
     Raises:
         ConfigError: the device cannot be.
     """
-    ranks = processes or (1 if settings.parallel == "dp" else processes_of(settings.device))
+    ranks = 1 if settings.parallel == "dp" else processes_of(settings.device)
     gpu_ids = tuple(map(int, settings.device.split(","))) if by_number(settings.device) else ()
     on_gpu = bool(gpu_ids) or (settings.device == "auto" and gpus > 0)
     by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
@@ -99,7 +102,14 @@ def need_of(settings: TrainConfig, cores: int, gpus: int, processes: int = 0) ->
         img=settings.img,
         on_gpu=on_gpu,
         gpu_ids=gpu_ids,
+        on_cpu=settings.device.startswith("cpu"),
     )
+
+
+def need_here(settings: TrainConfig, facts: Mapping[str, Any]) -> Need:
+    """Of a machine of which ``facts.py`` saw this."""
+    cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
+    return need_of(settings, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
 
 
 def by_number(device: str) -> bool:

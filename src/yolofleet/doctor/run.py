@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from yolofleet.config.schema import DoctorConfig, TrainConfig
 from yolofleet.doctor.findings import LEVELS, Finding, worst
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import by_number, need_of
+from yolofleet.doctor.need import by_number, need_here
 from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.probes import run_probe
 from yolofleet.errors import ClusterError
@@ -53,9 +53,7 @@ def examine_here(settings: TrainConfig, *, port: int = 0, quick: bool = False) -
     folders = [str(results_folder(settings))]
     wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(settings.device)}
     facts = run_probe("facts", wishes)
-    cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
-    need = need_of(settings, cores, len(facts.get("gpus", {}).get("gpus", ())))
-    return [*judge_host(facts, need), *judge_network(facts)]
+    return [*judge_host(facts, need_here(settings, facts)), *judge_network(facts)]
 
 
 def preflight(settings: TrainConfig) -> list[Finding]:

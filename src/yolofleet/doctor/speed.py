@@ -59,8 +59,9 @@ def judge_speeds(
                     where,
                     "short messages pass and long ones do not",
                     "packets are larger than something on the way takes (MTU), and nobody says so",
-                    f"ping -M do -s 1472 {meetings[target].address} fails? then on both: "
-                    f"sudo ip link set {card} mtu 1400",
+                    f"on {source}: ping -c 3 -M do -s 1472 {meetings[target].address}\n"
+                    f"on both, mtu 1400 if that fails, else 1500: sudo ip link set {card} mtu 1400 (on {source}: "
+                    f"{meetings[source].card})",
                 )
             )
         elif one["problem"]:

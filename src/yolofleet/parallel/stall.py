@@ -87,10 +87,11 @@ class Progress:
 
     Args:
         stall_s: shortest limit.
+        least_silence_s: that beats may be apart.
     """
 
-    def __init__(self, activity: Activity, stall_s: float) -> None:
-        self.activity, self.stall_s = activity, stall_s
+    def __init__(self, activity: Activity, stall_s: float, least_silence_s: float = 0.0) -> None:
+        self.activity, self.stall_s, self.least_silence_s = activity, stall_s, least_silence_s
         self._mark: tuple[Any, ...] = ()
         self._age_s = 0.0
         self._steps = -1
@@ -125,7 +126,7 @@ class Progress:
             last=a.last_text(),
             age_s=self._age_s,
             limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_TIMES.get(a.task, LONG_TIMES),
-            silence_s=self.stall_s * (1 if steady else LONG_SILENCE_TIMES),
+            silence_s=max(self.stall_s * (1 if steady else LONG_SILENCE_TIMES), self.least_silence_s),
             ended=ended,
         )
 

@@ -49,6 +49,7 @@ from yolofleet.parallel.world import Store, World
 
 LOOK_S = 1.0
 RANKS_PER_S = 16  # beats are exchanged each second by that few ranks, more rarely by more
+BEATS_MISSED = 4  # at least, before a rank counts as silent: its beats are stored and fetched at that pace
 MEET_S = 0.2  # until it is known who they are
 CLOCK_JUMP_S = 3.0  # no more than this is counted for one look: this process was stopped, or starved
 DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python is locked goes to its log
@@ -91,7 +92,8 @@ class Watchdog:
         self._silent_s = dict.fromkeys(range(world.size), 0.0)  # since a rank's last new beat
         self._seen: dict[int, int] = {}  # numbers of beats
         self._blind_s = 0.0  # since the store answered
-        self._progress = Progress(world.activity, stall_s)
+        self._every_s = max(LOOK_S, world.size / RANKS_PER_S)
+        self._progress = Progress(world.activity, stall_s, least_silence_s=BEATS_MISSED * self._every_s)
         self._closing, self._ending = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._dump: TextIO | None = None
@@ -199,7 +201,7 @@ class Watchdog:
                 elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
                     texts = store.multi_get([f"member/{r}" for r in ranks])
                     self.members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
-                    every_s = max(LOOK_S, len(ranks) / RANKS_PER_S)
+                    every_s = self._every_s
                 self._blind_s = 0.0
                 if store.check(["question"]):
                     self._answer(store)
