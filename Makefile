@@ -8,7 +8,7 @@ EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
 
-.PHONY: env demo test test-slow test-export test-cluster contract lint bench clean
+.PHONY: env demo test test-slow test-gpu test-export test-cluster contract lint bench clean
 
 env: $(VENV)/.made
 
@@ -38,6 +38,10 @@ test: env
 # kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
 test-slow: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --timeout 3600
+
+# runs and kernels on this machine's GPUs; those that need two skip with one
+test-gpu: env
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --timeout 1800
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env
