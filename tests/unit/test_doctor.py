@@ -369,8 +369,10 @@ def test_a_wireless_card_will_do_where_there_is_no_other() -> None:
 def test_which_card_nccl_takes() -> None:
     found = [LO, DOCKER0, card("virbr0", "192.168.122.1/24"), ETH0, card("ib0", "10.1.0.1/24")]
     assert nccl_choice(found, {}) == "ib0"
-    assert nccl_choice(found[:-1], {}) == "virbr0"  # neither docker nor lo, so it takes it
-    assert nccl_choice(found[:2], {}) == "docker0"
+    assert nccl_choice(found[:-1], {}) == "eth0"
+    assert nccl_choice(found[:3], {}) == "docker0" and nccl_choice(found[:1], {}) == "lo"
+    bridge = card("br-0123456789ab", "172.18.0.1/16")  # Docker's, by its address; NCCL goes by the name
+    assert nccl_choice([LO, bridge, ETH0], {}) == "br-0123456789ab"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "=eth0"}) == "eth0"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "^ib,virbr,lo,docker"}) == "eth0"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "none"}) is None
@@ -386,9 +388,9 @@ def test_which_card_gloo_takes() -> None:
 
 
 def test_a_wrong_card_that_would_be_taken_is_named() -> None:
-    facts = sick(cards=[LO, card("virbr0", "192.168.122.1/24"), ETH0])
+    facts = sick(cards=[LO, card("br-0123456789ab", "172.18.0.1/16"), ETH0])
     found = findings(facts)["card-wrong"]
-    assert "NCCL takes virbr0" in found.seen and "virtual machines" in found.why
+    assert "NCCL takes br-0123456789ab" in found.seen and "containers" in found.why
     assert found.fix.endswith("export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0")
     several = findings(sick(cards=[LO, card("eth1", "192.168.0.1/24"), ETH0]))
     assert several["card-several"].level == "note"
@@ -398,16 +400,21 @@ def test_a_wrong_card_that_would_be_taken_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "code", "words"),
+    ("addresses", "code", "level", "words"),
     [
-        (["127.0.1.1"], "host-name-loopback", "127.0.1.1 a: 10.0.0.1 a"),
-        ([], "host-name-unknown", "echo '10.0.0.1 a'"),
-        (["10.9.9.9"], "host-name-elsewhere", "10.0.0.1 a"),
+        (
+            ["127.0.1.1"],
+            "host-name-loopback",
+            "note",
+            "127.0.1.1 a: 10.0.0.1 a",
+        ),  # as Debian and Ubuntu install it
+        ([], "host-name-unknown", "warn", "echo '10.0.0.1 a'"),
+        (["10.9.9.9"], "host-name-elsewhere", "warn", "10.0.0.1 a"),
     ],
 )
-def test_the_own_name(addresses, code, words) -> None:
+def test_the_own_name(addresses, code, level, words) -> None:
     found = findings(sick(names={"addresses": addresses, "problem": "Name or service not known"}))
-    assert set(found) == {code}
+    assert set(found) == {code} and found[code].level == level
     assert words in found[code].fix
 
 

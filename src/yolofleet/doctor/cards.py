@@ -163,15 +163,15 @@ def matches(card_names: Sequence[str], setting: str) -> list[str]:
 
 
 def nccl_choice(found: Sequence[Card], environment: Mapping[str, str]) -> str | None:
-    """The first card that NCCL would take: NCCL_SOCKET_IFNAME, else ib*, else none of docker* and lo.
+    """The first card that NCCL would take: NCCL_SOCKET_IFNAME, else ib*, else none of docker*, lo and virbr*.
 
-    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
+    Source: NCCL's documentation of NCCL_SOCKET_IFNAME; virbr* comes last in what NCCL does.
     """
     names = [card["name"] for card in found if card["up"] and card["addresses"]]
     setting = environment.get("NCCL_SOCKET_IFNAME")
     if setting:
         return next(iter(matches(names, setting)), None)
-    for wish in ("ib", "^docker,lo", "docker", "lo"):
+    for wish in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
         chosen = matches(names, wish)
         if chosen:
             return chosen[0]

@@ -139,10 +139,10 @@ def _host_name(facts: Facts, where: str) -> list[Finding]:
         return [
             Finding(
                 "host-name-loopback",
-                "warn" if good else "note",
+                "note",  # so Debian and Ubuntu install it
                 where,
                 f"this machine's own name {host} is {shown}",
-                "gloo and torchrun would tell other machines to connect to themselves",
+                "yolofleet names the card; gloo and torchrun by hand would tell other machines to connect to themselves",
                 f"in /etc/hosts, in place of the line with {loopback[0]} {host}: {line}" if good else "",
             )
         ]
