@@ -1,15 +1,17 @@
 """Seconds to read, check and store the labels of a data set, and to find them again.
 
-    python benchmarks/index.py --images 20000
+    python benchmarks/index.py --images 20000 --processes 4
 
 The images are links to one small JPEG with 7 labels each, in a temporary folder; no image is decoded for the
-index. Then the file of flat arrays that 2,000,000 images with 10 labels each would have, and what a process
+index. With ``--processes``, so many at once: with the cache of one machine, of which one builds the index, and with a
+cache each. Then the file of flat arrays that 2,000,000 images with 10 labels each would have, and what a process
 pays to look into it.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -20,7 +22,7 @@ import cv2
 import numpy as np
 
 from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.data.sources import DatasetSpec, load_dataset
 
 
 def make_set(root: Path, images: int) -> Path:
@@ -57,9 +59,26 @@ def large_index(images: int) -> DataIndex:
     )
 
 
+def build(spec: DatasetSpec, cache: str) -> None:
+    os.environ["YOLOFLEET_CACHE"] = cache
+    build_index(spec, "train")
+
+
+def together(spec: DatasetSpec, caches: list[str]) -> float:
+    """Seconds until every one of these processes has its index."""
+    processes = [multiprocessing.Process(target=build, args=(spec, cache)) for cache in caches]
+    began_s = time.perf_counter()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return time.perf_counter() - began_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--images", type=int, default=5000)
+    parser.add_argument("--processes", type=int, default=1, help="that need the index at once")
     parser.add_argument("--large", type=int, default=0, help="images of the large index; 2000000")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,6 +88,10 @@ def main() -> None:
             began_s = time.perf_counter()
             index = build_index(spec, "train")
             print(f"index of {len(index)} images {what} in {time.perf_counter() - began_s:.2f} s")
+        if asked.processes > 1:
+            one_s = together(spec, [f"{folder}/one"] * asked.processes)
+            each_s = together(spec, [f"{folder}/each-{rank}" for rank in range(asked.processes)])
+            print(f"{asked.processes} processes at once: {one_s:.2f} s, with a cache each {each_s:.2f} s")
         if asked.large:
             file = Path(folder) / "large.arrays"
             large_index(asked.large).save(file)
