@@ -94,6 +94,7 @@ def test_a_host_of_another_version_is_named_with_the_question_and_the_others_go_
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        (("memory", "total"), None),
         (("host",), "'; reboot; '"),
         (("cards", 1, "name"), "eth0;reboot"),
         (("cards", 1, "addresses"), ["$(reboot)/24"]),
@@ -102,7 +103,7 @@ def test_a_host_of_another_version_is_named_with_the_question_and_the_others_go_
         (("firewall", "chains"), [["inet", "own", "in; reboot"]]),
     ],
 )
-def test_no_host_puts_words_into_a_command(path: tuple[Any, ...], value: Any) -> None:
+def test_no_host_puts_words_into_a_command_or_nothing_into_a_sum(path: tuple[Any, ...], value: Any) -> None:
     made = fleet()
     inner = made[1].facts
     for key in path[:-1]:

@@ -68,6 +68,11 @@ def test_memory_is_what_the_tightest_control_group_leaves(computer: Computer) ->
 
 def test_memory_that_cannot_be_seen_is_none(computer: Computer) -> None:
     assert facts.memory(computer.machine())["available"] is None
+    computer.file("proc/meminfo", "MemTotal: 8000 kB\n")
+    computer.file("proc/self/cgroup", "0::/\n")
+    computer.file("sys/fs/cgroup/memory.max", "2048000\n")
+    computer.file("sys/fs/cgroup/memory.current", "1024000\n")
+    assert facts.memory(computer.machine())["available"] is None, "a limit alone tells nothing of the machine"
     assert facts.shared_memory(computer.machine()) is None
 
 

@@ -94,7 +94,7 @@ FACTS = {
     "host": _host_name,
     "platform": _is_text,
     "network_id": _is_text,
-    "memory": {"total": _count, "available": _count, "machine_available": _count},
+    "memory": ({"available": None}, {"total": is_whole, "available": is_whole, "machine_available": is_whole}),
     "shm": ({"size": is_whole, "free": is_whole, "largest": [_is_large_file]}, None),
     "cores": {"visible": _count, "usable": _count, "quota": (is_number, None)},
     "limits": {"open_files": _count, "open_files_hard": _count, "locked_memory": _count},

@@ -96,7 +96,8 @@ def network_id(machine: Machine) -> str:
 
 
 def memory(machine: Machine) -> Facts:
-    """Main memory: of the machine, and what this process may still take (control groups v1 and v2 count)."""
+    """Main memory: of the machine, and what this process may still take (control groups v1 and v2 count);
+    ``available`` is None where the kernel does not say."""
     values = {}
     for line in text_of(machine.proc / "meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -105,7 +106,7 @@ def memory(machine: Machine) -> Facts:
     return {
         "total": values.get("MemTotal"),
         "swap": values.get("SwapTotal"),
-        "available": available_bytes(machine.proc, machine.groups) if values else None,
+        "available": available_bytes(machine.proc, machine.groups) if "MemAvailable" in values else None,
         "machine_available": values.get("MemAvailable"),
     }
 
