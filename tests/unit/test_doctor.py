@@ -197,6 +197,17 @@ def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
     assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
 
 
+def test_a_gpu_that_somebody_else_uses_matters_where_it_is_asked_for() -> None:
+    taken = sick(
+        gpus__gpus=[GPU, {**GPU, "index": 1, "used_mib": 9000}],
+        libraries__torch__devices=[DEVICE, DEVICE],
+        gpu_count=2,
+    )
+    assert not findings(taken, asking_for(0)) and set(findings(taken, asking_for(0, 1))) == {"gpu-taken"}
+    taken["variables"] = {"CUDA_VISIBLE_DEVICES": "1,0"}
+    assert set(findings(taken, asking_for(0))) == {"gpu-taken"}, "the first one may be any"
+
+
 def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
     on_cpu = need_of(TrainConfig(device="cpu", img=64, batch=4), cores=8, gpus=1)
     for changes in (

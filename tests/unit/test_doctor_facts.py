@@ -424,7 +424,8 @@ def test_only_what_is_listed_can_be_asked() -> None:
 def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if os.name != "posix":
         pytest.skip("a script stands for the interpreter")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ImportError: libcudart.so' >&2\nkill -11 $$\n")
     python.chmod(0o755)
@@ -437,6 +438,8 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert probes.apart("libraries", {}) == {"problems": {}}
     python.write_text("#!/bin/sh\n")
     assert probes.apart("libraries", {})["problem"] == "nothing said (exit code 0)"
+    python.write_text('#!/bin/sh\necho "{\\"ids\\": \\"$CUDA_DEVICE_ORDER\\"}"\n')
+    assert probes.apart("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
     python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
     sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
     assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}

@@ -119,7 +119,13 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
             input=json.dumps(arguments).encode(),
             capture_output=True,
             timeout=APART_S[name],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            # ids as nvidia-smi shows them, and as a run counts them
+            env={
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **(environment or {}),
+            },
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {APART_S[name]:.0f} s", "late": True}
