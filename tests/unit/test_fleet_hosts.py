@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
 from yolofleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.launch.keeper import ASKED, RECALLED
+from yolofleet.launch.preflight import Plan, Spot
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
 from yolofleet.launch.requests import claim
 from yolofleet.launch.ssh import job_text
@@ -166,6 +169,37 @@ def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:
         )
         assert there.config.value.hosts == "" and there.config.sources["device"] == "fleet.yaml"
         assert there.recipe == recipe
+
+
+@pytest.mark.parametrize(("asked", "told"), [("figures.json", ""), ("-", "-"), ("", "")])
+def test_figures_go_into_a_file_of_this_machine_not_of_the_hosts(
+    tmp_path: Path, asked: str, told: str
+) -> None:
+    config = resolve_val({"data": "d", "weights": "w", "hosts": "a:1", "json_out": asked})
+    (tmp_path / "job.yaml").write_text(job_text(config, None, parse_hosts("a:1"), 0))
+    assert load_job(tmp_path / "job.yaml").config.value.json_out == told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+@pytest.mark.parametrize(("folder", "code"), [(".", 0), ("file", 3)])
+def test_figures_that_cannot_be_written_are_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, code: int
+) -> None:
+    """The hosts are played: they have validated, and the results are copied."""
+
+    def follow(*_: object) -> None:
+        (tmp_path / "runs/val/exp/results.json").write_text('{"metrics": {}}')
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "file").touch()
+    spot = Spot("127.0.0.1", "lo")
+    monkeypatch.setattr("yolofleet.launch.ssh.check", lambda *_: Plan((spot,), 29500))
+    monkeypatch.setattr(Watch, "follow", follow)
+    monkeypatch.setattr(Watch, "explain", lambda *_: 0)
+    val = ["val", "--data", "d", "--weights", "w", "--hosts", "localhost:cpu", "--json", f"{folder}/f.json"]
+    assert main(val) == code
+    assert (tmp_path / "f.json").is_file() == (code == 0)
 
 
 def test_ssh_is_asked_for_nothing_but_the_keeper() -> None:

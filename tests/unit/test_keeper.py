@@ -142,6 +142,20 @@ def test_a_folder_of_jobs_that_cannot_be_is_said_in_words(remote: Remote, tmp_pa
     assert "StorageError(" not in caught.value.what
 
 
+def test_torchrun_gives_its_workers_the_time_of_the_fleet(remote: Remote) -> None:
+    remote.start(job("echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace_s=299.5))
+    assert next_frame(remote)["text"] == "300\n"
+
+
+def test_orphans_that_have_ended_are_let_go(remote: Remote) -> None:
+    keeper = remote.hello["pid"]
+    started(remote, "for i in 1 2 3 4 5; do (setsid sleep 0.1 & sleep 0.1 &); done; echo up; exec sleep 60")
+    children = Path("/proc", str(keeper), "task", str(keeper), "children")
+    wait_for(lambda: len(children.read_text().split()) == 1)  # zombies are among them
+    remote.stop(0)
+    assert next_frame(remote)["code"] == -signal.SIGTERM
+
+
 def test_no_such_command_is_an_end_like_others(remote: Remote) -> None:
     remote.start(job("") | {"command": ["/no/such/program"]})
     assert "there is no command" in next_frame(remote)["why"]

@@ -4,8 +4,7 @@ One on every machine, started by ``srun``, ``mpirun`` or Kubernetes. To torchrun
 adds what a scheduler needs:
 
 - under srun or mpirun the machine's number and the address of the first are found, not given;
-- SIGUSR1, a scheduler's warning, is passed on to the workers, which save and end (torchrun would die of it, and
-  gives workers 30 seconds after a SIGTERM);
+- SIGUSR1, a scheduler's warning, is passed on to the workers, which save and end (torchrun would die of it);
 - the exit code is that of the worker that failed first (torchrun's is 1), so 75 means: start again, it will resume.
 """
 
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.launch.job import AGENT_DEFAULTS
 from yolofleet.launch.local import exit_text
 from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
@@ -35,9 +35,7 @@ def main(argv: list[str]) -> int:
     except YolofleetError as problem:
         print(problem.render(), file=sys.stderr)
         return problem.exit_code
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # see launch/job.py
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(AGENT_DEFAULTS | os.environ)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
         logging.CRITICAL
     )  # see _explained

@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# seconds from a SIGTERM until the agent kills its workers; torch's own 30 may be too few to save in (older ones know
+# no other)
+SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -92,6 +96,14 @@ def meeting_environment(meeting: Meeting, processes: int) -> dict[str, str]:
     }
 
 
+AGENT_DEFAULTS = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # ids as nvidia-smi shows them
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads steal the cores of other processes
+    "OMP_NUM_THREADS": "1",  # torchrun would warn; the worker sets its own count (--threads)
+    SAVING_S: "300",
+}
+
+
 def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]:
     """The agent's environment: the caller's, less a place in another fleet, plus defaults that are missing.
 
@@ -107,10 +119,7 @@ def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]
         "MASTER_PORT",
         "GROUP_RANK",
     )
-    env = {name: value for name, value in base.items() if name not in strays}
-    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # ids as nvidia-smi shows them
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads steal the cores of other processes
-    env.setdefault("OMP_NUM_THREADS", "1")  # torchrun would warn; the worker sets its own count (--threads)
+    env = AGENT_DEFAULTS | {name: value for name, value in base.items() if name not in strays}
     if card:
         env["GLOO_SOCKET_IFNAME"] = card
         env["NCCL_SOCKET_IFNAME"] = f"={card}"  # this name, not names that begin so

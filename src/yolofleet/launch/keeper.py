@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import os
 import selectors
 import signal
@@ -32,7 +33,14 @@ from yolofleet.doctor.facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.launch import code, jobs, requests
 from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, Frame
-from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment, meeting_environment
+from yolofleet.launch.job import (
+    SAVING_S,
+    JobSpec,
+    Meeting,
+    agent_argv,
+    agent_environment,
+    meeting_environment,
+)
 from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path, last_words
 from yolofleet.launch.processes import (
     UNKNOWN,
@@ -40,6 +48,7 @@ from yolofleet.launch.processes import (
     descendants,
     end_descendants,
     oom_kills,
+    reap_orphans,
     signal_all,
     started_at,
     variable,
@@ -186,8 +195,8 @@ def start(job: Frame) -> Running:
             error_path(folder, rank).unlink(missing_ok=True)
         tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
         tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
-    environment |= job["env"]
     grace_s = float(job["grace_s"])
+    environment |= {SAVING_S: str(math.ceil(grace_s)), **job["env"]}
     keeper = os.getpid()
 
     def in_child() -> None:
@@ -301,6 +310,7 @@ class Keeper:
         passed_on = self._pass_on(running, everything=over)
         if over:
             running.ended_at_s = min(running.ended_at_s, now)
+        reap_orphans(but=running.agent.pid)
         nobody_listens = self.leaving not in ("", ASKED)
         if not over or not (passed_on or nobody_listens or now - running.ended_at_s > LAST_WORDS_S):
             return

@@ -117,6 +117,19 @@ def signal_all(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def reap_orphans(but: int) -> None:
+    """Let go of adopted processes of other sessions than this one that have ended; each would keep its number.
+
+    Args:
+        but: this one is waited for by who started it.
+    """
+    with suppress(OSError):  # there is no child at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but or os.getsid(ended.si_pid) == os.getsid(0):
+                break
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
 def end_descendants(pid: int, deadline_s: float = 5.0) -> list[int]:
     """SIGKILL to all of them until none is left; returns those that are after ``deadline_s`` (stuck in the
     kernel)."""

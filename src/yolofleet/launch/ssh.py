@@ -40,7 +40,7 @@ from yolofleet.launch.preflight import (
 from yolofleet.launch.remote import Frame, Remote, Unreachable
 from yolofleet.launch.start import as_training
 from yolofleet.launch.watch import Watch, say
-from yolofleet.report.folder import RESUME_COMMAND, RunFolder
+from yolofleet.report.folder import RESUME_COMMAND, RunFolder, write_bytes
 
 PORT_TRIES = 3
 SEND_S = 120.0  # for the code
@@ -131,7 +131,7 @@ def run_on_fleet(
     Args:
         resumed: the folder of the run that is continued.
     Raises:
-        YolofleetError: it could not be started.
+        YolofleetError: it could not be started, or its figures not be written.
     """
     verb = "val" if recipe is None else "train"
     settings = config.value
@@ -178,10 +178,10 @@ def run_on_fleet(
         if (
             isinstance(settings, ValConfig)
             and settings.json_out not in ("", "-")
-            and folders.states_are_elsewhere
+            and code == 0
+            and folders.here.results_json.is_file()  # else it was said why not
         ):
-            with suppress(OSError):
-                shutil.copyfile(folders.here.results_json, settings.json_out)
+            write_bytes(Path(settings.json_out), folders.here.results_json.read_bytes())
     return code, folders.here
 
 
@@ -224,6 +224,8 @@ def job_text(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet: Flee
     }
     if host.data:
         own["data"], sources["data"] = host.data, fleet.source
+    if getattr(config.value, "json_out", "") not in ("", "-"):  # a file of this machine's
+        own["json_out"], sources["json_out"] = "", DEFAULT
     there = Resolved(config.value.model_copy(update=own), sources, config.notes)
     if recipe is not None:
         check_train(there, recipe)
