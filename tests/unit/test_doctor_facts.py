@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from yolofleet.doctor import facts, probes
+from yolofleet.doctor import facts, machine, probes
 from yolofleet.doctor.cards import cards, resolve, route_to
 from yolofleet.doctor.machine import Answer, Machine
 from yolofleet.doctor.ports import ephemeral_ports, firewall, opening, port_facts
@@ -120,6 +122,26 @@ def test_a_disk_is_measured_where_the_folder_would_be_made_and_nothing_stays(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network disk whose server is gone."""
+    over, usage = threading.Event(), facts.shutil.disk_usage
+
+    def answers_at_last(folder: Path) -> object:
+        if folder == tmp_path:
+            over.wait(60)
+        return usage(folder)
+
+    monkeypatch.setattr(facts.shutil, "disk_usage", answers_at_last)
+    monkeypatch.setattr(probes, "DISK_S", 0.1)
+    try:
+        [found] = run_probe("facts", {"folders": [tmp_path], "quick": True})["disks"]
+    finally:
+        over.set()
+    assert found["problem"] == "no answer within 0.1 s" and found["folder"] == str(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(**_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -195,6 +217,20 @@ def test_a_driver_that_fails_is_not_taken_for_no_gpu(computer: Computer) -> None
     computer.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\n", code=18)
     computer.file("dev/nvidia0", "")
     assert facts.gpu_count(computer.machine()) is None
+
+
+@linux
+def test_a_program_that_nobody_can_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As nvidia-smi that a stuck driver holds in the kernel: here nobody even tries to end it."""
+    monkeypatch.setattr(machine.subprocess.Popen, "kill", lambda process: None)
+    monkeypatch.setattr(machine, "KILLED_S", 0.1)
+    number = tmp_path / "pid"
+    began_s = time.monotonic()
+    assert machine.command(["sh", "-c", f"echo $$ > {number}; exec sleep 300"], 0.5) == Answer(late=True)
+    assert time.monotonic() - began_s < 120
+    os.kill(int(number.read_text()), signal.SIGKILL)
 
 
 def test_infiniband_ports(computer: Computer) -> None:

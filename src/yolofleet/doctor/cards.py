@@ -10,11 +10,10 @@ import ipaddress
 import re
 import socket
 import struct
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from yolofleet.doctor.machine import Machine, number_of, text_of
+from yolofleet.doctor.machine import Machine, number_of, text_of, within
 
 Card = dict[str, Any]  # JSON-able: name, addresses ["10.0.0.1/24"], up, mtu, kind, speed_mbit
 
@@ -205,20 +204,16 @@ def gloo_choice(
 
 def resolve(name: str, deadline_s: float = RESOLVE_S) -> dict[str, Any]:
     """Addresses of a host name as programs here see it: ``addresses`` and ``problem`` ("" where there is none)."""
-    answer: dict[str, Any] = {"addresses": [], "problem": f"no answer within {deadline_s:g} s"}
+    late = {"addresses": [], "problem": f"no answer within {deadline_s:g} s"}
+    return within(deadline_s, lambda: _look_up(name)) or late
 
-    def look_up() -> None:
-        try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as problem:
-            answer["problem"] = getattr(problem, "strerror", None) or str(problem)
-        else:
-            answer.update(addresses=list(dict.fromkeys(str(entry[4][0]) for entry in found)), problem="")
 
-    waiting = threading.Thread(target=look_up, daemon=True)
-    waiting.start()
-    waiting.join(deadline_s)
-    return dict(answer)
+def _look_up(name: str) -> dict[str, Any]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as problem:
+        return {"addresses": [], "problem": getattr(problem, "strerror", None) or str(problem)}
+    return {"addresses": list(dict.fromkeys(str(entry[4][0]) for entry in found)), "problem": ""}
 
 
 def route_to(address: str) -> tuple[str, str]:

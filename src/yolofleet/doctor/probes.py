@@ -24,12 +24,13 @@ from typing import Any
 
 from yolofleet.doctor import facts as seen
 from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
-from yolofleet.doctor.machine import Machine
+from yolofleet.doctor.machine import Machine, run_for, within
 from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
 
 Json = dict[str, Any]
 
 APART_S = {"libraries": 12.0, "data": 30.0, "all_reduce": 45.0}
+DISK_S = 10.0  # measuring takes one, and what is on its way to a slow disk before
 CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
 LONGEST_LISTEN_S = 120.0
 MEASURE_S, MEASURE_BYTES, PIECE_BYTES, ECHOES = 1.0, 32 << 20, 1 << 18, 15
@@ -104,7 +105,19 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Json]:
             folders = [*folders, cache_root()]
         except ImportError:  # no numpy: said elsewhere
             pass
-    return [seen.disk(folder, measure=not quick) for folder in folders]
+    return [_disk(folder, measure=not quick) for folder in folders]
+
+
+def _disk(folder: Path, *, measure: bool) -> Json:
+    late = {
+        "folder": str(folder),
+        "below": str(folder),
+        "size": None,
+        "free": None,
+        "write_bytes_per_s": None,
+    }
+    problem = f"no answer within {DISK_S:g} s"  # a network disk whose server is gone holds who looks at it
+    return within(DISK_S, lambda: seen.disk(folder, measure=measure)) or {**late, "problem": problem}
 
 
 def firewall_here(_: Mapping[str, Any]) -> Json:
@@ -114,11 +127,12 @@ def firewall_here(_: Mapping[str, Any]) -> Json:
 def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Json:
     """A probe of ``apart.py``; where it gives no answer, ``problem`` says why and ``late`` whether for its time."""
     try:
-        done = subprocess.run(
+        code, out, errors = run_for(
+            APART_S[name],
             [sys.executable, "-m", "yolofleet.doctor.apart", name],
-            input=json.dumps(arguments).encode(),
-            capture_output=True,
-            timeout=APART_S[name],
+            json.dumps(arguments).encode(),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             # ids as nvidia-smi shows them, and as a run counts them
             env={
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -131,13 +145,13 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
         return {"problem": f"no answer within {APART_S[name]:.0f} s", "late": True}
     except OSError as problem:
         return {"problem": f"{sys.executable}: {problem}", "late": False}
-    for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
+    for line in reversed(out.splitlines() if code == 0 else []):
         with suppress(ValueError):  # somebody else's last words, as of a library that is unloaded
             answer: Json = json.loads(line)
             if isinstance(answer, dict):
                 return answer
-    words = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    words = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     return {"problem": f"{words[0] if words else 'nothing said'} ({ended})", "late": False}
 
 
