@@ -120,6 +120,7 @@ def test_a_disk_is_measured_where_the_folder_would_be_made_and_nothing_stays(tmp
     assert found["below"] == str(tmp_path)
     assert found["free"] > 0 and found["write_bytes_per_s"] > 0 and found["problem"] is None
     assert list(tmp_path.iterdir()) == []
+    assert facts.disk(tmp_path / ("x" * 300) / "train")["below"] == str(tmp_path), "a name that cannot be"
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(

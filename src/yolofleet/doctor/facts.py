@@ -181,7 +181,7 @@ def disk(folder: Path, *, measure: bool = True) -> Facts:
     """Of the folder, or where it would be made: space, and the speed of writing (a nameless file, at most
     32 MiB and about a second)."""
     asked, folder = folder, folder.absolute()
-    while not folder.is_dir() and folder != folder.parent:
+    while not os.path.isdir(folder) and folder != folder.parent:  # noqa: PTH112 (Path.is_dir raises where it may not look)
         folder = folder.parent
     facts: Facts = {"folder": str(asked), "below": str(folder), "write_bytes_per_s": None, "problem": None}
     facts |= _space(folder) or {"size": None, "free": None}
