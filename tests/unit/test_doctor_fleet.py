@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_doctor import HEALTHY, LO, card
 
+from yolofleet.cli.doctor import enter
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.alike import differences, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.findings import Finding
@@ -17,6 +19,7 @@ from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.network import Meeting, judge_way
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import ClusterError
+from yolofleet.launch.remote import Refused
 
 CPU = TrainConfig(device="cpu", img=64, batch=4)
 
@@ -318,3 +321,16 @@ def test_the_order_of_measuring_leaves_each_host_to_one_other() -> None:
             assert len(busy) == len(set(busy))
     many = [pair for one in rounds([f"m{i}" for i in range(40)]) for pair in one]
     assert len(many) == 40  # each to the next
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [(Refused("b: No such file or directory"), "folder-missing"), (ClusterError("b is lost"), "host-lost")],
+)
+def test_a_host_that_is_lost_at_its_folder_is_not_said_to_have_none(problem: ClusterError, code: str) -> None:
+    def ask(_request: str, **_arguments: Any) -> None:
+        raise problem
+
+    remote: Any = SimpleNamespace(name="b", host=SimpleNamespace(folder="/runs"), ask=ask)
+    found = enter(remote)
+    assert found is not None and (found.code, found.where, found.level) == (code, "b", "fault")

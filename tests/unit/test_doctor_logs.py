@@ -279,7 +279,7 @@ def test_a_log_may_come_from_a_pipe(monkeypatch):
 def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_log(tmp_path / "none.log")
-    with pytest.raises(ConfigError, match=r"no \*\.log in"):
+    with pytest.raises(ConfigError, match=r"none of \*\.log, \*\.out, \*\.err in"):
         read_log(tmp_path)
 
 
@@ -303,6 +303,24 @@ def test_the_logs_of_a_run_are_read_together_and_the_file_is_named(run_folder, b
     assert found[0].where == "rank-2.log, line 2"
     assert found[1].where.startswith("agent.log, rank 6 on node-b, line ")
     assert found[2].where == "rank-0.log, rank 1, line 2, and in 2 more files"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("slurm-7.out", "rank-1.err"),
+        ("job_1/attempt_0/0/stderr.log", "job_1/attempt_0/1/stderr.log"),  # torchrun's --log-dir
+    ],
+)
+def test_logs_of_other_programs_have_other_names(tmp_path, names):
+    words = ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", LOST]
+    for name, text in zip(names, words, strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    memory, lost = read_log(tmp_path)
+    assert (memory.code, lost.code) == ("gpu-memory", "peer-lost")
+    for finding, name in zip((memory, lost), names, strict=True):
+        assert finding.where.startswith(f"{name}, ")
 
 
 def test_an_attempt_that_one_rank_repeated_with_success_does_not_excuse_another(run_folder):

@@ -114,14 +114,17 @@ def enter(remote: Remote) -> Finding | None:
     """Work in the host's folder; or why that cannot be."""
     from yolofleet.doctor.findings import Finding
     from yolofleet.errors import ClusterError
+    from yolofleet.launch.remote import Refused
 
     folder = remote.host.folder or str(Path.cwd())
     try:
         remote.ask("enter", folder=folder)
-    except ClusterError as problem:
+    except Refused as problem:
         what = f"it has no folder {folder}: {problem.what.removeprefix(f'{remote.name}: ')}"
         fix = "make it there, or say folder: for this host (fleet.yaml)"
         return Finding("folder-missing", "fault", remote.name, what, "a run works there", fix)
+    except ClusterError as problem:
+        return Finding("host-lost", "fault", remote.name, problem.what, "asked for its folder", problem.hint)
     return None
 
 

@@ -98,8 +98,11 @@ class Examination:
                 if trips_s is not None:
                     trips_s[peer.name] = (began_s, time.time())
 
-        with ThreadPoolExecutor(len(asked)) as pool:
+        pool = ThreadPoolExecutor(len(asked))
+        try:
             replies = dict(zip([peer.name for peer in asked], pool.map(one, asked), strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for a host that hangs
         lost = {name: reply for name, reply in replies.items() if isinstance(reply, YolofleetError)}
         with self._lock:
             self.peers = [peer for peer in self.peers if peer.name not in lost]

@@ -37,14 +37,15 @@ LONGEST = 1 << 14  # characters of a line that are looked at: half from its star
 SHOWN = 240  # characters of a line in a finding
 MOST_RANKS = 16  # named in a finding
 REMEMBERED = 1 << 16  # lines without their numbers
+LOG_SUFFIXES = (".log", ".out", ".err")  # ours and torchrun's; SLURM's
 MOST_FILES = 1024  # of a folder; a run has one for each rank and host
 SUMMARY = 14  # lines that torchrun's "Root Cause" has at most
 IGNORED = 40  # lines that a traceback after "Exception ignored in" has at most
 
 
 def read_log(path: Path | str) -> list[Finding]:
-    """What a log means: a file, all ``*.log`` of a folder (a run's, or the folder ``logs`` in it), or ``-``, standard
-    input.
+    """What a log means: a file, all logs of a folder (a run's, or the folder ``logs`` in it; of torchrun's --log-dir,
+    those in the folders below), or ``-``, standard input.
 
     Returns:
         As :func:`classify`; of a folder, one of a kind, with the file in which it explains most.
@@ -58,15 +59,26 @@ def read_log(path: Path | str) -> list[Finding]:
     if not folder.is_dir():
         return _read(folder).findings()
     folder = folder / "logs" if (folder / "logs").is_dir() else folder
-    files = sorted((file for file in folder.glob("*.log") if file.is_file()), key=_natural)
-    if not files:
-        raise ConfigError(f"no *.log in {folder}", source="--log", hint="a log, or the folder logs of a run")
-    return _of_several({file.name: _read(file) for file in files[:MOST_FILES]}, len(files))
+    try:
+        names = _logs_in(folder, "*") or _logs_in(folder, "**/*")
+    except OSError as why:
+        raise ConfigError(f"cannot read {folder}: {why.strerror or why}", source="--log") from None
+    if not names:
+        kinds = ", ".join(f"*{suffix}" for suffix in LOG_SUFFIXES)
+        raise ConfigError(
+            f"none of {kinds} in {folder}", source="--log", hint="a log, or the folder logs of a run"
+        )
+    return _of_several({name: _read(folder / name) for name in names[:MOST_FILES]}, len(names))
 
 
-def _natural(file: Path) -> list[tuple[str, int]]:
-    """rank-2 before rank-10."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d{0,9})", file.name)]
+def _logs_in(folder: Path, pattern: str) -> list[str]:
+    """Their paths in the folder, rank-2 before rank-10."""
+    found = (file for file in folder.glob(pattern) if file.suffix in LOG_SUFFIXES and file.is_file())
+    return sorted((str(file.relative_to(folder)) for file in found), key=_natural)
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d{0,9})", name)]
 
 
 def _read(path: Path) -> _Reader:
