@@ -46,6 +46,7 @@ FLAGS_OF_OTHERS = {
         "--master_addr",
         "--master_port",
         "--use_env",
+        "--log-dir",
     ),  # torchrun
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
