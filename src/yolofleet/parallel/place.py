@@ -7,17 +7,15 @@ srun is torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` win over what is derived.
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from yolofleet.errors import ConfigError
 
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
-MOST_NODES = 65536
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def _srun(environment: Mapping[str, str]) -> Place | None:
     if not address:
         if not node_list:
             raise _missing("SLURM_STEP_NODELIST")
-        address = next(iter(_nodes(node_list)))
+        address = first_node(node_list)
     place = Place(
         rank=_number(environment, "SLURM_PROCID"),
         size=size,
@@ -225,52 +223,19 @@ def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
     return bound and re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", "")) is not None
 
 
-def expand_nodes(node_list: str) -> list[str]:
-    """The hosts of SLURM's short form: ``n[1-2,07],gpu3`` is n1, n2, n07, gpu3.
-
-    Raises:
-        ConfigError: not such a list, or of more than 65,536 nodes.
-    """
-    hosts = list(itertools.islice(_nodes(node_list), MOST_NODES + 1))
-    if len(hosts) > MOST_NODES:
-        raise ConfigError(f"the node list names more than {MOST_NODES} nodes", source=node_list[:200])
-    return hosts
-
-
 _RANGES = r"\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\]"
 _ENTRY = rf"(?:[A-Za-z0-9_.-]+|{_RANGES})+"
 
 
-def _nodes(node_list: str) -> Iterator[str]:
+def first_node(node_list: str) -> str:
+    """The first host of SLURM's short form: of ``n[07-12,2]-ib,gpu3`` n07-ib.
+
+    Raises:
+        ConfigError: not such a list.
+    """
     if not re.fullmatch(rf"{_ENTRY}(?:,{_ENTRY})*", node_list):
         raise ConfigError("this is not a list of SLURM's nodes", source=node_list[:200] or "empty")
-    for entry in re.findall(_ENTRY, node_list):
-        parts = [part for part in re.split(rf"({_RANGES})", entry) if part]
-        yield from map("".join, _product([_Numbers(p) if p.startswith("[") else (p,) for p in parts]))
-
-
-class _Numbers:
-    """The numbers of ``[8-10,007]`` as texts, made anew for each walk; a first number's zeros are kept."""
-
-    def __init__(self, text: str) -> None:
-        ends = [part.split("-") for part in text[1:-1].split(",")]
-        self.ranges = [(first_last[0], first_last[-1]) for first_last in ends]
-        if any(int(first) > int(last) for first, last in self.ranges):
-            raise ConfigError(f"{text} counts backwards: this is not a list of SLURM's nodes")
-
-    def __iter__(self) -> Iterator[str]:
-        for first, last in self.ranges:
-            yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-
-
-def _product(parts: list[_Numbers | tuple[str]]) -> Iterator[tuple[str, ...]]:
-    """As itertools.product, without making the factors first."""
-    if not parts:
-        yield ()
-        return
-    for first in parts[0]:
-        for rest in _product(parts[1:]):
-            yield (first, *rest)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_ENTRY, node_list)[0])
 
 
 # -- parts ---------------------------------------------------------------------------------------------------
