@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -70,6 +71,35 @@ def test_a_file_of_one_size_computes_what_the_network_does_for_any_number_of_ima
         ours = model.decode(model(images))
     assert_near(runtime.decode(runtime(images)), ours)
     assert (runtime.nc, runtime.names, runtime.strides) == (3, NAMES, (8, 16, 32))
+
+
+AFTERWARDS = """
+import gc, os, signal, sys
+from pathlib import Path
+import torch
+from yolofleet.export.runtime import open_exported
+one, two = (open_exported(Path(sys.argv[1])) for _ in range(2))
+one(torch.rand(1, 3, 64, 96))
+del one
+two(torch.rand(1, 3, 64, 96))
+del two
+gc.collect()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("format", HERE)
+def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_path):
+    """OpenVINO's leaves a stack for signals behind that is gone: the process would end with a segmentation fault."""
+    out = tmp_path / ("m" + FORMATS[format].suffix)
+    export(model, FORMATS[format], facts_of(model), SIZE_HW, out)
+    child = [sys.executable, "-X", "faulthandler", "-c", AFTERWARDS, str(out)]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["interrupted"]), done.stderr
 
 
 @pytest.mark.parametrize("format", [name for name in HERE if name in ("onnx", "torchscript")])

@@ -5,6 +5,7 @@ OpenVINO's library reads ONNX itself; its converter (``ovc``), which can send us
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,20 @@ from yolofleet.export.graph import ExportJob
 from yolofleet.export.runtime import Runtime, cpu_only
 
 
+@cache
+def _core() -> Any:
+    """One for good: it gives this thread a stack for signals, and the last one frees it, in use or not; then Ctrl-C
+    would be a segmentation fault."""
+    import openvino
+
+    return openvino.Core()
+
+
 def write(job: ExportJob, path: Path) -> None:
     """A folder; with ``half`` the weights are stored in 16 bits."""
     import openvino
 
-    model = openvino.Core().read_model(onnx_format.model_of(job).SerializeToString())
+    model = _core().read_model(onnx_format.model_of(job).SerializeToString())
     model.set_rt_info(job.facts.to_json(), [KEY])
     path.mkdir()
     openvino.save_model(model, str(path / FORMATS["openvino"].marker), compress_to_fp16=job.facts.half)
@@ -44,8 +54,7 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
 
     cpu_only(device, "OpenVINO")
     file = path / FORMATS["openvino"].marker if path.is_dir() else path
-    core = openvino.Core()
-    model = core.read_model(str(file))
+    model = _core().read_model(str(file))
     if not model.has_rt_info([KEY]):
         raise CheckpointError(
             f"{path} is an OpenVINO file of another program: what it computes is not known",
@@ -53,5 +62,5 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
         )
     facts = ExportFacts.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
-    compiled = core.compile_model(model, "CPU", settings)
+    compiled = _core().compile_model(model, "CPU", settings)
     return OpenvinoRuntime(path, facts, compiled, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU")
