@@ -22,9 +22,8 @@ from yolofleet.doctor.machine import Machine, folders_in, text_of
 
 Facts = dict[str, Any]  # JSON-able
 
-GPU_QUERY_S = (
-    10.0  # it takes 0.1 to 2 s, 8 GPUs whose driver is loaded for it up to 9; a stuck driver never answers
-)
+# nvidia-smi takes 0.1 to 2 s, with 8 GPUs whose driver is loaded for it up to 9; a stuck driver never answers
+GPU_QUERY_S = 10.0
 WRITE_S, WRITE_BYTES, PIECE_BYTES = 1.0, 32 << 20, 4 << 20
 LIBRARIES = {  # name of the import -> distributions that bring it
     "torch": ("torch",),

@@ -157,9 +157,8 @@ def _each(facts: Facts, need: Need, where: str) -> list[Finding]:
         # without torch's word, the driver's count tells more
         return [_none(need, where)] if torch or not need.gpu_ids else []
     found = _torch_and_gpus(facts, torch, need, where)
-    asked = (
-        () if "CUDA_VISIBLE_DEVICES" in facts["variables"] else need.gpu_ids
-    )  # else they count from another
+    # under CUDA_VISIBLE_DEVICES a run's numbers are not the driver's
+    asked = () if "CUDA_VISIBLE_DEVICES" in facts["variables"] else need.gpu_ids
     for gpu in gpus["gpus"]:
         if asked and gpu["index"] not in asked:
             continue

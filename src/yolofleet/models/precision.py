@@ -36,7 +36,6 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Scales the loss by a power of two under fp16; does nothing otherwise."""
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    scaler.scale(
-        torch.zeros((), device=device)
-    )  # it makes its tensors at first use; threads would race for that
+    # it makes its tensors at first use; the threads of several lanes would race for that
+    scaler.scale(torch.zeros((), device=device))
     return scaler
