@@ -6,6 +6,8 @@ A user's or the world's fault is one of these and is shown without a traceback; 
 
 from __future__ import annotations
 
+from yolofleet.text import screen_text
+
 
 class YolofleetError(Exception):
     """Base of all foreseen failures.
@@ -26,12 +28,15 @@ class YolofleetError(Exception):
         self.hint = hint or self.usual_hint
 
     def render(self) -> str:
-        """The message as a person sees it: one line, then an optional ``from`` and a ``try`` line."""
+        """Return the message for a screen: what, then an optional ``from`` and a ``try`` line.
+
+        Further lines of a value are indented, so that no value can pass for a line of the message.
+        """
         lines = [f"{type(self).__name__}: {self.what}"]
         if self.source:
             lines.append(f"  from : {self.source}")
         lines.append(f"  try  : {self.hint}")
-        return "\n".join(lines)
+        return "\n".join(screen_text(line).replace("\n", "\n         ") for line in lines)
 
     __str__ = render
 

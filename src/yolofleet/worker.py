@@ -46,6 +46,7 @@ from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yol
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.families import build_model, family_of, outline
+from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.description import description_from_dict
@@ -70,7 +71,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
+from yolofleet.report.folder import RunFolder
 from yolofleet.train.agreement import all_alike, check_settings
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors

@@ -22,11 +22,11 @@ from yolofleet.checkpoint.catalogue import find_or_download, import_weights, kno
 from yolofleet.config.suggest import nearest
 from yolofleet.data import catalogue
 from yolofleet.data.catalogue import Part, PublicDataset, datasets, download_dataset
-from yolofleet.data.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.data.index import build_index
-from yolofleet.data.lock import exclusive
 from yolofleet.data.sources import load_dataset
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
+from yolofleet.files.fetch import DIGESTS, DownloadError, Patience
+from yolofleet.files.lock import exclusive
 from yolofleet.models.darknet_cfg import preset, read_cfg
 from yolofleet.models.description import preset_names
 

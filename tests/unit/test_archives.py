@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.data import archives
-from yolofleet.data.archives import unpack
 from yolofleet.errors import DataError, StorageError
+from yolofleet.files import archive as archives
+from yolofleet.files.archive import unpack
 
 GOOD = {
     "set/images/a.jpg": b"a" * 1000,

@@ -18,11 +18,12 @@ from urllib.request import Request
 import pytest
 from web import Answer, Web, in_turn, item_of, status, web, whole
 
-from yolofleet.data import fetch as fetch_module
-from yolofleet.data import request
-from yolofleet.data.fetch import DownloadError, Item, Patience, adopt, fetch, size_text
-from yolofleet.data.lock import exclusive
 from yolofleet.errors import StorageError
+from yolofleet.files import fetch as fetch_module
+from yolofleet.files import request
+from yolofleet.files.fetch import DownloadError, Item, Patience, adopt, fetch
+from yolofleet.files.lock import exclusive
+from yolofleet.text import size_text
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 IMPATIENT = Patience(timeout_s=0.4, attempts=3, first_wait_s=0.01, longest_wait_s=0.05, lock_s=1.0)
@@ -213,7 +214,7 @@ def test_a_killed_process_is_continued_by_the_next(server, tmp_path):
 
 
 SCRIPT = """
-import sys; from pathlib import Path; from yolofleet.data.fetch import *
+import sys; from pathlib import Path; from yolofleet.files.fetch import *
 print(fetch(eval(sys.argv[1]), Path(sys.argv[2])))
 """
 

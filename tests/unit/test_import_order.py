@@ -13,7 +13,9 @@ import yolofleet
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own part and earlier ones
+    ("text",),
     ("errors",),
+    ("files",),
     ("config",),
     ("geometry",),
     ("data",),
@@ -33,7 +35,7 @@ ORDER = (  # a module imports its own part and earlier ones
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
 TO_A_ROOT = {("launch", "worker")}  # inside a function: this process becomes a worker
-WITHOUT_TORCH = ("errors", "config", "launch", "cli", "__init__", "__main__")
+WITHOUT_TORCH = ("text", "errors", "files", "config", "launch", "cli", "__init__", "__main__")
 
 
 def modules() -> list[Path]:

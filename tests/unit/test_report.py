@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.report.clock import PHASES, Times
 from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
 from yolofleet.report.events import EventLog, read_events
-from yolofleet.report.folder import RunFolder, jsonable, write_json, write_text
+from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import ResultsTable, columns
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)

@@ -20,9 +20,9 @@ from yolofleet.checkpoint.weights import (
     write_weights,
 )
 from yolofleet.checkpoint.yolov5_pt import description_by_shapes
-from yolofleet.data.fetch import DownloadError
 from yolofleet.errors import CheckpointError, StorageError
 from yolofleet.families import build_model, outline
+from yolofleet.files.fetch import DownloadError
 from yolofleet.models import rows
 from yolofleet.models.description import description_from_dict, preset
 

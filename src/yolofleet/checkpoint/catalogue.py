@@ -15,8 +15,8 @@ from pathlib import Path
 
 from yolofleet.config.suggest import nearest
 from yolofleet.data.arrayfile import cache_root
-from yolofleet.data.fetch import DIGESTS, DownloadError, Item, adopt, fetch
 from yolofleet.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, fetch
 from yolofleet.models import darknet_cfg
 
 SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
@@ -72,7 +72,7 @@ def find_or_download(
         tell: gets licence and progress; default: standard error.
     Raises:
         CheckpointError: nobody knows this name, or it may not be downloaded; says what to do by hand.
-        DownloadError, StorageError: see :func:`yolofleet.data.fetch.fetch`.
+        DownloadError, StorageError: see :func:`yolofleet.files.fetch.fetch`.
     """
     folder = weights_folder()
     entry = entry_of(name)

@@ -21,8 +21,8 @@ from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.checkpoint.reader import DARKNET_CUT, read_weights
 from yolofleet.checkpoint.reader import PADDLE as PADDLE_SUFFIXES
 from yolofleet.checkpoint.weights import HEADER, Weights
-from yolofleet.data.fetch import digest_of
 from yolofleet.errors import CheckpointError
+from yolofleet.files.fetch import digest_of
 from yolofleet.models.description import ModelDescription
 
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import write_atomically
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.files.atomic import write_atomically
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
 from yolofleet.models.darknet_sections import MAX_CLASSES, Convolutional
 

@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from yolofleet.errors import CheckpointError, StorageError
+from yolofleet.errors import CheckpointError
+from yolofleet.files.atomic import write_atomically
 
 DIGEST = "sha256"
 
@@ -36,46 +36,6 @@ def tensors_sha256(tensors: Mapping[str, Tensor], extra: Mapping[str, str] | Non
     for key in sorted(extra or {}):
         h.update(f"{key}={(extra or {})[key]}|".encode())
     return h.hexdigest()
-
-
-def storage_error(problem: OSError, path: Path) -> StorageError:
-    """The disk's refusal in words."""
-    hints = {
-        errno.ENOSPC: "free some space, or choose another --project folder; nothing half-written was left",
-        errno.EDQUOT: "your quota is used up; free some space or choose another --project folder",
-        errno.EROFS: "the file system is read-only; choose another --project folder",
-        errno.EACCES: "no permission to write there; choose another --project folder",
-        errno.EPERM: "no permission to write there; choose another --project folder",
-    }
-    hint = hints.get(problem.errno or 0, "check the disk, or choose another --project folder")
-    return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
-
-
-def write_atomically(path: Path, write: Callable[[Path], None], check: Callable[[Path], None]) -> None:
-    """Run ``write`` on a temporary name, flush, ``check`` it, rename to ``path``.
-
-    Raises:
-        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with temporary.open("rb+") as f:
-            os.fsync(f.fileno())
-        check(temporary)
-        temporary.replace(path)
-        if os.name == "posix":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except OSError as problem:
-        raise storage_error(problem, path) from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import void, write_atomically
+from yolofleet.checkpoint.format import void
 from yolofleet.checkpoint.pickle_machine import DAMAGE, MAX_DIMENSIONS, PLAIN, Global, Machine, first_line
 from yolofleet.checkpoint.weights import (
     UNCOUNTED,
@@ -33,6 +33,7 @@ from yolofleet.checkpoint.weights import (
 )
 from yolofleet.errors import CheckpointError
 from yolofleet.families import outline
+from yolofleet.files.atomic import write_atomically
 from yolofleet.models import ppyoloe_config
 from yolofleet.models.checked import short
 from yolofleet.models.description import ModelDescription

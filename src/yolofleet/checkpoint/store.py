@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.format import read_tensors, storage_error, write_tensors
+from yolofleet.checkpoint.format import read_tensors, write_tensors
 from yolofleet.errors import CheckpointError
+from yolofleet.files.atomic import storage_error
 
 NAME = re.compile(r"step-(\d+)\.safetensors")
 

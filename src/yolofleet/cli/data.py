@@ -337,7 +337,7 @@ def _listed(values: Sequence[str]) -> list[str]:
 
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
     from yolofleet.data.catalogue import datasets, download_dataset
-    from yolofleet.data.fetch import size_text
+    from yolofleet.text import size_text
 
     if not name:
         table = _table("name", "size", "parts", "licence", "from")
@@ -397,7 +397,7 @@ def _told() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _write_json(value: Any, json_out: str) -> None:
-    from yolofleet.report.folder import jsonable, write_json
+    from yolofleet.files.atomic import jsonable, write_json
 
     if json_out == "-":
         click.echo(json.dumps(jsonable(value), indent=2))

@@ -54,7 +54,7 @@ def check_target(json_out: str) -> None:
 
 def write(path: Path, values: dict[str, Any]) -> None:
     """Raises StorageError: the disk refused."""
-    from yolofleet.report.folder import write_json
+    from yolofleet.files.atomic import write_json
 
     try:
         write_json(path, values)

@@ -19,11 +19,12 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError, Stopped
+from yolofleet.files.atomic import jsonable, storage_error, write_json, write_text
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import die_with_parent, explain
 from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
-from yolofleet.report.folder import RunFolder, jsonable, storage_error, write_json, write_text
+from yolofleet.report.folder import RunFolder
 
 if TYPE_CHECKING:
     from yolofleet.doctor.selftest import Leg, Record, Verdict

@@ -7,7 +7,6 @@ under ``cache_root()``, so the data set itself may be read-only.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -19,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+
+from yolofleet.files.atomic import whole_file
 
 _DTYPES = {
     "U8": np.uint8,
@@ -71,20 +72,10 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
     text = json.dumps({"__metadata__": {**meta, "crc32": str(crc)}, **header}).encode()
     text += b" " * (-len(text) % 8)
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for view in views:
-                file.write(_bytes(view))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+    with whole_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for view in views:
+            file.write(_bytes(view))
 
 
 def _bytes(array: np.ndarray) -> memoryview:

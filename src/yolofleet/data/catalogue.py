@@ -13,22 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from yolofleet.config.suggest import nearest
-from yolofleet.data.archives import unpack
 from yolofleet.data.bigjson import JsonFault, read_lists
-from yolofleet.data.fetch import (
-    DownloadError,
-    Item,
-    Patience,
-    by_hand,
-    fetch,
-    size_text,
-    to_stderr,
-)
 from yolofleet.data.index import build_index
-from yolofleet.data.lock import exclusive
 from yolofleet.data.sources import load_dataset
 from yolofleet.data.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError
+from yolofleet.files.archive import unpack
+from yolofleet.files.fetch import DownloadError, Item, Patience, by_hand, fetch, to_stderr
+from yolofleet.files.lock import exclusive
+from yolofleet.text import size_text
 
 DOWNLOADS = "downloads"  # folder of a data set where archives lie until they are unpacked
 ARCHIVES = (".zip", ".tar", ".tar.gz")

@@ -29,12 +29,12 @@ from yolofleet.data.cocojson import CocoFiles, load_table
 from yolofleet.data.decode import read_image, unreadable
 from yolofleet.data.imageheader import read_header
 from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
-from yolofleet.data.lock import in_turn
 from yolofleet.data.odgt import OdgtFiles
 from yolofleet.data.sources import DatasetSpec, SplitSource
 from yolofleet.data.vocxml import VocFiles
 from yolofleet.data.yolotxt import ABSENT, Stamp, YoloFiles
 from yolofleet.errors import DataError
+from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "Problem", "build_index", "cache_root"]
 

@@ -57,8 +57,3 @@ class Finding:
 def worst(findings: Iterable[Finding]) -> Level:
     """The worst level among them; ``ok`` for none."""
     return max((f.level for f in findings), key=LEVELS.index, default="ok")
-
-
-def size_text(size: float) -> str:
-    """``1.5 GiB``, ``64 MiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from yolofleet.doctor.findings import Finding, size_text
+from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.need import Need
+from yolofleet.text import size_text
 
 Facts = Mapping[str, Any]
 

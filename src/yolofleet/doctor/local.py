@@ -11,9 +11,10 @@ from itertools import chain
 from typing import Any
 
 from yolofleet.doctor.cards import matches
-from yolofleet.doctor.findings import Finding, size_text
+from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.gpus import judge_gpus
 from yolofleet.doctor.need import Need
+from yolofleet.text import size_text
 
 Facts = Mapping[str, Any]
 

@@ -27,10 +27,10 @@ from yolofleet.export.verify import (
     generated_pictures,
     real_pictures,
 )
+from yolofleet.files.atomic import make_folder, write_json
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.report.console import Console
-from yolofleet.report.folder import make_folder, write_json
 
 
 def export_command(config: ExportConfig) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from yolofleet.errors import CheckpointError
 from yolofleet.export.facts import KEY, MAX_TEXT, ExportFacts
-from yolofleet.report.folder import write_text
+from yolofleet.files.atomic import write_text
 
 
 def sidecar_of(path: Path) -> Path:

@@ -14,10 +14,11 @@ from typing import Any
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
+from yolofleet.files.atomic import make_folder, storage_error, write_text
 from yolofleet.launch.keeper import AGENT
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import say
-from yolofleet.report.folder import RunFolder, make_folder, storage_error, write_text
+from yolofleet.report.folder import RunFolder
 
 LAUNCHER = "(this machine)"  # no host has such a name
 NOT_FETCHED = ("checkpoints",)

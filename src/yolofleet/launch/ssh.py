@@ -24,6 +24,7 @@ from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
+from yolofleet.files.atomic import write_bytes
 from yolofleet.launch.code import packed
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.folders import LAUNCHER, Folders
@@ -40,7 +41,7 @@ from yolofleet.launch.preflight import (
 from yolofleet.launch.remote import Frame, Remote, Unreachable
 from yolofleet.launch.start import as_training
 from yolofleet.launch.watch import Watch, say
-from yolofleet.report.folder import RESUME_COMMAND, RunFolder, write_bytes
+from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 
 PORT_TRIES = 3
 SEND_S = 120.0  # for the code

@@ -10,12 +10,13 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped
+from yolofleet.files.atomic import write_text
 from yolofleet.launch.fleet import Fleet, fleet_of
 from yolofleet.launch.job import JobSpec
 from yolofleet.launch.local import run_agent, stoppable
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.folder import RunFolder, write_text
+from yolofleet.report.folder import RunFolder
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 

@@ -16,10 +16,10 @@ import torch
 from yolofleet.config.schema import BenchConfig
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.export.verify import generated_pictures
+from yolofleet.files.atomic import write_json
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.run import place_text
 from yolofleet.report.console import Console
-from yolofleet.report.folder import write_json
 
 STAGES = ("letterbox", "forward", "nms")
 WARM_UP = 3  # passes

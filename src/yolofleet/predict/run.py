@@ -15,11 +15,12 @@ import torch
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.files.atomic import make_folder, write_bytes, write_json, write_text
 from yolofleet.predict.predictor import Prediction, Predictor, one_device
 from yolofleet.predict.sources import Source
 from yolofleet.report.console import Console
 from yolofleet.report.draw import class_name
-from yolofleet.report.folder import RunFolder, make_folder, write_bytes, write_json, write_text
+from yolofleet.report.folder import RunFolder
 
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.report.folder import RunFolder, jsonable
+from yolofleet.files.atomic import jsonable
+from yolofleet.report.folder import RunFolder
 
 
 def _print_warning(text: str) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import json
-import math
 import os
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from yolofleet.errors import ConfigError, StorageError
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import make_folder, storage_error
 
 RESUME_COMMAND = (
     "YOLOFLEET_RESUME_COMMAND"  # of the environment: from a launcher that knows better than the run
@@ -147,81 +143,4 @@ class RunFolder:
             make_folder(folder)
 
 
-def make_folder(path: Path) -> Path:
-    """``path``, existing.
-
-    Raises:
-        StorageError: the disk refused.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise storage_error(problem, path) from None
-    return path
-
-
 _OF_NO_RESULT = ("config.yaml", "events.jsonl")
-
-_HINTS = {
-    errno.ENOSPC: "free some space, or choose another --project folder",
-    getattr(
-        errno, "EDQUOT", -1
-    ): "your quota is used up: free some space, or choose another --project folder",
-    errno.EROFS: "the file system is read-only: choose another --project folder",
-    errno.EACCES: "no permission to write there, or another program has it open: choose another --project folder",
-    errno.EPERM: "no permission to write there: choose another --project folder",
-}
-
-
-def storage_error(problem: OSError, path: Path) -> StorageError:
-    """The disk's refusal in words."""
-    hint = _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
-    return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``, whole or not at all: temporary name, fsync, rename.
-
-    Raises:
-        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as problem:
-        raise storage_error(problem, path) from None
-    finally:
-        try:
-            temporary.unlink(missing_ok=True)
-        except OSError:  # the folder itself cannot be used
-            pass
-
-
-def write_text(path: Path, text: str) -> None:
-    """:func:`write_bytes` of UTF-8; line ends stay \\n on every system."""
-    write_bytes(path, text.encode())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
-    write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
-
-
-def jsonable(value: Any) -> Any:
-    """``value`` with NumPy arrays, tensors, tuples and paths as JSON knows them, NaN and infinity as null."""
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if hasattr(value, "tolist"):
-        return jsonable(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    return str(value)

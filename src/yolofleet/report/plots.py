@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yolofleet.evaluate.precision_recall import PrecisionRecall
+from yolofleet.files.atomic import make_folder, write_bytes
 from yolofleet.report.draw import Picture, colour, picture_grid
-from yolofleet.report.folder import make_folder, write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

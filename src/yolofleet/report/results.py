@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yolofleet.errors import StorageError
-from yolofleet.report.folder import write_text
+from yolofleet.files.atomic import write_text
 
 
 def columns(losses: Sequence[str]) -> list[str]:

@@ -19,11 +19,12 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.data.index import DataIndex
 from yolofleet.data.loader import MicroBatch
 from yolofleet.evaluate.run import Evaluation
+from yolofleet.files.atomic import write_json
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder, write_json
+from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import ResultsTable
 from yolofleet.report.tensorboard import TensorboardLog
 from yolofleet.train.agreement import kernels

@@ -22,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from yolofleet.data.fetch import SPARE_BYTES, size_text
 from yolofleet.errors import DataError, StorageError
+from yolofleet.files.fetch import SPARE_BYTES
+from yolofleet.text import size_text
 
 MAX_RATIO = 30  # unpacked bytes for each byte of the archive; annotations in JSON have 6
 MIN_BOUND_BYTES = 1 << 20  # small archives may have a larger ratio

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from yolofleet import __version__
-from yolofleet.data.lock import exclusive
-from yolofleet.data.request import Refused, Transient, open_url, reason_text, whole_number
 from yolofleet.errors import DataError, StorageError
+from yolofleet.files.atomic import sync_folder
+from yolofleet.files.lock import exclusive
+from yolofleet.files.request import Refused, Transient, open_url, reason_text, whole_number
+from yolofleet.text import size_text
 
 OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
@@ -172,13 +174,6 @@ def by_hand(item: Item, folder: Path) -> str:
         facts.append(item.digest.replace(":", " "))
     about = f" ({', '.join(facts)})" if facts else ""
     return f"get {item.urls[0]}{about} by other means, and put it into {folder} as {item.name}"
-
-
-def size_text(size_bytes: float) -> str:
-    for unit, bytes_each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= bytes_each:
-            return f"{size_bytes / bytes_each:.1f} {unit}"
-    return f"{size_bytes:.0f} bytes"
 
 
 def digest_of(path: Path, kind: str = "sha256") -> str:
@@ -391,12 +386,7 @@ def _give_name(part: Path, target: Path) -> None:
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     part.replace(target)
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(target.parent)
 
 
 def _check_space(folder: Path, need_bytes: int) -> None:

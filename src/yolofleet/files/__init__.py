@@ -1,0 +1,1 @@
+"""Files: every write, lock and download, archives, and the opening of files that a stranger made. No torch."""

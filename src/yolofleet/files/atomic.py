@@ -1,0 +1,183 @@
+"""Write a file whole or not at all: temporary name, fsync, check, rename."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from yolofleet.errors import StorageError
+
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose another --project folder; nothing half-written was left",
+    getattr(
+        errno, "EDQUOT", -1
+    ): "your quota is used up: free some space, or choose another --project folder",
+    errno.EROFS: "the file system is read-only: choose another --project folder",
+    errno.EACCES: "no permission to write there, or another program has it open: choose another --project folder",
+    errno.EPERM: "no permission to write there: choose another --project folder",
+}
+
+
+def storage_error(problem: OSError, path: Path) -> StorageError:
+    """Return the disk's refusal to write ``path`` in words, with what to do about it."""
+    hint = _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
+    return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
+
+
+def make_folder(path: Path) -> Path:
+    """Make the folder ``path`` where it is missing, and return it.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+    return path
+
+
+def write_atomically(
+    path: Path, write: Callable[[Path], None], check: Callable[[Path], None] | None = None
+) -> None:
+    """Run ``write`` on a temporary name beside ``path``, flush it, ``check`` it, and rename it to ``path``.
+
+    A target that is neither a regular file nor missing (a device, a named pipe) is not replaced: ``write`` gets
+    ``path`` itself. The file gets the mode that the user's umask gives to new files.
+
+    Args:
+        write: gets the name of an empty file that exists.
+        check: raises OSError when what lies under the name is not what should.
+    Raises:
+        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.stat().st_mode):
+                write(path)
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = new_temporary(path)
+        try:
+            mode = stat.S_IMODE(temporary.stat().st_mode)
+            write(temporary)
+            temporary.chmod(mode)  # a writer that made a file of its own (safetensors) made it private
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            if check is not None:
+                check(temporary)
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):  # the folder itself may be unusable
+                temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open ``path`` for writing inside the block; it gets its name at the end of the block, or keeps its old content.
+
+    Raises:
+        OSError: the disk refused; ``path`` is as it was and nothing temporary is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = new_temporary(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def new_temporary(path: Path) -> Path:
+    """Make an empty file beside ``path`` with a name of its own and the mode of the user's umask; return its path.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
+    try:
+        if os.name == "posix":
+            os.fchmod(handle, 0o666 & ~_umask())
+    finally:
+        os.close(handle)
+    return Path(name)
+
+
+def _umask() -> int:
+    """The umask of this process. Reading it elsewhere than in /proc means setting it, which other threads would see."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def sync_folder(path: Path) -> None:
+    """Write the entries of the folder ``path`` to disk, so that a rename survives a power cut. Nothing on Windows.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if os.name != "posix":
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content``; see :func:`write_atomically`.
+
+    Raises:
+        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
+    """
+
+    def write(target: Path) -> None:
+        with target.open("wb") as file:
+            file.write(content)
+
+    write_atomically(path, write)
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` of UTF-8; line ends stay \\n on every system."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
+    write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with NumPy arrays, tensors, tuples and paths as JSON knows them, NaN and infinity as null."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return str(value)

@@ -1,0 +1,115 @@
+"""Open a file that a stranger may have made: only a regular file, at most so large, inside its folder.
+
+A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could lead out of the
+folder that the stranger was given. Refusals are of type OSError with words in ``strerror``, so what handles a file
+that is missing handles them as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from yolofleet.text import size_text
+
+_KINDS = (
+    (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
+    (stat.S_ISFIFO, errno.EINVAL, "it is a named pipe, not a regular file"),
+    (stat.S_ISCHR, errno.EINVAL, "it is a device, not a regular file"),
+    (stat.S_ISBLK, errno.EINVAL, "it is a device, not a regular file"),
+    (stat.S_ISSOCK, errno.EINVAL, "it is a socket, not a regular file"),
+)
+
+
+def open_foreign(
+    path: str | os.PathLike[str],
+    *,
+    limit_bytes: int | None = None,
+    within: Path | None = None,
+    follow: bool = True,
+    buffering: int = -1,
+) -> BinaryIO:
+    """Open a regular file for reading; never blocks on a named pipe.
+
+    Args:
+        limit_bytes: refuse a larger file.
+        within: refuse a path that lies outside of this folder after links are followed.
+        follow: False: refuse a symbolic link in the last part of ``path``.
+        buffering: 0 = unbuffered, as of :func:`open`.
+    Raises:
+        OSError: missing, unreadable, no regular file, too large, or outside of ``within``.
+        ValueError: ``path`` holds a NUL character.
+    """
+    name = os.fspath(path)
+    if within is not None:
+        check_within(Path(name), within)
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    )
+    flags |= getattr(os, "O_NOCTTY", 0)
+    if not follow:
+        if Path(name).is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link", name)
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(name, flags)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            code, what = next(
+                ((code, what) for is_kind, code, what in _KINDS if is_kind(found.st_mode)),
+                (errno.EINVAL, "it is not a regular file"),
+            )
+            raise OSError(code, what, name)
+        if limit_bytes is not None and found.st_size > limit_bytes:
+            raise OSError(
+                errno.EFBIG,
+                f"it has {size_text(found.st_size)}, at most {size_text(limit_bytes)} are read",
+                name,
+            )
+        return os.fdopen(handle, "rb", buffering=buffering)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_foreign(
+    path: str | os.PathLike[str], *, limit_bytes: int, within: Path | None = None, follow: bool = True
+) -> bytes:
+    """Return the content of a regular file, at most ``limit_bytes``; see :func:`open_foreign`.
+
+    A file that claims a size and gives more (some of /proc, a file that grows meanwhile) is refused past the limit.
+    """
+    with open_foreign(path, limit_bytes=limit_bytes, within=within, follow=follow) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise OSError(
+            errno.EFBIG, f"it gives more than the {size_text(limit_bytes)} that are read", os.fspath(path)
+        )
+    return content
+
+
+def read_foreign_text(
+    path: str | os.PathLike[str],
+    *,
+    limit_bytes: int,
+    within: Path | None = None,
+    follow: bool = True,
+    encoding: str = "utf-8-sig",
+    errors: str = "strict",
+) -> str:
+    """Return the text of a regular file; see :func:`read_foreign`.
+
+    Raises:
+        UnicodeDecodeError: it is not text of ``encoding``.
+    """
+    return read_foreign(path, limit_bytes=limit_bytes, within=within, follow=follow).decode(encoding, errors)
+
+
+def check_within(path: Path, folder: Path) -> None:
+    """Raise OSError if ``path`` lies outside of ``folder`` after links are followed."""
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    if os.path.commonpath([real, root]) != root:
+        raise OSError(errno.EXDEV, f"it leads out of its folder {folder}", os.fspath(path))

@@ -1,0 +1,45 @@
+"""Text for people: sizes, and strangers' words made safe for a screen. Imports nothing of this package."""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 control characters without tab and newline, DEL, line and paragraph separators, marks and
+# overrides of writing direction, zero-width characters, the byte-order mark, lone surrogates, tag characters
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size for people: ``1.5 GiB``, ``64.0 MiB``, ``3.2 KiB``, ``12 bytes``."""
+    for unit, bytes_each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= bytes_each:
+            return f"{size_bytes / bytes_each:.1f} {unit}"
+    return f"{size_bytes:.0f} bytes"
+
+
+def screen_text(value: object) -> str:
+    """Return ``str(value)`` with every character that a terminal could obey written as an escape (``\\x1b``).
+
+    Tabs and newlines stay. Use :func:`screen_line` for a value that must stay inside one line.
+    """
+    return _UNSAFE.sub(_escaped, str(value))
+
+
+def screen_line(value: object, *, limit: int | None = None) -> str:
+    """Return :func:`screen_text` in one line: tabs and newlines become escapes, too.
+
+    Args:
+        limit: characters; a longer text ends in ``...``.
+    """
+    text = screen_text(value).replace("\n", "\\n").replace("\t", "\\t")
+    return text if limit is None or len(text) <= limit else text[: max(limit - 3, 0)] + "..."
+
+
+def _escaped(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
