@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import SchemaCommand
+from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import PredictConfig
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_predict(given, config_file=config_file)
+    say(config.notes)
     from yolofleet.predict.run import predict_command
 
     return predict_command(config.value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import SchemaCommand
+from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_val(given, config_file=config_file)
+    say(config.notes)
     from yolofleet.launch.start import start_val
 
     return start_val(config)

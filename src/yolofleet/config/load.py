@@ -5,10 +5,12 @@ A resumed run starts from its own ``config.yaml`` instead of the defaults (``res
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from yolofleet import __version__
 from yolofleet.config.checks import (
@@ -32,6 +34,8 @@ from yolofleet.config.schema import (
     TrainConfig,
     ValConfig,
     Where,
+    flag_of,
+    may_be_in_files,
 )
 from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
@@ -55,6 +59,7 @@ __all__ = [
     "resolve_val",
 ]
 
+T = TypeVar("T", bound=BaseModel)
 MODELS: dict[str, type[Where]] = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig}
 SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file that are not settings
@@ -78,7 +83,7 @@ def resolve_train(
         ConfigError: anything that cannot be used, with its source.
     """
     command = layer_of(given, source)
-    file, hyperparameters = _files("train", config_file)
+    file, hyperparameters, left_out = _files("train", TrainConfig, config_file)
     config = resolve(TrainConfig, [file, command])
     recipe = load_recipe(
         config.value.recipe,
@@ -88,14 +93,17 @@ def resolve_train(
     if "set" in file and "set" in command:  # both were applied, so both are kept
         both = Sourced([*file["set"].value, *command["set"].value], source)
         config = resolve(TrainConfig, [file, {**command, "set": both}])
-    notes: tuple[str, ...] = ()
+    notes = left_out
     if config.value.resume:
         found = find_run(config.value, is_named=config.is_given("name"))
         if found is not None:
             stored = load_config_yaml(found.folder / "config.yaml")
             config, recipe = continue_run(found, stored, (config, recipe))
         else:
-            notes = (f"nothing to resume in {config.value.project or 'runs/train'}: this is a new run",)
+            notes = (
+                *notes,
+                f"nothing to resume in {config.value.project or 'runs/train'}: this is a new run",
+            )
             config = resolve(TrainConfig, [file, {**command, "resume": Sourced("", source)}])
     check_train(config, recipe)
     return Resolved(config.value, config.sources, (*notes, *config.notes)), recipe
@@ -105,51 +113,57 @@ def resolve_val(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[ValConfig]:
     """As :func:`resolve_train`, for ``val``."""
-    config = resolve(ValConfig, [_files("val", config_file)[0], layer_of(given, source)])
-    check_val(config)
-    return config
+    return _one("val", ValConfig, check_val, given, config_file, source)
 
 
 def resolve_predict(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[PredictConfig]:
     """As :func:`resolve_train`, for ``predict``."""
-    config = resolve(PredictConfig, [_files("predict", config_file)[0], layer_of(given, source)])
-    check_predict(config)
-    return config
+    return _one("predict", PredictConfig, check_predict, given, config_file, source)
 
 
 def resolve_selftest(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[SelftestConfig]:
     """As :func:`resolve_train`, for ``selftest``."""
-    return resolve(SelftestConfig, [_files("selftest", config_file)[0], layer_of(given, source)])
+    return _one("selftest", SelftestConfig, None, given, config_file, source)
 
 
 def resolve_export(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[ExportConfig]:
     """As :func:`resolve_train`, for ``export``."""
-    config = resolve(ExportConfig, [_files("export", config_file)[0], layer_of(given, source)])
-    check_export(config)
-    return config
+    return _one("export", ExportConfig, check_export, given, config_file, source)
 
 
 def resolve_bench(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[BenchConfig]:
     """As :func:`resolve_train`, for ``bench``."""
-    config = resolve(BenchConfig, [_files("bench", config_file)[0], layer_of(given, source)])
-    check_bench(config)
-    return config
+    return _one("bench", BenchConfig, check_bench, given, config_file, source)
 
 
 def resolve_doctor(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[DoctorConfig]:
     """As :func:`resolve_train`, for ``doctor``."""
-    config = resolve(DoctorConfig, [_files("doctor", config_file)[0], layer_of(given, source)])
-    check_doctor(config)
+    return _one("doctor", DoctorConfig, check_doctor, given, config_file, source)
+
+
+def _one(
+    verb: str,
+    model: type[T],
+    check: Callable[[Resolved[T]], None] | None,
+    given: Mapping[str, Any],
+    config_file: str,
+    source: str,
+) -> Resolved[T]:
+    """Resolve and check the settings of a verb without a recipe."""
+    file, _, notes = _files(verb, model, config_file)
+    config = resolve(model, [file, layer_of(given, source)], notes)
+    if check is not None:
+        check(config)
     return config
 
 
@@ -157,14 +171,16 @@ def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:
     return [Sourced(text, layer[name].source) for text in layer[name].value] if name in layer else []
 
 
-def _files(verb: str, config_file: str) -> tuple[Layer, Layer | None]:
-    """The layer of ``--config``, and its hyperparameters if it has any.
+def _files(
+    verb: str, model: type[BaseModel], config_file: str
+) -> tuple[Layer, Layer | None, tuple[str, ...]]:
+    """The layer of ``--config``, its hyperparameters if it has any, and notes on what was left out.
 
     Raises:
-        ConfigError: it is the configuration of another verb.
+        ConfigError: it is the configuration of another verb, or a setting in it counts on the command line only.
     """
     if not config_file:
-        return {}, None
+        return {}, None, ()
     said, settings, hyperparameters = _read_file(Path(config_file))
     if said not in (None, verb):
         raise ConfigError(
@@ -172,9 +188,22 @@ def _files(verb: str, config_file: str) -> tuple[Layer, Layer | None]:
         )
     if hyperparameters is not None and verb != "train":
         raise ConfigError(f"{RECIPE} only count in training", source=config_file, hint="remove that section")
-    if said is not None:  # a whole run of ours: repeating it is a new run, even if it had been resumed
-        settings = {name: entry for name, entry in settings.items() if name != "resume"}
-    return settings, hyperparameters
+    notes = []
+    for name in [name for name in settings if name in model.model_fields]:
+        field, (value, source) = model.model_fields[name], settings[name]
+        if may_be_in_files(field):
+            continue
+        if said is None:  # a file that somebody wrote
+            raise ConfigError(
+                f"{name}: cannot be set in a file",
+                source=source,
+                hint=f"give {flag_of(name, field)} on the command line, and remove the line",
+            )
+        # A whole run of ours: repeating it is a new run on this machine.
+        if name != "resume" and value not in (None, field.default):
+            notes.append(f"{name}: {shown(value)} in {config_file} counts on the command line only")
+        del settings[name]
+    return settings, hyperparameters, tuple(notes)
 
 
 # -- config.yaml ----------------------------------------------------------------------------------------
@@ -227,7 +256,7 @@ def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
     return {name: source for name, source in resolved.sources.items() if source != DEFAULT}
 
 
-def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, Layer, Layer | None]:
+def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[str, Sourced], Layer | None]:
     """Verb, settings and hyperparameters (None: not in the file).
 
     A value's source is its line; with ``verbatim``, what the file's ``sources`` say. What they do not name
@@ -246,7 +275,7 @@ def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, Layer
     hyperparameters = _section(values, RECIPE, path)
     nested = _section(sources, RECIPE, path) if sources is not None else None
 
-    def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> Layer:
+    def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"

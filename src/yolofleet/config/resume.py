@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
 
@@ -129,6 +129,10 @@ def continue_run(
     sources = dict(stored[0].sources)
     notes = []
     for name, field in TrainConfig.model_fields.items():
+        if not may_be_in_files(field):
+            if name in ("hosts", "fleet") and values[name]:
+                notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is not used")
+            values[name], sources[name] = field.default, DEFAULT
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "exist_ok", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)

@@ -13,10 +13,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
-def setting(default: Any, help: str, *, group: str = "run", flag: str = "", **constraints: Any) -> Any:
-    """A field with its help text, the heading it stands under in ``--help`` and, where it is not the
-    field's own name, its flag."""
+def setting(
+    default: Any, help: str, *, group: str = "run", flag: str = "", in_files: bool = True, **constraints: Any
+) -> Any:
+    """Declare a field.
+
+    Args:
+        group: the heading it stands under in ``--help``.
+        flag: its flag, where that is not the field's own name.
+        in_files: False: it counts on the command line only. A configuration file or a run folder may come from
+            somebody else, and must not say which hosts to log in to, which program to start there, which run to
+            continue or which file to overwrite.
+    """
     extra: dict[str, Any] = {"group": group, "flag": flag} if flag else {"group": group}
+    if not in_files:
+        extra["in_files"] = False
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
@@ -31,6 +42,12 @@ def group_of(field: FieldInfo) -> str:
     """The heading that a setting stands under."""
     extra = field.json_schema_extra
     return str(extra["group"]) if isinstance(extra, dict) else "run"
+
+
+def may_be_in_files(field: FieldInfo) -> bool:
+    """Whether a configuration file may give this setting; see :func:`setting`."""
+    extra = field.json_schema_extra
+    return not isinstance(extra, dict) or extra.get("in_files") is not False
 
 
 Natural = Annotated[int, Field(ge=1)]
@@ -60,7 +77,7 @@ class Where(Frozen):
     )
     project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")
     name: str = setting("exp", "run name; numbered when taken", group="where")
-    exist_ok: bool = setting(False, "reuse the run folder of that name", group="where")
+    exist_ok: bool = setting(False, "reuse the run folder of that name", group="where", in_files=False)
 
 
 class WhereAll(Where):
@@ -70,10 +87,16 @@ class WhereAll(Where):
         "",
         "several machines, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); rank 0 is on the first",
         group="where",
+        in_files=False,
     )
-    fleet: str = setting("", "the same as a YAML file, with folders, cards and variables", group="where")
+    fleet: str = setting(
+        "", "the same as a YAML file, with folders, cards and variables", group="where", in_files=False
+    )
     sync_code: bool = setting(
-        False, "hosts compute with the yolofleet of this machine, whatever they have installed", group="where"
+        False,
+        "hosts compute with the yolofleet of this machine, whatever they have installed",
+        group="where",
+        in_files=False,
     )
 
 
@@ -171,7 +194,10 @@ class TrainConfig(WhereAll):
 
     # keeping
     resume: str = setting(
-        "", "continue a run: auto (newest), a run folder, or a checkpoint file", group="keeping"
+        "",
+        "continue a run: auto (newest), a run folder, or a checkpoint file",
+        group="keeping",
+        in_files=False,
     )
     save_period: int = setting(
         1, "full checkpoint every N epochs; 0 = only at the end", ge=0, group="keeping"
@@ -230,7 +256,11 @@ class ValConfig(WhereAll):
     save_txt: bool = setting(False, "write detections as YOLO txt", group="keeping")
     save_conf: bool = setting(False, "scores in the txt files", group="keeping")
     json_out: str = setting(
-        "", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+        "",
+        "write the figures as JSON to a file, or - for standard output",
+        group="keeping",
+        flag="--json",
+        in_files=False,
     )
 
 
@@ -291,7 +321,11 @@ class SelftestConfig(Frozen):
         "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
     )
     json_out: str = setting(
-        "", "write all figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+        "",
+        "write all figures as JSON to a file, or - for standard output",
+        group="keeping",
+        flag="--json",
+        in_files=False,
     )
 
 
@@ -396,9 +430,15 @@ class ExportConfig(Frozen):
     data: str = setting(
         "", "data set whose pictures verify the file; default: generated ones", group="looking"
     )
-    out: Path | None = setting(None, "file or folder to write; default: beside the weights", group="keeping")
+    out: Path | None = setting(
+        None, "file or folder to write; default: beside the weights", group="keeping", in_files=False
+    )
     json_out: str = setting(
-        "", "write what was found as JSON to a file, or - for standard output", group="keeping", flag="--json"
+        "",
+        "write what was found as JSON to a file, or - for standard output",
+        group="keeping",
+        flag="--json",
+        in_files=False,
     )
 
 
@@ -416,7 +456,11 @@ class BenchConfig(Frozen):
         "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
     )
     json_out: str = setting(
-        "", "write the figures as JSON to a file, or - for standard output", group="keeping", flag="--json"
+        "",
+        "write the figures as JSON to a file, or - for standard output",
+        group="keeping",
+        flag="--json",
+        in_files=False,
     )
 
 
@@ -424,9 +468,12 @@ class DoctorConfig(Frozen):
     """`yolofleet doctor`. What it takes of a run's settings says what such a run would need."""
 
     hosts: str = setting(
-        "", "these machines, and every way between them: a:8,b:4,c:0+2,d:cpu:2", group="what"
+        "",
+        "these machines, and every way between them: a:8,b:4,c:0+2,d:cpu:2",
+        group="what",
+        in_files=False,
     )
-    fleet: str = setting("", "as --hosts, from a fleet file (YAML)", group="what")
+    fleet: str = setting("", "as --hosts, from a fleet file (YAML)", group="what", in_files=False)
     log: str = setting(
         "",
         "say what a log of NCCL, gloo or torchrun means: a file, the folder of a run, - = standard input",
@@ -449,5 +496,9 @@ class DoctorConfig(Frozen):
     quick: bool = setting(False, "load no torch and measure nothing: a second or two", group="how much")
     project: Path | None = setting(None, "parent folder of results (default runs/train)", group="where")
     json_out: str = setting(
-        "", "write the findings as JSON to a file, or - for standard output", group="keeping", flag="--json"
+        "",
+        "write the findings as JSON to a file, or - for standard output",
+        group="keeping",
+        flag="--json",
+        in_files=False,
     )
