@@ -115,8 +115,18 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     found = settings(out)
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
     assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low (default)")
-    assert out.endswith("would run\n  2 processes\n  steps of 64 images: 4 micro-batches of 16\n")
+    assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
+
+
+def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
+    argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
+    _, out, _ = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
+    assert out.endswith(
+        "  warning: 4 of 12 devices have nothing to do: a step has 8 micro-batches of 8; --micro-batch 4 gives each its part "
+        "(batch normalisation then sees 4 images)\n"
+    )
+    assert "nothing to do" not in cli(*argv, "--micro-batch", "4")[1]
 
 
 def test_notes_are_printed_by_one_process_only(cli, monkeypatch):

@@ -287,10 +287,52 @@ def test_a_micro_batch_that_does_not_divide_offers_those_that_do(written):
     assert caught.value.hint == "--batch 48, or --micro-batch 8, 10 or 20"  # 20, 10 and 8 are nearest to 16
 
 
-@pytest.mark.parametrize(("batch", "micro"), [(16, 16), (64, 16), (40, 10), (17, 1), (34, 2), (6, 6), (1, 1)])
-def test_the_default_micro_batch_is_the_largest_divisor_up_to_16(batch, micro):
-    assert micro_batch_of(train(batch=batch)[0].value) == micro
+@pytest.mark.parametrize(
+    ("batch", "nominal", "micro"),
+    [
+        (16, 64, 8),  # steps of 64 images, an eighth is 8
+        (32, 64, 8),
+        (64, 64, 8),
+        (128, 64, 16),  # steps of 128 images
+        (17, 64, 17),  # steps of 68: 8.5 is wished, 17 is the only divisor in 4..32
+        (40, 64, 10),  # 64 / 40 rounds to 2 batches: steps of 80
+        (100, 64, 10),  # 12.5 is wished: 10 is 1.25 away, 20 is 1.6
+        (256, 64, 16),  # bounded: 32 is wished
+        (16, 16, 8),  # bounded: 2 is wished
+        (44, 64, 11),  # 44 images (64 / 44 rounds to 1): 8 is wished; 11 is 1.375 away, 4 is 2
+        (34, 64, 17),  # not 2, as once
+        (62, 64, 31),
+        (6, 64, 6),
+        (148, 64, 4),  # 4 x 37: a micro-batch of 37 is never the default
+        (128, 512, 16),
+        (120, 60, 15),  # 15 exactly
+        (36, 36, 9),  # 8 is wished: 9 is 1.125 away, 6 is 1.33
+        (4, 64, 4),
+    ],
+)
+def test_the_default_micro_batch_is_the_divisor_nearest_to_an_eighth_of_a_step(batch, nominal, micro):
+    assert micro_batch_of(train(batch=batch, nominal_batch=nominal)[0].value) == micro
     assert micro in divisors(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "hint"),
+    [
+        (37, "--batch 36 or 38, or choose --micro-batch: 1 or 37"),
+        (74, "--batch 72 or 75, or choose --micro-batch: 1, 2, 37 or 74"),
+        (2, "--batch 4, or choose --micro-batch: 1 or 2"),
+        (1, "--batch 4, or choose --micro-batch: 1"),
+    ],
+)
+def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batches(batch, hint):
+    with pytest.raises(ConfigError) as caught:
+        train(batch=batch)
+    assert (
+        caught.value.what
+        == f"--batch {batch} cannot be cut into micro-batches of 4 to 32 images: none of these divides it"
+    )
+    assert (caught.value.source, caught.value.hint) == ("--batch command line", hint)
+    assert micro_batch_of(train(batch=batch, micro_batch=batch)[0].value) == batch
 
 
 @pytest.mark.parametrize(
@@ -499,6 +541,13 @@ def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):
         "--data is e.yaml from here on; the run had d.yaml",
         "--epochs is 9 from here on; the run had 7",
     )
+
+
+def test_a_run_with_a_default_micro_batch_may_be_told_the_one_that_its_version_had(run):
+    config, _ = resolve_train({"resume": str(run(batch=32)), "micro_batch": "16"})
+    assert config.value.micro_batch == 16
+    with pytest.raises(ConfigError, match="--micro-batch 8 differs from the run's 4"):
+        resolve_train({"resume": str(run("second", batch=32, micro_batch=4)), "micro_batch": "8"})
 
 
 @pytest.mark.parametrize(

@@ -451,8 +451,8 @@ def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
 def test_what_a_run_needs_follows_its_settings() -> None:
     settings = TrainConfig(batch=24, img=320, device="cpu:3", workers=2)
     need = need_of(settings, cores=8, gpus=0)
-    assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 12, False)
-    assert need.text == "3 processes x 12 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
+    assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 8, False)
+    assert need.text == "3 processes x 8 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
     assert need_of(TrainConfig(device="0,1"), cores=8, gpus=2).workers == 4
     assert need_of(TrainConfig(device="0,1", parallel="dp"), cores=8, gpus=2).ranks == 1
 

@@ -410,7 +410,7 @@ def test_a_trainer_trains_and_returns_what_predict_takes(tmp_path, monkeypatch, 
         (tmp_path / "labels" / f"{i}.txt").write_text("0 0.5 0.5 0.5 0.5\n")
     data = tmp_path / "data.yaml"
     data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [box]\n")
-    sizes = {"img": 32, "batch": 2, "nominal_batch": 2, "max_steps": 2, "workers": 0}
+    sizes = {"img": 32, "batch": 2, "micro_batch": 2, "nominal_batch": 2, "max_steps": 2, "workers": 0}
     trainer = Trainer(
         data=data, model="yolov5n", device="cpu", threads=1, project=tmp_path / "runs", plots=False, **sizes
     )

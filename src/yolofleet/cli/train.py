@@ -10,7 +10,8 @@ import click
 
 from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.cli.render import job_option, submit
-from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
+from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
@@ -18,6 +19,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
 from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.slurm import SlurmSettings
+from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 
 
@@ -44,13 +46,24 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
         lines += [group, *_rows(config, names), ""]
     lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
-    micro_batch, step_images = micro_batch_of(c), c.batch * max(1, round(c.nominal_batch / c.batch))
+    micro_batch, step_images = micro_batch_of(c), step_images_of(c.batch, c.nominal_batch)
     lines += [
         "would run",
         f"  {_processes(config)}",
         f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
     ]
+    if idle := _idle_note(config):
+        lines.append(f"  warning: {idle}")
     return "\n".join(lines)
+
+
+def _idle_note(resolved: Resolved[TrainConfig]) -> str:
+    """Return the note about devices without work; "" also where only torch could count the devices."""
+    c, fleet, place = resolved.value, fleet_of(resolved), place_from_environment(os.environ)
+    counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
+    partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
+    images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
+    return partition.idle_note(images, micro_batch_of(c), divisors(c.batch))
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:
@@ -85,8 +98,6 @@ def _processes(resolved: Resolved[TrainConfig]) -> str:
         return "\n".join([f"{total}, by ssh:", *rows])
     if config.device == "auto":
         return "one process, on the first CUDA device or else on the CPU"
-    from yolofleet.config.device import processes_of
-
     count = processes_of(config.device)
     if config.parallel == "dp":
         return f"one process with {count} device{'s' if count > 1 else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
@@ -16,12 +17,54 @@ from yolofleet.config.schema import (
 )
 from yolofleet.errors import ConfigError
 
-LARGEST_DEFAULT_MICRO_BATCH = 16
+MICRO_BATCHES = range(4, 33)  # sizes that the default may have; batch normalisation over fewer images is poor
+WISHED_MICRO_BATCH = (8, 16)  # bounds of an eighth of a step
 
 
 def micro_batch_of(config: TrainConfig) -> int:
-    """Images that pass the network together: ``--micro-batch``, or the largest divisor of ``--batch`` up to 16."""
-    return config.micro_batch or max(d for d in divisors(config.batch) if d <= LARGEST_DEFAULT_MICRO_BATCH)
+    """Return the images that pass the network together: ``--micro-batch``, or else its default.
+
+    The default gives a full step about eight micro-batches, work for eight devices. It is the divisor of ``--batch``
+    within ``MICRO_BATCHES`` that is nearest in ratio to an eighth of a full step, bounded by ``WISHED_MICRO_BATCH``;
+    of two equally near ones the larger. It follows from batch and nominal batch only, so it is the same on any fleet.
+
+    Raises:
+        ConfigError: no divisor of ``--batch`` is in that range.
+    """
+    if config.micro_batch:
+        return config.micro_batch
+    low, high = WISHED_MICRO_BATCH
+    eighth = Fraction(step_images_of(config.batch, config.nominal_batch), 8)
+    wished = min(max(eighth, Fraction(low)), Fraction(high))
+    return min(default_micro_batches(config.batch), key=lambda d: (max(d / wished, wished / d), -d))
+
+
+def default_micro_batches(batch: int) -> list[int]:
+    """Return the divisors of ``batch`` that the default micro-batch may be, ascending.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = _in_range(batch)
+    if not found:
+        smaller = next((n for n in range(batch - 1, 0, -1) if _in_range(n)), None)
+        larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if _in_range(n))
+        sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
+        raise ConfigError(
+            f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
+            hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
+            + f", or choose --micro-batch: {_either(divisors(batch))}",
+        )
+    return found
+
+
+def _in_range(batch: int) -> list[int]:
+    return [d for d in MICRO_BATCHES if batch % d == 0]
+
+
+def step_images_of(batch: int, nominal_batch: int) -> int:
+    """Return the images of a full step (one after warm-up): as many whole batches as come nearest to ``nominal_batch``."""
+    return batch * max(round(nominal_batch / batch), 1)
 
 
 def divisors(n: int) -> list[int]:
@@ -121,15 +164,27 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
 
 def _check_micro_batch(config: Resolved[Any]) -> None:
     batch, micro = config.value.batch, config.value.micro_batch
-    if not micro or batch % micro == 0:
+    if not micro:
+        try:
+            default_micro_batches(batch)
+        except ConfigError as error:
+            error.source = f"--batch {config.sources['batch']}"
+            raise
+        return
+    if batch % micro == 0:
         return
     near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
-    listed = " or ".join([", ".join(map(str, near[:-1])), str(near[-1])]) if len(near) > 1 else str(near[0])
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
         source=_sources(config, "micro_batch", "batch"),
-        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {listed}",
+        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {_either(near)}",
     )
+
+
+def _either(numbers: list[int]) -> str:
+    """``8, 10 or 20``."""
+    *first, last = map(str, numbers)
+    return " or ".join([", ".join(first), last]) if first else last
 
 
 def _check_precision(config: Resolved[Any]) -> None:

@@ -136,7 +136,9 @@ def continue_run(
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "exist_ok", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
-        if was != now and group_of(field) in FIXED_GROUPS:
+        if name == "micro_batch" and not was:  # a default of that version; the checkpoint knows its value
+            pass
+        elif was != now and group_of(field) in FIXED_GROUPS:
             if name not in MAY_CHANGE:
                 raise _fixed(
                     found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]

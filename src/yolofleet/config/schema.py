@@ -134,7 +134,7 @@ class TrainConfig(WhereAll):
     nominal_batch: Natural = setting(64, "images accumulated for one optimizer update", group="how much")
     micro_batch: int = setting(
         0,
-        "images that pass the network together; 0 = largest divisor of --batch up to 16",
+        "images that pass the network together; 0 = a divisor of --batch near an eighth of a step",
         ge=0,
         group="how much",
     )
@@ -483,7 +483,7 @@ class DoctorConfig(Frozen):
     img: int = setting(640, "image size of the run, pixels", ge=32, group="how much")
     batch: Natural = setting(16, "total batch of the run, images", group="how much")
     micro_batch: int = setting(
-        0, "images that pass the network together; 0 = largest divisor of --batch up to 16", ge=0, group="how much"
+        0, "images that pass the network together; 0 = a divisor of --batch near an eighth of a step", ge=0, group="how much"
     )  # fmt: skip
     device: str = setting(
         "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE

@@ -115,7 +115,12 @@ def as_training(settings: TrainConfig | ValConfig) -> TrainConfig:
         return settings
     shared = TrainConfig.model_fields.keys() & ValConfig.model_fields.keys() - {"batch", "project"}
     values = {name: getattr(settings, name) for name in shared}
-    values |= {"batch": 1, "val_batch": settings.batch, "project": settings.project or Path("runs", "val")}
+    values |= {
+        "batch": 1,
+        "micro_batch": 1,
+        "val_batch": settings.batch,
+        "project": settings.project or Path("runs", "val"),
+    }
     return TrainConfig(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,3 +51,24 @@ class Partition:
             reached += share
             borders.append(round(micro_batches * reached / total))
         return [range(a, b) for a, b in pairwise(borders)]
+
+    def idle_note(self, images: int, micro_batch: int, choices: Sequence[int]) -> str:
+        """Return how many devices get no micro-batch of a step and what to type; "" when each has one.
+
+        Args:
+            images: that the ranks share.
+            micro_batch: images of each part.
+            choices: micro-batches that could be chosen instead, ascending.
+        """
+        ranks, count = len(self.shares), images // micro_batch
+        dealt = zip(self.shares, self.ranges(count), strict=True)
+        idle = sum(share > 0 and not mine for share, mine in dealt)
+        if not idle:
+            return ""
+        enough = [choice for choice in choices if images // choice >= ranks]
+        advice = (
+            f"--micro-batch {enough[-1]} gives each its part (batch normalisation then sees {enough[-1]} images)"
+            if enough
+            else "a larger --batch, or fewer devices"
+        )
+        return f"{idle} of {ranks} devices have nothing to do: a step has {count} micro-batches of {micro_batch}; {advice}"

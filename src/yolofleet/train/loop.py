@@ -112,20 +112,10 @@ class StepSplitter:
             )
 
     def idle_note(self, step_images: int) -> str:
-        """What to do about devices that were to have a share of a step and get none; "" when all have one."""
-        lanes, m = len(self.partition.shares), self.micro_batch
-        images = self.batch if self.sync_bn else step_images
-        dealt = zip(self.partition.shares, self.partition.ranges(images // m), strict=True)
-        idle = sum(share > 0 and not mine for share, mine in dealt)
-        if not idle:
-            return ""
-        enough = [d for d in divisors(self.batch) if images // d >= lanes]
-        advice = (
-            f"--micro-batch {enough[-1]} gives each its part (batch normalisation then sees {enough[-1]} images)"
-            if enough
-            else "a larger --batch, or fewer devices"
+        """Return what to do about devices without work in a step; "" when all have some."""
+        return self.partition.idle_note(
+            self.batch if self.sync_bn else step_images, self.micro_batch, divisors(self.batch)
         )
-        return f"{idle} of {lanes} devices have nothing to do: a step has {images // m} micro-batches of {m}; {advice}"
 
     def _size_range(self) -> tuple[int, int]:
         """Smallest and largest image side, in strides."""

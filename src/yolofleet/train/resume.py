@@ -106,10 +106,13 @@ def check_resume(
         ("names", "for other classes"),
     ):
         if then[part] != now[part]:
+            hint = "a checkpoint continues only the run that made it; --weights starts a new run from weights"
+            if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
+                hint = f"--micro-batch {then[part]['micro_batch']}"  # an earlier version had another default
             raise CheckpointError(
                 f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
                 source=source,
-                hint="a checkpoint continues only the run that made it; --weights starts a new run from weights",
+                hint=hint,
             )
     if then["data"] != now["data"]:
         raise DataError(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from yolofleet.config.checks import step_images_of
 from yolofleet.config.schema import Recipe
 
 LEAST_WARMUP_STEPS = 100
@@ -69,8 +70,8 @@ class Schedule:
 
     @property
     def step_images(self) -> int:
-        """Of a step after warm-up."""
-        return self.batch * max(round(self.nominal_batch / self.batch), 1)
+        """Images of a step after warm-up."""
+        return step_images_of(self.batch, self.nominal_batch)
 
     @property
     def weight_decay(self) -> float:
