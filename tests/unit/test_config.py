@@ -140,7 +140,7 @@ def test_scalars_are_read_as_yaml_1_2(written):
         ("a: " + "[" * 5000, "nested too deeply"),
         ("a: " + "9" * 5000, "cannot be read"),
         ("a: \x00", "not YAML"),
-        ("a: 1\n" * 300_000, "larger than 1000000 bytes"),
+        ("a: 1\n" * 300_000, "at most 1.0 MiB are read"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_refused_with_a_reason(written, text, says):

@@ -1,4 +1,3 @@
-import io
 import struct
 
 import cv2
@@ -21,7 +20,7 @@ from yolofleet.errors import DataError, YolofleetError
 
 
 def header(data):
-    return read_header(io.BytesIO(data))
+    return read_header(data)
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".bmp", ".webp", ".tif"])

@@ -16,10 +16,12 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
+from yolofleet.files.foreign import read_foreign_text
 
 FIXED_GROUPS = ("what", "how much", "how")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
+MAX_WHERE_BYTES = 64 << 10
 ELSEWHERE = (
     "checkpoints/where.txt"  # in its place, when the states of a run on several hosts are on one of them
 )
@@ -63,7 +65,7 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
         for folder in project.glob("*")
         if name.fullmatch(folder.name) and (folder / "config.yaml").is_file()
     ]
-    states = [(max(f.stat().st_mtime_ns for f in found), run) for run in runs if (found := _states(run))]
+    states = [(max(map(_saved_at_ns, found)), run) for run in runs if (found := _states(run))]
     if states:
         newest = max(states)[1]
         return Found(newest, newest)
@@ -74,10 +76,14 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     )
 
 
+def _saved_at_ns(state: Path) -> int:
+    return state.lstat().st_mtime_ns  # of a link that leads nowhere, too
+
+
 def _check_states_are_here(folder: Path) -> None:
     """A run of several hosts may have left them on the first one."""
     if not any(folder.glob(CHECKPOINTS)):
-        where = (folder / ELSEWHERE).read_text(encoding="utf-8").strip()
+        where = _where(folder / ELSEWHERE)
         host, _, path = where.partition(":")
         raise ConfigError(
             f"the states of {folder} are on {host}, in {path}",
@@ -85,6 +91,17 @@ def _check_states_are_here(folder: Path) -> None:
             hint=f"--hosts {host}:..., with {host} as the first; or copy them here: scp -r {shlex.quote(where)} "
             f"{shlex.quote(str(folder))}",
         )
+
+
+def _where(file: Path) -> str:
+    """``host:folder`` of the states of a run. Raises ConfigError."""
+    try:
+        return read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False).strip()
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"{file} cannot be read: {getattr(problem, 'strerror', None) or problem}",
+            hint="it names the host that has the states of the run, as host:folder",
+        ) from None
 
 
 def _states(folder: Path) -> list[Path]:

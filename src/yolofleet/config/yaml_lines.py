@@ -15,8 +15,9 @@ import yaml
 
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
+from yolofleet.files.foreign import read_foreign_text
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
 NO_ALIASES = "aliases (*name) are not read here"
 SCALARS = (  # tag, pattern, first characters
@@ -64,14 +65,13 @@ def read_yaml(path: Path) -> dict[str, Located]:
         ConfigError: no such file, not YAML, not a mapping, a key twice; names the line.
     """
     try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes: not a settings file")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_foreign_text(path, limit_bytes=MAX_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", hint="check the path") from None
     except (OSError, ValueError) as problem:  # ValueError: not UTF-8, or a null byte in the path
         raise ConfigError(
-            f"{path} cannot be read: {problem}", hint="a text file in UTF-8 is needed"
+            f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}",
+            hint="a text file in UTF-8 is needed",
         ) from None
     node = _compose(text, str(path))
     if node is None:

@@ -21,6 +21,7 @@ from yolofleet.data.decode import read_image
 from yolofleet.data.index import DataIndex
 from yolofleet.data.labels import Problem
 from yolofleet.errors import DataError
+from yolofleet.files.foreign import open_foreign
 
 _CHUNK = 64
 _THREADS = 8  # they wait for the disk
@@ -114,7 +115,7 @@ def same_images(
 def _digest(item: tuple[str, str]) -> bytes | None:
     digest = hashlib.blake2b(digest_size=16)
     try:
-        with open(item[1], "rb", buffering=0) as file:
+        with open_foreign(item[1], buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     except OSError:

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from yolofleet.files.foreign import open_foreign
+
 BLOCK_BYTES = 1 << 20
 MAX_ENTRY_CHARS = 64 << 20
 
@@ -32,7 +34,7 @@ def read_lists(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]
             twice; a member or entry of more than ``MAX_ENTRY_CHARS``.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_foreign(path) as file:
         text = _Text(file)
         seen: set[str] = set()
         text.expect("{")

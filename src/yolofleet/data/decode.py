@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 
 import cv2
 import numpy as np
 
-from yolofleet.data.imageheader import MAX_PIXELS, read_header
+from yolofleet.data.imageheader import MAX_PIXELS, read_header, scans_fault
 from yolofleet.errors import DataError
+from yolofleet.files.foreign import read_foreign
 
 # OpenCV writes a warning on standard error for each odd file; ours name the file, so its own are left out.
 if hasattr(cv2, "setLogLevel"):
@@ -17,6 +17,7 @@ if hasattr(cv2, "setLogLevel"):
 else:
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
+MAX_FILE_BYTES = 1 << 30
 _HINT = "look at the file with a picture viewer; replace it or take it out of the data set"
 
 
@@ -32,8 +33,7 @@ def read_image(path: str | os.PathLike[str]) -> np.ndarray:
         DataError: missing, unreadable, cut off, of no known format or beyond ``MAX_PIXELS``.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = read_foreign(path, limit_bytes=MAX_FILE_BYTES)
     except (OSError, ValueError, MemoryError) as error:
         raise unreadable(path, error) from None
     return decode_image(data, os.fspath(path))
@@ -43,9 +43,10 @@ def decode_image(data: bytes, path: str) -> np.ndarray:
     """The same for bytes in memory; ``path`` is for messages."""
     if not data:
         raise DataError(f"image {path} is empty (0 bytes)", hint=_HINT)
-    header = read_header(io.BytesIO(data))
-    if header is not None and header.fault:
-        raise DataError(f"image {path} {header.fault}", hint=_HINT)
+    header = read_header(data)
+    fault = header and (header.fault or scans_fault(header, data))
+    if fault:
+        raise DataError(f"image {path} {fault}", hint=_HINT)
     ours = header is not None and not header.rotated_by_decoder
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_IGNORE_ORIENTATION if ours else 0)
     try:

@@ -1,15 +1,26 @@
 """Size, rotation and completeness of an image file from its first and last bytes, without decoding it.
 
-JPEG, PNG, WebP, BMP and TIFF, told apart by content (a PNG may be named ``.jpg``). Anything odd is left to the
-decoder: ``read_header`` then returns None. About 15 us a file, where decoding takes milliseconds.
+JPEG, JPEG 2000, PNG, WebP, BMP and TIFF, told apart by content (a PNG may be named ``.jpg``). Anything odd is left to the
+decoder: the header is then None. About 15 us a file, where decoding takes milliseconds.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from functools import partial
 
-MAX_PIXELS = 1 << 29  # 1.6 GB decoded; also stops a small file that claims 100000 x 100000 pixels
+from yolofleet.files.foreign import open_descriptor, read_at
+
+MAX_PIXELS = 1 << 28  # 0.8 GB decoded, twice that while it is rotated; 16384 x 16384
+# A file of a few bytes can claim any size. Blank images compress best: up to 341 pixels a byte as JPEG, 344 as PNG.
+_ANY_FILE_PIXELS = 1 << 26  # 0.2 GB decoded: allowed whatever the file's length
+_PIXELS_PER_BYTE = 1024
+# Each scan of a JPEG that has several passes over all its pixels again, at 50 million pixels a second or more.
+_ANY_FILE_SCANNED = 1 << 27
+_SCANNED_PER_BYTE = 4096
+_MAX_SCANNED = 1 << 31
 _WINDOW_BYTES = 4096
 _MAX_SEGMENTS = 4096
 
@@ -22,12 +33,14 @@ class ImageHeader:
         orientation: EXIF's 1..8 (1: as stored).
         rotated_by_decoder: OpenCV turns TIFF images whatever it is told; others are turned by us.
         fault: why the file cannot be used, or None.
+        frame_at: offset of a JPEG's start of frame; 0 for other formats.
     """
 
     stored_wh: tuple[int, int]
     orientation: int = 1
     rotated_by_decoder: bool = False
     fault: str | None = None
+    frame_at: int = 0
 
     @property
     def size_wh(self) -> tuple[int, int]:
@@ -39,20 +52,17 @@ class ImageHeader:
 class _Window:
     """Bytes of a file at any offset, read in blocks."""
 
-    __slots__ = ("_file", "_start", "_view", "size")
+    __slots__ = ("_read_at", "_start", "_view", "size")
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._start = file, 0
-        self.size = file.seek(0, 2)
-        file.seek(0)
-        self._view = file.read(_WINDOW_BYTES)
+    def __init__(self, read_at: Callable[[int, int], bytes], size: int) -> None:
+        self._read_at, self._start, self.size = read_at, 0, size
+        self._view = read_at(0, _WINDOW_BYTES)
 
     def at(self, offset: int, count: int) -> bytes:
         """Fewer than ``count`` bytes at the end of the file."""
         start = offset - self._start
         if start < 0 or start + count > len(self._view):
-            self._file.seek(offset)
-            self._start, self._view = offset, self._file.read(max(count, _WINDOW_BYTES))
+            self._start, self._view = offset, self._read_at(offset, max(count, _WINDOW_BYTES))
             start = 0
         return self._view[start : start + count]
 
@@ -64,9 +74,24 @@ class _Window:
         return mark in self.at(offset, max(0, self.size - offset))
 
 
-def read_header(file: BinaryIO) -> ImageHeader | None:
-    """None: this format or variant is for the decoder to judge. Never raises for odd content."""
-    window = _Window(file)
+def header_of_file(path: str) -> ImageHeader | None:
+    """As :func:`read_header`. Raises OSError or ValueError for what is no readable regular file."""
+    handle, size = open_descriptor(path)
+    try:
+        return _header(_Window(partial(read_at, handle), size))
+    finally:
+        os.close(handle)
+
+
+def read_header(data: bytes) -> ImageHeader | None:
+    """Return what the content of an image file says of itself; never raise for odd content.
+
+    None: this format or variant is for the decoder to judge.
+    """
+    return _header(_Window(lambda offset, count: data[offset : offset + count], len(data)))
+
+
+def _header(window: _Window) -> ImageHeader | None:
     start = window.at(0, 16)
     if start[:3] == b"\xff\xd8\xff":
         header = _jpeg(window)
@@ -78,6 +103,8 @@ def read_header(file: BinaryIO) -> ImageHeader | None:
         header = _bmp(window)
     elif start[:4] in (b"II*\0", b"MM\0*"):
         header = _tiff(window)
+    elif start[4:8] == b"jP  " or start[:4] == b"\xff\x4f\xff\x51":
+        header = _jpeg_2000(window)
     else:
         return None
     if header is None or header.fault:
@@ -85,9 +112,36 @@ def read_header(file: BinaryIO) -> ImageHeader | None:
     width, height = header.stored_wh
     if width <= 0 or height <= 0:
         return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels")
-    if width * height > MAX_PIXELS:
+    pixels = width * height
+    if pixels > MAX_PIXELS:
         return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels, more than {MAX_PIXELS}")
+    if pixels > _ANY_FILE_PIXELS and pixels > _PIXELS_PER_BYTE * window.size:
+        return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels, in {window.size} bytes")
     return header
+
+
+def scans_fault(header: ImageHeader, data: bytes) -> str | None:
+    """Why a JPEG of many scans would take too long to decode, or None."""
+    if not header.frame_at or not _has_scans(data, header.frame_at):
+        return None
+    scans = data.count(b"\xff\xda", header.frame_at)  # inside of a scan 0xff is followed by 0
+    width, height = header.stored_wh
+    most = min(_ANY_FILE_SCANNED + _SCANNED_PER_BYTE * len(data), _MAX_SCANNED)
+    if width * height * scans <= most:
+        return None
+    return f"has {scans} scans of {width} x {height} pixels in {len(data)} bytes: too many"
+
+
+def _has_scans(data: bytes, frame_at: int) -> bool:
+    """Whether the decoder goes over all pixels once for each scan: progressive, or a scan for each component."""
+    if data[frame_at + 1] & 3 == 2:
+        return True
+    components, at = data[frame_at + 9], frame_at
+    while data[at : at + 1] == b"\xff" and at + 4 < len(data):
+        if data[at + 1] == 0xDA:
+            return data[at + 4] < components
+        at += 1 if data[at + 1] == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return True
 
 
 def _cut_off(window: _Window, mark: str) -> str:
@@ -116,13 +170,22 @@ def _jpeg(window: _Window) -> ImageHeader | None:
                 offset, b"\xff\xd9"
             ):
                 fault = _cut_off(window, "an end-of-image mark")
-            return ImageHeader((width, height), orientation, fault=fault)
+            return ImageHeader((width, height), orientation, fault=fault, frame_at=offset)
         if marker in (0xD9, 0xDA) or length < 2:
             return None
         if marker == 0xE1 and window.at(offset + 4, 6) == b"Exif\0\0":
             orientation = _tiff_tags(window, offset + 10, (0x0112,)).get(0x0112, 1)
         offset += 2 + length
     return None
+
+
+def _jpeg_2000(window: _Window) -> ImageHeader | None:
+    """Source: ISO 15444-1, annex A.5.1: the marker SIZ begins the code stream. Orientation is not in the file."""
+    at = window.at(0, _WINDOW_BYTES).find(b"\xff\x4f\xff\x51")
+    if at < 0:
+        return ImageHeader((0, 0), fault="is a JPEG 2000 file without a size in its first bytes")
+    width, height, left, top = (window.number(at + 8 + 4 * i, 4, "big") for i in range(4))
+    return ImageHeader((width - left, height - top))
 
 
 def _png(window: _Window) -> ImageHeader | None:

@@ -27,7 +27,7 @@ import numpy as np
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.cocojson import CocoFiles, load_table
 from yolofleet.data.decode import read_image, unreadable
-from yolofleet.data.imageheader import read_header
+from yolofleet.data.imageheader import header_of_file
 from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
 from yolofleet.data.odgt import OdgtFiles
 from yolofleet.data.sources import DatasetSpec, SplitSource
@@ -392,8 +392,7 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
     if stamp == ABSENT:
         raise DataError(f"image {path} does not exist")
     try:
-        with open(path, "rb", buffering=0) as file:
-            header = read_header(file) if stamp[0] else None
+        header = header_of_file(path) if stamp[0] else None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if header is None:

@@ -18,6 +18,7 @@ import numpy as np
 from yolofleet.data.cocojson import CocoFiles, CocoTable, TableBuilder, load_table, number_of
 from yolofleet.data.labels import ProblemLog, RawLabels
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.files.foreign import open_foreign
 
 BOXES = {"person": "fbox", "visible": "vbox", "head": "hbox"}
 NAMES = tuple(BOXES)
@@ -67,7 +68,7 @@ def parse_odgt(path: str) -> CocoTable:
     """All three boxes of every object; the category is the number of ``NAMES``. Raises DataError."""
     builder = TableBuilder()
     try:
-        with open(path, "rb") as file:
+        with open_foreign(path) as file:
             for number in itertools.count(1):
                 line = file.readline(_MAX_LINE_BYTES)
                 if not line:

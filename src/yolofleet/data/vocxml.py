@@ -23,8 +23,10 @@ from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.labels import Problem, ProblemLog, RawLabels
 from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, Stamp, stamp
 from yolofleet.errors import DataError
+from yolofleet.files.foreign import read_foreign
 
 _MAX_XML_BYTES = 16 << 20
+_MAX_LIST_BYTES = 1 << 30
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -52,7 +54,7 @@ class VocFiles:
     def __init__(self, listing: Path, names: tuple[str, ...]) -> None:
         root = voc_root(listing)
         try:
-            text = listing.read_bytes().decode("utf-8-sig", "surrogateescape")
+            text = read_foreign(listing, limit_bytes=_MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
             files = sorted(os.listdir(root / "JPEGImages"))
         except (OSError, ValueError) as error:
             raise DataError(f"VOC split {listing} cannot be read: {error}") from None
@@ -160,12 +162,9 @@ def class_names(root: Path) -> tuple[str, ...]:
 def read_objects(path: str) -> list[VocObject]:
     """Objects of one annotation file, some perhaps without all corners. Raises VocError."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_XML_BYTES + 1)
+        data = read_foreign(path, limit_bytes=_MAX_XML_BYTES)
     except OSError as error:
         raise VocError(f"cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_XML_BYTES:
-        raise VocError("is too long for an annotation file")
 
     objects: list[VocObject] = []
     where: list[str] = []
@@ -207,7 +206,7 @@ def read_objects(path: str) -> list[VocObject]:
         raise VocError(f"is not XML ({error})") from None
     except VocError:
         raise
-    except ValueError as error:  # an encoding that Python does not know
+    except (ValueError, LookupError, TypeError) as error:  # an encoding that is none, or is no text encoding
         raise VocError(f"is not readable XML ({error})") from None
     return objects
 

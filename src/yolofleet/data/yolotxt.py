@@ -18,12 +18,14 @@ import numpy as np
 
 from yolofleet.data.labels import Problem, ProblemLog, RawLabels
 from yolofleet.errors import DataError
+from yolofleet.files.foreign import read_foreign
 
 IMAGE_SUFFIXES = {
     *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
     *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 }
 _MAX_LABEL_BYTES = 64 << 20
+_MAX_LIST_BYTES = 1 << 30
 
 Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)
@@ -67,7 +69,7 @@ class YoloFiles:
             if self.label_stamps[at] == ABSENT:
                 unlabelled += 1
                 continue
-            data = _read(self.labels[at], self.label_stamps[at][0], log)
+            data = _read(self.labels[at], log)
             if data is None:
                 unusable.append(at - start)
                 continue
@@ -89,8 +91,7 @@ class YoloFiles:
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         if entry.name.endswith(".txt"):
-                            about = entry.stat()
-                            files[entry.name] = (about.st_size, about.st_mtime_ns)
+                            files[entry.name] = _stamp_of_label(entry)
             except OSError:
                 pass
             self._folders[folder] = files
@@ -135,7 +136,7 @@ def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
 
 def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
     """Images named by a list file: absolute, or relative to the file's folder or that folder's parent."""
-    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    text = read_foreign(path, limit_bytes=_MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
     folders = [str(path.parent), str(path.parent.parent)]
     for line in text.split("\n"):  # not splitlines: a name may hold a form feed or U+2028
         name = line.strip()
@@ -160,16 +161,20 @@ def stamp(path: str) -> Stamp:
     return about.st_size, about.st_mtime_ns
 
 
-def _read(path: str, size: int, log: ProblemLog) -> bytes | None:
+def _stamp_of_label(entry: os.DirEntry[str]) -> Stamp:
+    try:
+        about = entry.stat()
+    except OSError:  # a link that leads nowhere: reported when it is read, the other labels count
+        return 0, 0
+    return about.st_size, about.st_mtime_ns
+
+
+def _read(path: str, log: ProblemLog) -> bytes | None:
     """None, reported, when the file is no readable label file."""
-    if size > _MAX_LABEL_BYTES:
-        what = f"is too long for a label file ({size} bytes)"
-    else:
-        try:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
-        except OSError as error:
-            what = f"cannot be read ({error.strerror})"
+    try:
+        return read_foreign(path, limit_bytes=_MAX_LABEL_BYTES)
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
     log.add(Problem(path, None, what, "labels-unreadable"))
     return None
 
@@ -183,6 +188,8 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
         if not columns:
             continue
         try:
+            if b"_" in text:  # float() reads 0.5_0; other programs do not
+                raise ValueError
             numbers = list(map(float, columns))
         except ValueError:
             what = f"{text[:60].decode('ascii', 'backslashreplace')!r} is not a row of numbers"

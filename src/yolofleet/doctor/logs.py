@@ -10,6 +10,7 @@ remembered, so it is not examined again.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections import defaultdict
@@ -32,6 +33,7 @@ from yolofleet.doctor.log_rules import (
     Rule,
 )
 from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.files.foreign import open_foreign
 
 LONGEST = 1 << 14  # characters of a line that are looked at: half from its start, half from its end
 SHOWN = 240  # characters of a line in a finding
@@ -83,14 +85,17 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 def _read(path: Path) -> _Reader:
     try:
-        with path.open("rb") as head:
+        with open_foreign(path) as file:
             # PowerShell's ">" writes UTF-16
-            encoding = "utf-16" if head.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        with path.open(encoding=encoding, errors="replace") as file:
-            return _Reader().through(_pieces(file))
-    except OSError as why:
+            encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+            file.seek(0)
+            with io.TextIOWrapper(file, encoding=encoding, errors="replace") as text:
+                return _Reader().through(_pieces(text))
+    except (OSError, ValueError) as why:
         raise ConfigError(
-            f"{path} cannot be read: {why.strerror or why}", source="--log", hint="give the file of a log"
+            f"{path} cannot be read: {getattr(why, 'strerror', None) or why}",
+            source="--log",
+            hint="give the file of a log, or --log - for standard input",
         ) from why
 
 

@@ -15,6 +15,10 @@ from typing import BinaryIO
 
 from yolofleet.text import size_text
 
+_FLAGS = os.O_RDONLY
+for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"):
+    _FLAGS |= getattr(os, _name, 0)
+_MOST_AT_ONCE = 64 << 20  # a buffer of so many bytes is allocated before a read
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
     (stat.S_ISFIFO, errno.EINVAL, "it is a named pipe, not a regular file"),
@@ -43,32 +47,8 @@ def open_foreign(
         OSError: missing, unreadable, no regular file, too large, or outside of ``within``.
         ValueError: ``path`` holds a NUL character.
     """
-    name = os.fspath(path)
-    if within is not None:
-        check_within(Path(name), within)
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    )
-    flags |= getattr(os, "O_NOCTTY", 0)
-    if not follow:
-        if Path(name).is_symlink():
-            raise OSError(errno.ELOOP, "it is a symbolic link", name)
-        flags |= getattr(os, "O_NOFOLLOW", 0)
-    handle = os.open(name, flags)
+    handle, _ = open_descriptor(path, limit_bytes, within, follow)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            code, what = next(
-                ((code, what) for is_kind, code, what in _KINDS if is_kind(found.st_mode)),
-                (errno.EINVAL, "it is not a regular file"),
-            )
-            raise OSError(code, what, name)
-        if limit_bytes is not None and found.st_size > limit_bytes:
-            raise OSError(
-                errno.EFBIG,
-                f"it has {size_text(found.st_size)}, at most {size_text(limit_bytes)} are read",
-                name,
-            )
         return os.fdopen(handle, "rb", buffering=buffering)
     except BaseException:
         os.close(handle)
@@ -81,13 +61,15 @@ def read_foreign(
     """Return the content of a regular file, at most ``limit_bytes``; see :func:`open_foreign`.
 
     A file that claims a size and gives more (some of /proc, a file that grows meanwhile) is refused past the limit.
+    Costs less than ``open`` and ``read``: data sets have millions of small files.
     """
-    with open_foreign(path, limit_bytes=limit_bytes, within=within, follow=follow) as file:
-        content = file.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
-        raise OSError(
-            errno.EFBIG, f"it gives more than the {size_text(limit_bytes)} that are read", os.fspath(path)
-        )
+    handle, size_bytes = open_descriptor(path, limit_bytes, within, follow)
+    try:
+        content = os.read(handle, min(size_bytes + 1, _MOST_AT_ONCE))
+        if len(content) != size_bytes:  # it grows, shrinks, or is larger than one read
+            content = _rest(handle, content, limit_bytes, path)
+    finally:
+        os.close(handle)
     return content
 
 
@@ -106,6 +88,62 @@ def read_foreign_text(
         UnicodeDecodeError: it is not text of ``encoding``.
     """
     return read_foreign(path, limit_bytes=limit_bytes, within=within, follow=follow).decode(encoding, errors)
+
+
+def open_descriptor(
+    path: str | os.PathLike[str],
+    limit_bytes: int | None = None,
+    within: Path | None = None,
+    follow: bool = True,
+) -> tuple[int, int]:
+    """Return a file descriptor, which the caller closes, and the size that the system states; see :func:`open_foreign`."""
+    if within is not None:
+        check_within(Path(path), within)
+    flags = _FLAGS
+    if not follow:
+        if os.path.islink(path):  # noqa: PTH114  (systems without O_NOFOLLOW)
+            raise OSError(errno.ELOOP, "it is a symbolic link", os.fspath(path))
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(path, flags)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            code, what = next(
+                ((code, what) for is_kind, code, what in _KINDS if is_kind(found.st_mode)),
+                (errno.EINVAL, "it is not a regular file"),
+            )
+            raise OSError(code, what, os.fspath(path))
+        if limit_bytes is not None and found.st_size > limit_bytes:
+            raise OSError(
+                errno.EFBIG,
+                f"it has {size_text(found.st_size)}, at most {size_text(limit_bytes)} are read",
+                os.fspath(path),
+            )
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle, found.st_size
+
+
+def read_at(handle: int, offset: int, count: int) -> bytes:
+    """Return ``count`` bytes of an open file, fewer at its end."""
+    if hasattr(os, "pread"):
+        return os.pread(handle, count, offset)
+    os.lseek(handle, offset, os.SEEK_SET)
+    return os.read(handle, count)
+
+
+def _rest(handle: int, content: bytes, limit_bytes: int, path: str | os.PathLike[str]) -> bytes:
+    """``content`` and what follows it, up to the limit."""
+    pieces, length = [content], len(content)
+    while length <= limit_bytes and pieces[-1]:
+        pieces.append(os.read(handle, min(limit_bytes + 1 - length, _MOST_AT_ONCE)))
+        length += len(pieces[-1])
+    if length > limit_bytes:
+        raise OSError(
+            errno.EFBIG, f"it gives more than the {size_text(limit_bytes)} that are read", os.fspath(path)
+        )
+    return b"".join(pieces)
 
 
 def check_within(path: Path, folder: Path) -> None:

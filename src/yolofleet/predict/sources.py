@@ -14,7 +14,9 @@ import numpy as np
 from yolofleet.data.decode import read_image
 from yolofleet.data.yolotxt import IMAGE_SUFFIXES
 from yolofleet.errors import DataError
+from yolofleet.files.foreign import open_foreign, read_foreign_text
 
+_MAX_LIST_BYTES = 64 << 20
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
     *(".ts", ".webm", ".wmv"),
@@ -89,6 +91,8 @@ class Source:
 
     def _frames(self, item: Path | int, number: int) -> Iterator[Frame]:
         name = str(item) if isinstance(item, Path) else f"camera {item}"
+        if isinstance(item, Path):
+            _check_regular(item)
         capture = cv2.VideoCapture(name if isinstance(item, Path) else item)
         try:
             if not capture.isOpened():
@@ -108,6 +112,16 @@ class Source:
                 raise DataError(f"{name} has no frame that can be read")
         finally:
             capture.release()
+
+
+def _check_regular(path: Path) -> None:
+    """Raise DataError for what OpenCV would wait for: a named pipe, a device."""
+    try:
+        open_foreign(path).close()
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"{path} cannot be opened as a video: {getattr(problem, 'strerror', None) or problem}"
+        ) from None
 
 
 def find_items(spec: str) -> list[Path | int]:
@@ -153,7 +167,7 @@ def find_items(spec: str) -> list[Path | int]:
 def _listed(path: Path) -> list[Path | int]:
     """Paths of a list file; empty lines and lines with ``#`` in front are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_foreign_text(path, limit_bytes=_MAX_LIST_BYTES).splitlines()
     except (OSError, ValueError) as problem:
         raise DataError(f"source {path} cannot be read as a list of paths: {problem}") from None
     entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

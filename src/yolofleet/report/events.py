@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from yolofleet.files.atomic import jsonable
+from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.folder import RunFolder
+
+MAX_BYTES = 4 << 30
 
 
 def _print_warning(text: str) -> None:
@@ -84,7 +87,8 @@ def read_events(folder: RunFolder) -> Iterator[dict[str, Any]]:
     for path in (folder.events(0), *sorted(folder.logs.glob("rank-*.events.jsonl"))):
         if not path.is_file():
             continue
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = read_foreign_text(path, limit_bytes=MAX_BYTES, encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             try:
                 event = json.loads(line)
             except ValueError:

@@ -9,6 +9,7 @@ Legend: C classes, K classes with labels, X points of a curve, M boxes.
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import math
 import warnings
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 
 from yolofleet.evaluate.precision_recall import PrecisionRecall
 from yolofleet.files.atomic import make_folder, write_bytes
+from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.draw import Picture, colour, picture_grid
+from yolofleet.report.results import MAX_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,8 +111,8 @@ def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 def plot_results(results_csv: Path, path: Path) -> None:
     """Losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
-    with results_csv.open(encoding="utf-8", newline="") as f:
-        rows = list(csv.DictReader(f))
+    text = read_foreign_text(results_csv, limit_bytes=MAX_BYTES)
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
     if not rows:
         return
 

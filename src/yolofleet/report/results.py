@@ -10,6 +10,9 @@ from pathlib import Path
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import read_foreign_text
+
+MAX_BYTES = 256 << 20
 
 
 def columns(losses: Sequence[str]) -> list[str]:
@@ -53,8 +56,8 @@ class ResultsTable:
         if not self.path.is_file():
             return []
         try:
-            with self.path.open(encoding="utf-8", newline="") as f:
-                rows = [row for row in csv.DictReader(f) if row.get("epoch")]
+            text = read_foreign_text(self.path, limit_bytes=MAX_BYTES)
+            rows = [row for row in csv.DictReader(io.StringIO(text, newline="")) if row.get("epoch")]
             return sorted(rows, key=_epoch)
         except (OSError, ValueError, csv.Error) as problem:
             raise StorageError(

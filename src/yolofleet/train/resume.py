@@ -16,6 +16,7 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.suggest import shown
 from yolofleet.data.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, DataError, YolofleetError
+from yolofleet.files.foreign import read_foreign
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
@@ -37,6 +38,7 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
+MAX_STATE_BYTES = 64 << 30
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 
 
@@ -75,7 +77,7 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
                     console.warn(f"passed over: {note}")
             else:
                 found = resume_from
-            content, origin = found.read_bytes(), str(found)
+            content, origin = read_foreign(found, limit_bytes=MAX_STATE_BYTES), str(found)
         except YolofleetError as error:
             problem = error
         except OSError as error:

@@ -1,0 +1,284 @@
+"""Data sets and images that somebody else made: named pipes, devices, links, and headers that promise too much."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from yolofleet.config.resume import find_run
+from yolofleet.config.schema import TrainConfig
+from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.data.cocojson import parse_json
+from yolofleet.data.decode import read_image
+from yolofleet.data.imageheader import header_of_file, read_header
+from yolofleet.data.index import build_index
+from yolofleet.data.sources import load_dataset
+from yolofleet.data.vocxml import VocError, read_objects
+from yolofleet.doctor.logs import read_log
+from yolofleet.errors import ConfigError, DataError
+from yolofleet.predict.sources import Source, find_items
+from yolofleet.report.results import ResultsTable
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="named pipes and devices")
+WORDS = {"pipe": "named pipe", "zero": "device", "link": "device"}
+
+
+@pytest.fixture(params=["pipe", "zero", "link"])
+def strange(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A named pipe that nobody writes to, a link to /dev/zero, and a link to that; and what a message calls it."""
+    path = tmp_path / "strange"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "zero":
+        path.symlink_to("/dev/zero")
+    else:
+        (tmp_path / "first").symlink_to("/dev/zero")
+        path.symlink_to("first")
+    return path, WORDS[request.param]
+
+
+def picture(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(path), np.zeros((16, 16, 3), np.uint8))
+    return path
+
+
+def yolo_set(root: Path) -> Path:
+    for name in "abc":
+        picture(root / "images" / "train" / f"{name}.png")
+        label = root / "labels" / "train" / f"{name}.txt"
+        label.parent.mkdir(parents=True, exist_ok=True)
+        label.write_text("0 0.5 0.5 0.5 0.5\n")
+    (root / "data.yaml").write_text("train: images/train\nval: images/train\nnames: [a]\n")
+    return root / "data.yaml"
+
+
+def test_an_image_that_is_no_file_is_refused(strange: tuple[Path, str]) -> None:
+    path, word = strange
+    with pytest.raises(DataError, match=word):
+        read_image(path)
+    with pytest.raises(OSError, match=word):
+        header_of_file(str(path))
+
+
+def test_an_image_of_a_data_set_that_is_no_file_is_left_out(
+    strange: tuple[Path, str], tmp_path: Path
+) -> None:
+    path, word = strange
+    data = yolo_set(tmp_path / "set")
+    (tmp_path / "set" / "images" / "train" / "d.png").symlink_to(path)
+    index = build_index(load_dataset(str(data)), "train")
+    assert len(index) == 3
+    assert [problem.kind for problem in index.problems] == ["image-unreadable"]
+    assert word in index.problems[0].what
+
+
+def test_a_label_that_is_no_file_leaves_its_image_out(strange: tuple[Path, str], tmp_path: Path) -> None:
+    path, word = strange
+    data = yolo_set(tmp_path / "set")
+    (tmp_path / "set" / "labels" / "train" / "b.txt").unlink()
+    (tmp_path / "set" / "labels" / "train" / "b.txt").symlink_to(path)
+    index = build_index(load_dataset(str(data)), "train")
+    assert len(index) == 2
+    assert word in index.problems[0].what
+
+
+def test_a_label_that_links_to_nothing_does_not_hide_the_others(tmp_path: Path) -> None:
+    data = yolo_set(tmp_path / "set")
+    labels = tmp_path / "set" / "labels" / "train"
+    for name in "ab":
+        (labels / f"{name}.txt").unlink()
+        (labels / f"{name}.txt").symlink_to("nowhere")
+    (labels / "b.txt").unlink()
+    (labels / "b.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    index = build_index(load_dataset(str(data)), "train")
+    assert len(index) == 2 and index.unlabelled == 0
+    assert [problem.kind for problem in index.problems] == ["labels-unreadable"]
+
+
+def test_a_list_of_images_that_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
+    path, word = strange
+    (tmp_path / "train.txt").symlink_to(path)
+    (tmp_path / "data.yaml").write_text("train: train.txt\nnames: [a]\n")
+    with pytest.raises(DataError, match=word):
+        build_index(load_dataset(str(tmp_path / "data.yaml")), "train")
+
+
+def test_annotations_that_are_no_file_are_refused(strange: tuple[Path, str]) -> None:
+    path, word = strange
+    with pytest.raises(DataError, match=word):
+        parse_json(str(path))
+    with pytest.raises(VocError, match=word):
+        read_objects(str(path))
+
+
+def test_a_settings_file_that_is_no_file_is_refused(strange: tuple[Path, str]) -> None:
+    with pytest.raises(ConfigError, match=strange[1]):
+        read_yaml(strange[0])
+
+
+def test_a_folder_whose_data_yaml_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "some.yaml").symlink_to(strange[0])
+    with pytest.raises(ConfigError, match=strange[1]):
+        load_dataset(str(tmp_path / "set"))
+
+
+def test_a_source_that_is_no_file_is_passed_over(strange: tuple[Path, str], tmp_path: Path) -> None:
+    path, word = strange
+    (tmp_path / "clip.mp4").symlink_to(path)
+    picture(tmp_path / "good.png")
+    (tmp_path / "list.txt").write_text(f"{path}\nclip.mp4\ngood.png\n")
+    source = Source(str(tmp_path / "list.txt"))
+    assert [Path(frame.path).name for frame in source] == ["good.png"]
+    assert len(source.problems) == 2 and all(word in problem for problem in source.problems)
+
+
+def test_a_folder_of_sources_without_files_has_no_pictures(strange: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").symlink_to(strange[0])
+    with pytest.raises(DataError, match="no pictures"):
+        find_items(str(tmp_path / "in"))
+
+
+def test_a_log_that_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=strange[1]):
+        read_log(strange[0])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to(strange[0])
+    with pytest.raises(ConfigError, match="none of"):
+        read_log(tmp_path / "logs")
+
+
+def test_results_that_are_no_file_are_not_read(strange: tuple[Path, str]) -> None:
+    assert ResultsTable(strange[0], ["box"]).rows() == []
+
+
+# -- headers that promise too much
+
+
+def scans(width: int, height: int, count: int, *, progressive: bool) -> bytes:
+    """A JPEG of three components with ``count`` scans that hold nothing."""
+    frame = struct.pack(">BHHB", 8, height, width, 3) + b"\1\x11\0\2\x11\0\3\x11\0"
+    kind = b"\xc2" if progressive else b"\xc0"
+    scan = b"\xff\xda" + struct.pack(">H", 8) + b"\1\1\0\0\0\0"
+    return b"\xff\xd8\xff" + kind + struct.pack(">H", 2 + len(frame)) + frame + scan * count + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        scans(23000, 23000, 1, progressive=False) + bytes(5000),
+        scans(16000, 16000, 1, progressive=True) + bytes(5000),
+        b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 15000, 15000) + bytes(5) + b"IEND\xae\x42\x60\x82",
+        b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, 30000, 30000, 0, 0) + bytes(200),
+        b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(60),
+    ],
+    ids=["jpeg", "progressive", "png", "jpeg-2000", "jpeg-2000-cut"],
+)  # fmt: skip
+def test_a_small_file_that_claims_a_huge_image_is_refused_before_it_is_decoded(
+    tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(content)
+    header = read_header(content)
+    assert header is not None and header.fault
+    with pytest.raises(DataError, match=r"says it is|without a size"):
+        read_image(file)
+
+
+def test_a_blank_image_of_60_million_pixels_is_read(tmp_path: Path) -> None:
+    """The bound must not refuse what exists: blank images compress best."""
+    blank = np.zeros((6000, 10000), np.uint8)
+    for suffix in (".jpg", ".png", ".webp"):
+        _, data = cv2.imencode(suffix, blank)
+        header = read_header(data.tobytes())
+        assert header is not None and header.fault is None and header.size_wh == (10000, 6000)
+
+
+@pytest.mark.parametrize("progressive", [True, False])
+def test_a_small_jpeg_of_many_scans_is_refused(tmp_path: Path, progressive: bool) -> None:
+    """3.8 KB with 300 scans took 10 s to decode. The same without repeated scans is a matter for the decoder."""
+    file = tmp_path / "a.jpg"
+    file.write_bytes(scans(2000, 1500, 300, progressive=progressive))
+    with pytest.raises(DataError, match="has 300 scans of 2000 x 1500 pixels"):
+        read_image(file)
+
+
+def test_a_usual_progressive_jpeg_is_read(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / "a.jpg"), pixels, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    assert read_image(tmp_path / "a.jpg").shape == (300, 400, 3)
+
+
+def test_what_opencv_writes_as_jpeg_2000_is_read(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (100, 200, 3), np.uint8)
+    if not cv2.imwrite(str(tmp_path / "a.jp2"), pixels):
+        pytest.skip("this OpenCV has no JPEG 2000")
+    header = header_of_file(str(tmp_path / "a.jp2"))
+    assert header is not None and header.size_wh == (200, 100)
+    assert read_image(tmp_path / "a.jp2").shape == (100, 200, 3)
+
+
+# -- words in files
+
+
+def test_a_number_with_an_underscore_is_no_number(tmp_path: Path) -> None:
+    data = yolo_set(tmp_path / "set")
+    (tmp_path / "set" / "labels" / "train" / "a.txt").write_text("0 0.5_0 0.5 0.5 0.5\n0 .5 .5 .5 .5\n")
+    index = build_index(load_dataset(str(data)), "train")
+    assert [(problem.line, problem.kind) for problem in index.problems] == [(1, "label-unreadable")]
+
+
+@pytest.mark.parametrize("encoding", ["evil", "hex", "zlib_codec", "rot13", "base64", "idna", "punycode"])
+def test_an_annotation_in_an_encoding_that_is_none_is_refused(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "a.xml"
+    file.write_text(f'<?xml version="1.0" encoding="{encoding}"?><annotation/>')
+    with pytest.raises(VocError, match="XML"):
+        read_objects(str(file))
+
+
+# -- run folders
+
+
+def stored_run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "exp"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    return folder
+
+
+def test_a_run_whose_states_are_elsewhere_says_where(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path)
+    (folder / "checkpoints" / "where.txt").write_text("node-a:/work/exp/checkpoints\n")
+    with pytest.raises(ConfigError, match="are on node-a, in /work/exp/checkpoints"):
+        find_run(TrainConfig(resume=str(folder)), is_named=False)
+
+
+def test_a_where_txt_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path)
+    (folder / "checkpoints" / "where.txt").write_bytes(b"node-\xff\xfe:/work")
+    with pytest.raises(ConfigError, match=r"where\.txt cannot be read"):
+        find_run(TrainConfig(resume=str(folder)), is_named=False)
+
+
+def test_a_where_txt_that_is_a_link_is_not_shown(tmp_path: Path) -> None:
+    """Its target would stand in the message."""
+    folder = stored_run(tmp_path)
+    (tmp_path / "secret").write_text("password")
+    (folder / "checkpoints" / "where.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"where\.txt cannot be read: it is a symbolic link") as caught:
+        find_run(TrainConfig(resume=str(folder)), is_named=False)
+    assert "password" not in caught.value.render()
+
+
+def test_resume_auto_passes_a_state_that_links_to_nothing(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path)
+    (folder / "checkpoints" / "step-000000001.safetensors").symlink_to("nowhere")
+    found = find_run(TrainConfig(resume="auto", project=folder.parent), is_named=False)
+    assert found is not None and found.folder == folder
