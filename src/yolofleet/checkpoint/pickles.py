@@ -32,6 +32,7 @@ from yolofleet.checkpoint.pickle_machine import (
     first_line,
 )
 from yolofleet.errors import CheckpointError
+from yolofleet.files.foreign import open_foreign
 
 MAX_MEMBERS = 100_000
 
@@ -105,8 +106,10 @@ class _Storage:
 
 
 class TorchFile:
-    """An open ``.pt`` file.
+    """An open ``.pt`` file, or the constants of a TorchScript file.
 
+    Args:
+        kind: name of the pickle to read: ``data``, or ``constants`` of a TorchScript file.
     Attributes:
         root: the pickled value: plain containers, :class:`PickledObject`, :class:`StoredTensor`.
 
@@ -114,13 +117,14 @@ class TorchFile:
         CheckpointError: missing, damaged, unsafe, or of another kind; the message says which.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = "data") -> None:
         self.path = path
+        self._kind = kind
         self._places: dict[str, zipfile.ZipInfo | tuple[int, int]] = {}  # legacy: offset and length in bytes
         self._storages: dict[str, _Storage] = {}
         self._zip: zipfile.ZipFile | None = None
         try:
-            self._file: BinaryIO = path.open("rb")
+            self._file: BinaryIO = open_foreign(path)
         except OSError as problem:
             raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
         try:
@@ -128,6 +132,8 @@ class TorchFile:
             self._file.seek(0)
             is_zip = self._file.read(4) == b"PK\x03\x04"
             self._file.seek(0)
+            if kind != "data" and not is_zip:
+                raise self._error("is not a whole TorchScript file", "use another copy")
             self.root = self._open_zip() if is_zip else self._open_legacy()
             self._check_storages()
         except BaseException as problem:
@@ -177,29 +183,57 @@ class TorchFile:
         except DAMAGE as problem:
             raise self._error(f"is damaged ({first_line(problem)})") from None
 
+    @property
+    def members(self) -> list[str]:
+        """Names of everything in a zip archive."""
+        return self._zip.namelist() if self._zip is not None else []
+
+    def read_member(self, name: str, limit_bytes: int) -> bytes:
+        """Return the content of a member of a zip archive.
+
+        Raises:
+            CheckpointError: damaged, or larger than ``limit_bytes``.
+        """
+        assert self._zip is not None
+        if self._zip.getinfo(name).file_size > limit_bytes:
+            raise self._error(f"has a member {name[:80]!r} of more than {limit_bytes:,} bytes")
+        try:
+            return self._zip.read(name)
+        except DAMAGE as problem:
+            raise self._error(f"is damaged ({first_line(problem)})") from None
+
     # -- the two layouts ----------------------------------------------------------------------------
 
     def _open_zip(self) -> Any:
         self._zip = zipfile.ZipFile(self._file)
         members = self._zip.infolist()
         names = {m.filename for m in members}
+        if len({name.casefold() for name in names}) != len(names):
+            raise self._error("has two members whose names differ in case only: not written by torch")
         if len(members) > MAX_MEMBERS or len(names) != len(members):
             raise self._error(f"has {len(members)} members of {len(names)} names: not written by torch.save")
         for m in members:
+            if (
+                self._kind == "constants" and "/code/" in m.filename
+            ):  # text; `read_member` bounds what it unpacks to
+                continue
             if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 or m.file_size != m.compress_size:
                 raise self._error(f"has a compressed member {m.filename[:80]!r}: not written by torch.save")
-        if sum(m.file_size for m in members) > self._bytes:  # members on top of each other
+        if sum(m.compress_size for m in members) > self._bytes:  # members on top of each other
             raise self._error("is smaller than its members together: not written by torch.save")
-        pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        ending = f"/{self._kind}.pkl"
+        pickles = [name for name in names if name.count("/") == 1 and name.endswith(ending)]
         if len(pickles) != 1:
+            if self._kind == "constants":
+                raise self._error("is not a TorchScript file", "use another copy")
             raise self._error("holds no torch checkpoint", "expected a .pt file written by torch.save")
-        folder = pickles[0].removesuffix("data.pkl")
-        if f"{folder}constants.pkl" in names:
+        folder = pickles[0].removesuffix(ending[1:])
+        if self._kind == "data" and f"{folder}constants.pkl" in names:
             raise self._error("is a TorchScript program, not weights", "use the .pt file that training wrote")
         order = f"{folder}byteorder"
         if order in names and self._zip.read(order) != b"little":
             raise self._error("was written on a big-endian machine", "save it again on a usual one")
-        data = f"{folder}data/"
+        data = f"{folder}{self._kind}/"
         self._places = {m.filename.removeprefix(data): m for m in members if m.filename.startswith(data)}
         if self._zip.getinfo(pickles[0]).file_size > MAX_PICKLE_BYTES:
             raise self._error(f"has a pickle of more than {MAX_PICKLE_BYTES} bytes")

@@ -11,20 +11,20 @@ from yolofleet.errors import CheckpointError
 from yolofleet.export.facts import KEY, ExportFacts
 from yolofleet.export.graph import ExportJob, quiet
 from yolofleet.export.runtime import Runtime, cpu_only
-from yolofleet.export.torchscript_check import check_program
+from yolofleet.export.torchscript_program import Program
 
 FACTS_FILE = f"{KEY}.json"  # inside the archive
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Freezing puts all code into one function, which ``torchscript_check`` can read."""
+    """Freezing puts all code into one function, which ``torchscript_program`` can read."""
     with quiet():
         frozen = torch.jit.freeze(job.traced().eval(), optimize_numerics=False)
         torch.jit.save(frozen, str(path), _extra_files={FACTS_FILE: job.facts.to_json().encode()})
 
 
 class TorchscriptRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, program: torch.jit.ScriptModule) -> None:
+    def __init__(self, path: Path, facts: ExportFacts, program: Program) -> None:
         super().__init__(path, facts, f"TorchScript of torch {torch.__version__}, cpu")
         self._program = program
 
@@ -35,17 +35,16 @@ class TorchscriptRuntime(Runtime):
 
 
 def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
-    """On the CPU, because a trace holds the device it was made on; threads are torch's own."""
+    """Open the file as data (see ``torchscript_program``), on the CPU; threads are torch's own.
+
+    Raises:
+        CheckpointError: not ours, not whole, or more than a network.
+    """
     cpu_only(device, "TorchScript")
-    check_program(path)
-    extra = {FACTS_FILE: ""}
-    with quiet():
-        program = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
-    text: str | bytes = extra[FACTS_FILE]
-    if not text:
+    program = Program(path, FACTS_FILE)
+    if not program.facts_text:
         raise CheckpointError(
             f"{path} is a TorchScript file of another program: what it computes is not known",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportFacts.from_json(text.decode() if isinstance(text, bytes) else text, source=str(path))
-    return TorchscriptRuntime(path, facts, program)
+    return TorchscriptRuntime(path, ExportFacts.from_json(program.facts_text, source=str(path)), program)
