@@ -7,6 +7,8 @@ DEMO   ?= runs/demo
 EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
+# one worker a core, at least two; tests that share files run in the same worker
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=15
 
 .PHONY: env demo test test-slow test-gpu test-export test-cluster contract lint bench clean
 
@@ -33,11 +35,11 @@ test: env
 	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu and not cluster"
+	$(PYTEST) -m "not slow and not gpu and not cluster"
 
 # kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
 test-slow: env
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow --timeout 3600
+	$(PYTEST) -m slow --timeout 3600
 
 # runs and kernels on this machine's GPUs; those that need two skip with one
 test-gpu: env

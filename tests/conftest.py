@@ -3,7 +3,28 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `reference`
 # a shell's background job ignores Ctrl-C, and so would what tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
+
+LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the workers of ``-n auto``: one a core, and two on one core, because many tests wait."""
+    return max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that share a module's fixture in one worker, and begin with the folders whose tests last longest."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+        if any(fixture.scope == "module" for found in fixtures for fixture in found):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, -1))
