@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 
+from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.checks import divisors, micro_batch_of
@@ -145,7 +146,7 @@ def run(
 def is_out_of_memory(problem: Exception) -> bool:
     """CUDA's and the CPU allocator's refusals, and Python's and NumPy's."""
     words = ("out of memory", "allocate memory", "not enough memory")
-    return isinstance(problem, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
+    return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
         word in str(problem) for word in words
     )
 
@@ -257,14 +258,14 @@ def _train(
     synced = config.sync_bn and world.size > 1
     if synced:
         with_sync_batchnorm(model, world)
-    devices = lane_devices(config, world)
+    on_devices = lane_devices(config, world)
     schedule = Schedule(
         recipe, len(index), config.batch, config.nominal_batch, config.epochs, config.lr_schedule
     )
     factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
     schedule = replace(schedule, lr_factor=factor)
     state = TrainState.build(
-        Lanes.build(model, devices, world, exact=config.reduce == "exact", synced=synced),
+        Lanes.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
         recipe,
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
@@ -327,10 +328,10 @@ def _train(
 
     splitter = StepSplitter(
         partition=Partition.parse(
-            "" if config.shares == "auto" else config.shares, world.size * len(devices)
+            "" if config.shares == "auto" else config.shares, world.size * len(on_devices)
         ),
         rank=world.rank,
-        lanes=len(devices),
+        lanes=len(on_devices),
         micro_batch=micro_batch,
         batch=config.batch,
         dataset_images=len(index),
@@ -352,7 +353,7 @@ def _train(
             loss.match,
             workers=workers,
             prefetch=config.prefetch,
-            pin_memory=config.pin_memory and world.device.type == "cuda",
+            pin_memory=config.pin_memory and devices.can_pin(world.device),
         ),
         loss=loss,
         clip_norm=recipe.clip_norm,
@@ -370,7 +371,7 @@ def _train(
         val_index,
         data_notes=spec.notes,
         facts={
-            "where": place_text(world, len(devices)),
+            "where": place_text(world, len(on_devices)),
             "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
             + (f", {len(frozen)} tensors frozen" if frozen else ""),
             "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch}, {precision}, "

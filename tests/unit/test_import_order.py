@@ -17,6 +17,7 @@ ORDER = (  # a module imports its own part and earlier ones
     ("errors",),
     ("files",),
     ("config",),
+    ("devices",),
     ("geometry",),
     ("data",),
     ("models",),

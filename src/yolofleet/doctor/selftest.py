@@ -25,10 +25,10 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.data.shapes import NAMES, make_shapes
+from yolofleet.devices import device_of
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
-from yolofleet.parallel.world import device_of
 from yolofleet.report.clock import TRAINING
 from yolofleet.report.folder import RunFolder
 

@@ -24,6 +24,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.index import DataIndex
 from yolofleet.data.loader import ValBatch, val_batches, val_loader
@@ -152,7 +153,7 @@ def evaluate(
     detect = _Detect(model, index, device, precision, conf, iou, max_det, single_cls, loss)
     with (
         val_loader(
-            index, share, img, workers=workers, cache=cache, pin_memory=device.type == "cuda"
+            index, share, img, workers=workers, cache=cache, pin_memory=devices.can_pin(device)
         ) as batches,
         _Threads(device) as threads,
     ):
@@ -284,8 +285,7 @@ class _Detect:
             if self.loss.late_divisor:
                 sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
         decoded = self.model.decode(raws)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()  # NMS waits for it anyway
+        devices.synchronize(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
         per_image, cut = decoded_to_detections(
             decoded,
@@ -305,7 +305,7 @@ class _Threads:
     the last bits of a convolution depend on how many threads share it, those of a batch then do not."""
 
     def __init__(self, device: torch.device) -> None:
-        self.count = torch.get_num_threads() if device.type == "cpu" else 1
+        self.count = torch.get_num_threads() if devices.is_host(device) else 1
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> _Threads:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.errors import ConfigError
 
 
@@ -16,26 +19,79 @@ def resolve_precision(asked: str, device: torch.device) -> str:
         ConfigError: the device cannot do it.
     """
     if asked == "auto":
-        return "fp16" if device.type == "cuda" else "fp32"
-    if asked == "fp16" and device.type == "cpu":
+        return "fp16" if devices.half_by_default(device) else "fp32"
+    if asked == "fp16" and devices.is_host(device):
         raise ConfigError(
             "--precision fp16 needs a GPU; this process runs on the CPU", hint="--precision fp32"
         )
-    if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError("--precision bf16: this GPU has no bfloat16", hint="--precision fp16")
+    if asked == "bf16" and not devices.is_host(device) and not devices.has_bfloat16(device):
+        raise ConfigError(
+            f"--precision bf16: {devices.name_of(device)} cannot compute in bfloat16",
+            hint="--precision fp16, or fp32",
+        )
     return asked
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context of the forward pass. ``cache_enabled`` stays on: weights are cast once per pass."""
     if precision == "fp32":
-        return nullcontext()
+        return devices.full_float32(device)
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
-def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Scales the loss by a power of two under fp16; does nothing otherwise."""
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    # it makes its tensors at first use; the threads of several lanes would race for that
-    scaler.scale(torch.zeros((), device=device))
-    return scaler
+class LossScaler:
+    """A power of two that keeps fp16 gradients in range: halved by an overflow, doubled after 2000 good steps.
+
+    The algorithm of ``torch.amp.GradScaler`` (arXiv:1710.03740), without host reads. The caller says which steps
+    are good: those whose gradient norm, equal on every rank, is finite.
+    """
+
+    START = 65536.0
+    GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._scale = torch.tensor(self.START if enabled else 1.0, device=device)
+        self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss that the backward pass begins with."""
+        return loss * self._scale.to(loss.device, non_blocking=True) if self.enabled else loss
+
+    def factor(self) -> Tensor:
+        """Return the factor that undoes the scale; exact, since the scale is a power of two."""
+        return self._scale.reciprocal()
+
+    def update(self, finite: Tensor) -> None:
+        """Adapt the scale after a step whose gradients were finite or not (bool, on the device)."""
+        if not self.enabled:
+            return
+        good = torch.where(finite, self._good_steps + 1, 0)
+        grows = good == self.GROWTH_INTERVAL
+        grown = torch.where(grows, self._scale * self.GROWTH, self._scale)
+        grown = torch.where(torch.isfinite(grown), grown, self._scale)
+        self._scale.copy_(torch.where(finite, grown, self._scale * self.BACKOFF))
+        self._good_steps.copy_(torch.where(grows, 0, good))
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for a checkpoint, with the keys of ``torch.amp.GradScaler``; empty if disabled."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": float(self._scale),
+            "growth_factor": self.GROWTH,
+            "backoff_factor": self.BACKOFF,
+            "growth_interval": self.GROWTH_INTERVAL,
+            "_growth_tracker": int(self._good_steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with a stored scale; the empty state of a run without fp16 changes nothing."""
+        if self.enabled and state:
+            self._scale.fill_(state["scale"])
+            self._good_steps.fill_(int(state["_growth_tracker"]))
+
+
+def loss_scaler(precision: str, device: torch.device) -> LossScaler:
+    """Return the scaler of a training run; it changes nothing unless the precision is fp16."""
+    return LossScaler(device, enabled=precision == "fp16")

@@ -17,20 +17,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from yolofleet.devices import wait_for
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.world import World
 
 Done = TypeVar("Done")
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what this thread gave it; what runs beside (NCCL) is not waited for."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 @dataclass

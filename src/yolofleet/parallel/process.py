@@ -10,12 +10,12 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet import __version__
+from yolofleet import __version__, devices
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import TrainConfig, Where
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.parallel.place import Place
-from yolofleet.parallel.world import World, device_of
+from yolofleet.parallel.world import World
 
 
 def prepare_process(where: Where, place: Place) -> torch.device:
@@ -27,7 +27,7 @@ def prepare_process(where: Where, place: Place) -> torch.device:
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
-    return device_of(where.device, 0 if place.sees_one_device else place.local_rank)
+    return devices.device_of(where.device, 0 if place.sees_one_device else place.local_rank)
 
 
 def usable_cores() -> int:
@@ -47,10 +47,10 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False) -> None:
         torch.use_deterministic_algorithms(True)
         kernels: Any = torch.utils.deterministic  # its stub is empty
         kernels.fill_uninitialized_memory = False  # 1 to 5 % of a step on CPUs
-        torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark == "on" or (
+    benchmark = config.cudnn_benchmark == "on" or (
         config.cudnn_benchmark == "auto" and not deterministic and not sizes_vary
     )
+    devices.choose_kernels(deterministic=deterministic, benchmark=benchmark)
 
 
 def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
@@ -66,14 +66,14 @@ def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
             f"--parallel dp is one process for all devices, and this is one of {world.size}",
             hint="start it without torchrun, or use --parallel ddp",
         )
-    return [device_of(config.device, lane) for lane in range(processes_of(config.device))]
+    return [devices.device_of(config.device, lane) for lane in range(processes_of(config.device))]
 
 
 def loader_processes(asked: int, world: World) -> int:
     """``--workers``; by default none on CPUs (the cores compute), else this process's share of the cores."""
     if asked >= 0:
         return asked
-    if world.device.type == "cpu":
+    if devices.is_host(world.device):
         return 0
     return max(1, min(8, usable_cores() // world.local_size))
 
@@ -97,17 +97,15 @@ def agree(world: World, what: str, mine: str) -> None:
 def versions() -> dict[str, str]:
     found = {"yolofleet": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= {"numpy": np.__version__, "opencv": cv2.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    return found | devices.versions()
 
 
-def place_text(world: World, devices: int = 1) -> str:
+def place_text(world: World, count: int = 1) -> str:
     """``2 processes (torchrun) on cpu, 1 thread each``, or ``1 process with 2 devices on cpu, 1 thread``."""
-    kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    kind = devices.name_of(world.device)
     threads = torch.get_num_threads()
     processes = "1 process" if world.size == 1 else f"{world.size} processes ({world.source})"
-    processes += f" with {devices} devices" if devices > 1 else ""
+    processes += f" with {count} devices" if count > 1 else ""
     return f"{processes} on {kind}, {threads} thread{'s' if threads > 1 else ''}" + (
         " each" if world.size > 1 else ""
     )

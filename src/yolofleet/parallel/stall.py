@@ -318,6 +318,6 @@ def _advice(verdict: Verdict, evidence: Evidence) -> str:
         )
     if beat.phase == "data":
         return "its loader does not deliver: see the stack, and the disk that the images are on (--cache ram)"
-    if "cuda" in member.device and beat.phase in ("compute", "comm"):
+    if member.device != "cpu" and beat.phase in ("compute", "comm"):
         return f"its GPU or NCCL hangs: nvidia-smi, and dmesg (Xid) on {member.host}"
     return "the stack says what it is busy with; if that is right, --stall-s with a higher number"

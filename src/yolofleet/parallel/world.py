@@ -21,44 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yolofleet.errors import ClusterError, ConfigError
+from yolofleet import devices
+from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.stall import listed
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
-
-
-def device_of(spec: str, local_rank: int) -> torch.device:
-    """The device of this process from ``--device`` (see ``config.schema``).
-
-    Raises:
-        ConfigError: the device does not exist.
-    """
-    if spec == "auto":
-        spec = "cpu"
-        if torch.cuda.is_available():
-            spec = ",".join(str(i) for i in range(torch.cuda.device_count()))
-    if spec.startswith("cpu"):
-        return torch.device("cpu")
-    if spec == "mps":
-        if not torch.backends.mps.is_available():
-            raise ConfigError("--device mps: this torch has no Metal device", hint="--device cpu")
-        return torch.device("mps")
-    ids = [int(part) for part in spec.split(",")]
-    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    missing = [i for i in ids if i >= have]
-    if missing:
-        raise ConfigError(
-            f"--device {spec}: no CUDA device {missing[0]}; torch sees {have}",
-            hint="--device cpu" if not have else f"ids 0 to {have - 1}, or check CUDA_VISIBLE_DEVICES",
-        )
-    if local_rank >= len(ids):
-        raise ConfigError(
-            f"process {local_rank} of this machine has no device: --device {spec} names {len(ids)}",
-            hint="--nproc_per_node must not exceed the number of devices",
-        )
-    return torch.device("cuda", ids[local_rank])
 
 
 class Store(Protocol):
@@ -142,12 +111,9 @@ class World:
 
         Collective: every rank, once, at most ``timeout_s``.
         """
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        devices.select(device)
         if place.size > 1 and not dist.is_initialized():  # Ray has met them already
-            backend = "gloo"
-            if device.type == "cuda" and dist.is_nccl_available():  # it is not on Windows
-                backend = "cpu:gloo,cuda:nccl"
+            backend = devices.collective_backend(device)
             where = f"{place.address}:{place.port}"
             began_s = time.monotonic()
             try:
@@ -201,7 +167,7 @@ class World:
         to it, before anybody could read what failed."""
         if self.size == 1 or not dist.is_initialized():
             return
-        if failed and self.device.type == "cuda":
+        if failed and not devices.is_host(self.device):
             with suppress(Exception):  # experimental in torch; what is left open ends with the process
                 dist.distributed_c10d._abort_process_group()
         else:

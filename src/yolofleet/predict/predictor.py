@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.config.schema import PredictConfig
 from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError, DataError
@@ -27,7 +28,6 @@ from yolofleet.geometry.nms import detections
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import autocast, resolve_precision
-from yolofleet.parallel.world import device_of
 from yolofleet.predict.sources import Frame, Source
 from yolofleet.report.draw import class_name, draw_boxes
 
@@ -275,8 +275,7 @@ class Predictor:
         with autocast(self.precision, self.device):
             raws = self.model(images)
         decoded = self.model.decode(raws)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()  # so that "forward" and "nms" are what they say
+        devices.synchronize(self.device)  # so that "forward" and "nms" are what they say
         return decoded
 
     def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:
@@ -325,4 +324,4 @@ def one_device(spec: str) -> torch.device:
         )
     if spec not in ("auto", "cpu", "mps") and not spec.isdecimal():
         raise ConfigError(f"--device {spec} is not a device", hint="auto, cpu, mps or one CUDA id, as 0")
-    return device_of(spec, 0)
+    return devices.device_of(spec, 0)

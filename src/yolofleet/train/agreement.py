@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet import __version__
+from yolofleet import __version__, devices
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError
@@ -41,13 +41,10 @@ def kernels(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
-    else:
+    if devices.is_host(device):
         found["device"] = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return found
+        return found
+    return found | devices.kernel_versions(device)
 
 
 def all_alike(world: World) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
@@ -136,9 +136,7 @@ class TrainReport:
         self.console.step(tally_images, view)
 
     def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
-        memory = 0.0
-        if self.world.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        memory = devices.peak_memory_bytes(self.world.device) / 2**30
         return StepView(by_name(self.terms, terms), times, plan.lr, memory)
 
     def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
