@@ -58,7 +58,7 @@ def one_step(
             if v != mine[-1]:
                 buckets.absorb()
         buckets.finish()
-        statistics.merge(buckets.statistics, MICRO_BATCHES)
+        statistics.merge(buckets.statistics, MICRO_BATCHES, torch.tensor(True))
     grads = [p.grad.clone() for p in net.parameters()]
     return grads, statistics.running.clone(), float(buckets.norm())
 
@@ -157,7 +157,7 @@ def sync_pass(world: World, shares: tuple[int, ...]) -> tuple:
     buckets.arm()
     (out * out).sum().backward()
     buckets.finish()
-    statistics.merge(buckets.statistics, 1)
+    statistics.merge(buckets.statistics, 1, torch.tensor(True))
     return [p.grad.clone() for p in net.parameters()], statistics.running.clone(), out.detach()
 
 

@@ -64,7 +64,7 @@ def test_moving_average(kind, rule):
     for update in range(1, max(records) + 1):
         live["w"] += 0.5 * update
         live["bn._mean"] += 1
-        average.update()
+        average.update(torch.tensor(True))
         if record := records.get(update):
             assert average.decay_at(update) == pytest.approx(record["decay_used"], rel=1e-12)
             for name in live:

@@ -66,7 +66,7 @@ def test_moving_average_of_weights_and_statistics() -> None:
         toy["w"] += 0.5 * (k + 1)
         toy["bn.running_mean"] += 1
         toy["bn.running_var"] *= 2
-        average.update()
+        average.update(torch.tensor(True))
         for name in toy:
             torch.testing.assert_close(
                 average.average[name], torch.tensor(after[name], dtype=torch.float32), rtol=1e-6, atol=1e-6

@@ -1,25 +1,199 @@
-"""Parts of the step that a run on CPUs does not show: what the host looks at late, and when it waits."""
+"""Parts of the step that a run on CPUs does not show: overflows, what the host reads late, when it waits."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatch
+from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
+from yolofleet.families import build_model
+from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.description import describe
 from yolofleet.models.precision import loss_scaler
 from yolofleet.parallel import lanes as lanes_module
 from yolofleet.parallel.lanes import Lane, Lanes
 from yolofleet.parallel.world import World
-from yolofleet.train.step import FP16_PATIENCE, watch_numerics
+from yolofleet.report.clock import Clock
+from yolofleet.train import optimiser as optimiser_module
+from yolofleet.train import step as step_module
+from yolofleet.train.optimiser import slot_device
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import FP16_PATIENCE, train_step, watch_numerics
+
+IMAGES, IMG, NC = 2, 64, 3
+
+
+def micro_batch(loss: Any) -> MicroBatch:
+    rng = np.random.default_rng(5)
+    labels = np.concatenate(
+        [[[0], [0], [1]], rng.integers(0, NC, (3, 1)), rng.uniform(0.2, 0.8, (3, 4))], 1
+    ).astype(np.float32)
+    pixels = rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8)
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    return MicroBatch(0, 0, images, labels, loss.match(labels, IMAGES, (IMG, IMG)))
+
+
+class Training:
+    """yolov5n on one micro-batch, its loss scale as in fp16."""
+
+    def __init__(self, optimizer: str, *, exact: bool = False) -> None:
+        torch.manual_seed(0)
+        self.world, recipe = World.single(), Recipe()
+        self.model = build_model(describe("yolov5n"), NC).to(memory_format=torch.channels_last).train()
+        lanes = Lanes.build(self.model, [self.world.device], self.world, exact=exact, synced=False)
+        self.state = TrainState.build(lanes, recipe, optimizer=optimizer, weight_decay=5e-4, precision="fp16")
+        self.loss = Yolov5Loss(
+            anchors_px=self.model.anchors_px, strides=self.model.strides, nc=NC, recipe=recipe, img=IMG
+        )
+
+    def step(self, *, precision: str = "fp16") -> None:
+        plan = StepPlan(self.state.step, 0, IMAGES, 0.01, 0.1, 0.8)
+        train_step(
+            self.state, plan, [[micro_batch(self.loss)]], self.loss, self.world, Clock(),
+            total_micro_batches=1, precision=precision, clip_norm=10.0,
+        )  # fmt: skip
+
+    def set_scale(self, scale: float) -> None:
+        self.state.scaler.load_state_dict({"scale": scale, "_growth_tracker": 0})
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Copies of weights, statistics, averages and what the optimizer remembers."""
+        return {name: t.detach().clone() for name, t in self.state._live().items()}
+
+
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs are slow in fp16; the loss scale is what matters here."""
+    monkeypatch.setattr(step_module, "autocast", lambda precision, device: nullcontext())
+
+
+@pytest.fixture(params=["SGD", "Adam", "AdamW"])
+def optimizer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_in_the_first_step_changes_nothing(
+    optimizer: str, fused: bool, in_float32: None, monkeypatch: pytest.MonkeyPatch
+):
+    if not fused:
+        monkeypatch.setattr(optimiser_module, "has_fused", lambda *_: False)
+    training = Training(optimizer)
+    training.set_scale(2.0**127)
+    before = training.everything()
+    training.loss.gains *= 2.0**20
+    training.step()
+    training.loss.gains /= 2.0**20
+    after = training.everything()
+    assert training.state.scaler.state_dict()["scale"] == 2.0**126
+    for name, t in before.items():
+        assert torch.equal(after[name], t), name
+    new = set(after) - set(before)  # Adam makes its slots at the first step
+    assert not [name for name in new if name[-5:] != "/step" and after[name].any()]
+    assert not fused or not [name for name in new if after[name].any()]
+
+    training.set_scale(1024.0)
+    training.step()
+    other = Training(optimizer)
+    other.set_scale(1024.0)
+    other.step()
+    assert all(torch.isfinite(t).all() for t in training.everything().values())
+    if fused:  # the first good step is the first step
+        expected = other.everything()
+        for name, t in training.everything().items():
+            assert name.startswith("ema/") or torch.equal(t, expected[name]), name
+
+
+def test_a_bad_step_in_the_middle_changes_nothing_though_the_host_reads_its_norm_later(
+    optimizer: str, in_float32: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(step_module, "is_host", lambda device: False)  # as on an accelerator
+    training = Training(optimizer)
+    training.set_scale(1024.0)
+    training.step()
+    before = training.everything()
+    with torch.no_grad():
+        weight = next(training.model.parameters())
+        kept = weight.clone()
+        weight.fill_(math.nan)  # the forward pass and its statistics are NaN, too
+    training.step(precision="fp32")
+    with torch.no_grad():
+        weight.copy_(kept)
+    for name, t in training.everything().items():
+        assert torch.equal(t, before[name]), name
+    training.step(precision="fp32")
+    with pytest.raises(NumericsError, match="gradient of step 1 is not finite"):
+        training.step(precision="fp32")
+
+
+def test_all_momentum_is_zero_before_the_first_step():
+    state = Training("SGD").state
+    buffers = [state.optimizer.state[p]["momentum_buffer"] for p in state.model.parameters()]
+    assert not torch.cat([b.flatten() for b in buffers]).any()
+
+
+def test_the_loss_scale_is_that_of_torch():
+    """Grows after 2000 good steps, halves at an overflow; and reads its state."""
+    ours, theirs = loss_scaler("fp16", torch.device("cpu")), torch.amp.GradScaler("cpu")
+    weight = nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=0.0)
+    theirs.load_state_dict({**theirs.state_dict(), "_growth_tracker": 1997})
+    ours.load_state_dict(theirs.state_dict())
+    for gradient in (1.0, math.inf, 1.0, 1.0, math.nan, 1.0):
+        weight.grad = torch.full_like(weight, gradient)
+        theirs.scale(torch.zeros(1))
+        theirs.step(sgd)
+        theirs.update()
+        ours.update(torch.tensor(math.isfinite(gradient)))
+        assert ours.state_dict() == theirs.state_dict()
+    for tracker in (1998, 1999):
+        state = {**theirs.state_dict(), "_growth_tracker": tracker}
+        theirs.load_state_dict(state)
+        ours.load_state_dict(state)
+        weight.grad = torch.ones_like(weight)
+        theirs.step(sgd)
+        theirs.update()
+        ours.update(torch.tensor(True))
+        assert ours.state_dict() == theirs.state_dict()
+
+
+def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: str, in_float32: None):
+    """Fused Adam needs its count of steps beside the parameter; other kernels need it on the host."""
+    training = Training(optimizer)
+    training.set_scale(1.0)
+    training.step()
+    snapshot = training.state.snapshot({})
+    far = torch.device("meta")  # stands for a device
+    other = Training(optimizer)
+    p = next(other.model.parameters())
+    (name, q) = next(iter(training.model.named_parameters()))
+    slots = training.state.optimizer.state[q]
+    moved = nn.Parameter(p.detach().to(far))
+    for fused in (True, False):
+        probe = SimpleNamespace(param_groups=[{"params": [moved], "fused": fused}])
+        for slot, value in slots.items():
+            on_host = slot == "step" and not fused
+            assert slot_device(probe, moved, value).type == ("cpu" if on_host else "meta"), slot
+    other.state.restore(snapshot)
+    restored = other.everything()
+    for name, t in training.everything().items():
+        assert torch.equal(restored[name], t), name
+        assert restored[name].stride() == t.stride()
 
 
 def state_with(norms: list[float]) -> Any:
-    pairs = [(step, torch.tensor(norm)) for step, norm in enumerate(norms)]
+    pairs = [(step, HostCopy(torch.tensor(norm))) for step, norm in enumerate(norms)]
     return SimpleNamespace(unseen_norms=pairs, overflows=0)
 
 
@@ -42,7 +216,7 @@ def test_fp16_may_overflow_for_a_while():
 
 def test_the_loss_scaler_is_whole_before_threads_use_it():
     scaler = loss_scaler("fp16", torch.device("cpu"))
-    assert scaler._scale is not None and scaler._growth_tracker is not None
+    assert scaler.scale(torch.tensor(2.0)) == 2 * 65536
     assert loss_scaler("fp32", torch.device("cpu")).state_dict() == {}
 
 

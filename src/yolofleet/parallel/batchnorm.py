@@ -62,10 +62,11 @@ class RunningStatistics:
             m = self.momentum
             total.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
 
-    def merge(self, total: Tensor, micro_batches: int) -> None:
-        """After the reduction: one step's worth of running average."""
+    def merge(self, total: Tensor, micro_batches: int, finite: Tensor) -> None:
+        """After the reduction: add one step to the running average, unless ``finite`` (bool) is False."""
         if self.size:
-            self.running.mul_((1 - self.momentum) ** micro_batches).add_(total)
+            merged = (self.running * (1 - self.momentum) ** micro_batches).add_(total)
+            torch.where(finite, merged, self.running, out=self.running)
         self.batches += micro_batches
 
 

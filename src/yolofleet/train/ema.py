@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ class MovingAverage:
     value itself.
 
     Args:
-        source: live tensors by name; read at each update.
+        source: live float32 tensors of one device by name, without gaps in memory; read at each update.
         rule: "ramp", YOLOv5's: keep = d and take = 1 - d, d = decay (1 - exp(-n / tau)) in update n; or
             "threshold", PP-YOLOE's: an average that starts at zero with d = min(decay, n / (9 + n)) and is divided
             by 1 - d^n when it is used (here: at once); or "constant", the same with d = decay.
@@ -27,7 +28,14 @@ class MovingAverage:
         self.tau = tau
         self.rule = rule
         self.updates = 0
-        self.average = {name: t.detach().clone() for name, t in source.items()}
+        sizes = [t.numel() for t in source.values()]
+        device = next(iter(source.values())).device
+        self._flat = torch.empty(sum(sizes), device=device)
+        self._next = torch.empty_like(self._flat)
+        self.average = dict(zip(source, views_like(source.values(), self._flat), strict=True))
+        self._next_views = views_like(source.values(), self._next)
+        for name, t in source.items():
+            self.average[name].copy_(t.detach())
 
     def decay_at(self, update: int) -> float:
         """d of an update, counted from 1."""
@@ -49,9 +57,22 @@ class MovingAverage:
         return d * before / after, (1 - d) / after
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, finite: Tensor) -> None:
+        """Take in the weights of one more step, unless ``finite`` (bool, on the device) is False.
+
+        The host does not read ``finite``, so a step that is left out counts in ``updates``.
+        """
         self.updates += 1
         keep, take = self.factors(self.updates)
-        average, source = list(self.average.values()), [t.detach() for t in self.source.values()]
-        torch._foreach_mul_(average, keep)
-        torch._foreach_add_(average, source, alpha=take)
+        torch.mul(self._flat, keep, out=self._next)
+        torch._foreach_add_(self._next_views, [t.detach() for t in self.source.values()], alpha=take)
+        torch.where(finite, self._next, self._flat, out=self._flat)
+
+
+def views_like(tensors: Iterable[Tensor], flat: Tensor) -> list[Tensor]:
+    """Return views into ``flat``, one behind the other, with the shapes and strides of ``tensors``."""
+    views, at = [], 0
+    for t in tensors:
+        views.append(flat.as_strided(t.size(), t.stride(), at))
+        at += t.numel()
+    return views

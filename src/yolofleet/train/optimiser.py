@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 # torch.optim imports this at first use, and its functions then keep today's process group as a default argument
 # for good: its threads would outlive Python, which aborts one exit in six. So it is imported before there is one.
 import torch.distributed.nn.functional
-from torch import nn
+from torch import Tensor, nn
 
 from yolofleet.config.schema import Recipe
+from yolofleet.devices import has_fused
 from yolofleet.train.schedule import StepPlan
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -36,7 +40,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def build_optimizer(
     model: nn.Module, name: str, recipe: Recipe, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """SGD, Adam or AdamW; groups in the order biases, weights, norms."""
+    """Return SGD, Adam or AdamW with groups in the order biases, weights, norms."""
     biases, weights, norms = parameter_groups(model)
     of_norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     decayed = [p for p in biases if recipe.decay_biases and p not in of_norms]
@@ -48,15 +52,49 @@ def build_optimizer(
         {"role": "norm", "params": norms, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    device = next(model.parameters()).device.type
-    fused = device in ("cpu", "cuda")  # one kernel over all tensors; the same arithmetic
-    if name == "SGD":
-        nesterov = recipe.nesterov and recipe.momentum > 0
-        return torch.optim.SGD(
-            groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=nesterov, fused=fused
-        )
-    adam = torch.optim.AdamW if name == "AdamW" else torch.optim.Adam
-    return adam(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
+    trained = [*biases, *weights, *norms]
+    kind: Any = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
+    fused = has_fused(kind, trained[0].device)  # one kernel over all tensors; the same arithmetic
+    if name != "SGD":
+        return kind(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
+    nesterov = recipe.nesterov and recipe.momentum > 0
+    sgd = kind(groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=nesterov, fused=fused)
+    if max(recipe.momentum, recipe.warmup_momentum) > 0:
+        # Fused SGD would allocate its buffers uninitialised, and leave them so when its first step overflows.
+        # Starting from zero gives the same first step, because dampening is 0.
+        for p in trained:
+            sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return sgd
+
+
+@torch.no_grad()
+def update_if_finite(optimizer: Any, finite: Tensor) -> None:
+    """Do one update, which changes nothing if ``finite`` (bool, on the device) is False. No host read.
+
+    Without fused kernels Adam counts such a step, too: its counts lie on the host.
+    """
+    if all(group["fused"] for group in optimizer.param_groups):
+        optimizer.found_inf = (~finite).float()  # with 1 the kernels leave weights and slots as they are
+        optimizer.step()
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = {id(t): t.clone() for t in parameters + device_slots(optimizer, parameters)}
+    optimizer.step()
+    for t in parameters + device_slots(optimizer, parameters):
+        then = before.get(id(t), torch.zeros_like(t))  # a slot that this step has made starts at 0
+        t.copy_(torch.where(finite, t, then))
+
+
+def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the optimizer's tensors that lie beside their parameters."""
+    return [t for p in parameters for t in optimizer.state[p].values() if t.device == p.device]
+
+
+def slot_device(optimizer: Any, parameter: Tensor, slot: Tensor) -> torch.device:
+    """Return where ``optimizer`` needs a slot of ``parameter``: beside it, but for counts without fused kernels."""
+    (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    beside = slot.shape == parameter.shape or group["fused"] or group.get("capturable")
+    return parameter.device if beside else torch.device("cpu")
 
 
 def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
+from yolofleet.devices import HostCopy
 from yolofleet.errors import CheckpointError
-from yolofleet.models.precision import loss_scaler
+from yolofleet.models.precision import LossScaler, loss_scaler
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import grid_of, restore_grid
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.train.ema import MovingAverage
-from yolofleet.train.optimiser import build_optimizer
+from yolofleet.train.optimiser import build_optimizer, slot_device
 
 
 @dataclass
@@ -39,13 +40,13 @@ class TrainState:
 
     lanes: Lanes
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: LossScaler
     average: MovingAverage
     progress: Progress
     step: int = 0
     images_seen: int = 0
     overflows: int = 0
-    unseen_norms: list[tuple[int, Tensor]] = field(default_factory=list)  # (step, norm) yet to be looked at
+    unseen_norms: list[tuple[int, HostCopy]] = field(default_factory=list)  # (step, norm) yet to be read
 
     @classmethod
     def build(
@@ -137,8 +138,9 @@ class TrainState:
                 key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")
             }
             for slot, t in mine.items():
-                like = p if t.shape == p.shape else t
-                self.optimizer.state[p][slot] = torch.empty_like(like, dtype=t.dtype).copy_(t)
+                like = p if t.shape == p.shape else t  # the parameter's strides, channels-last or not
+                empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
+                self.optimizer.state[p][slot] = empty.copy_(t)
         if grid is not None and len(grid_of(self.buckets)) == len(grid):
             restore_grid(self.buckets, grid)
         self.lanes.spread()
@@ -147,8 +149,7 @@ class TrainState:
         self.statistics.batches = int(values["bn_batches"])
         self.average.updates = int(values["ema_updates"])
         self.overflows = int(values["overflows"])
-        if values["scaler"]:
-            self.scaler.load_state_dict(values["scaler"])
+        self.scaler.load_state_dict(values["scaler"])
         self.progress = Progress(**values["progress"])
 
     def weights(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ depend on predictions after the last backward pass. Shapes: m images of a micro-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor
 
 from yolofleet.data.loader import MicroBatch
+from yolofleet.devices import HostCopy, is_host, to_device
 from yolofleet.errors import NumericsError
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.precision import autocast
+from yolofleet.models.precision import LossScaler, autocast
 from yolofleet.parallel.lanes import Lane
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.train.optimiser import set_rates
+from yolofleet.train.optimiser import set_rates, update_if_finite
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
 LATE_UNIT = 2.0**-20  # of divisors that depend on predictions: whole numbers add up to the same in any order
-UNSEEN_NORMS = 2  # of the last steps on GPUs: looking at them would make the host wait for the device
+UNSEEN_NORMS = 2  # of the last steps on accelerators: reading them would make the host wait for the device
 FP16_PATIENCE = 100  # skipped fp16 steps in a row; a good scale is found within about 20
 
 
@@ -88,7 +90,7 @@ def train_step(
             lane,
             shares[number],
             loss,
-            weights.to(lane.device),
+            to_device(weights, lane.device),
             scale=scale,
             total_micro_batches=total_micro_batches,
             precision=precision,
@@ -103,24 +105,28 @@ def train_step(
         state.lanes.finish()
 
     set_rates(state.optimizer, plan)
-    state.scaler.unscale_(state.optimizer)
+    if state.scaler.enabled:
+        state.buckets.scale_(state.scaler.factor())
     if loss.late_divisor:  # so far all was divided by the number of labels
         divisor = sum((part.divisor.to(device) for part in passed), torch.zeros_like(passed[0].divisor))
         with clock("comm"):
             world.all_reduce_(divisor)
-        correction = counts[0].clamp(min=1).float().to(device) / (divisor * LATE_UNIT).clamp(min=1)
+        labels = to_device(counts[0].clamp(min=1).float(), device)
+        correction = labels / (divisor * LATE_UNIT).clamp(min=1)
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
-    state.unseen_norms.append((plan.step, norm))
-    watch_numerics(state, precision, unseen=0 if norm.device.type == "cpu" else UNSEEN_NORMS)
+    state.unseen_norms.append((plan.step, HostCopy(norm)))
+    watch_numerics(state, precision, unseen=0 if is_host(device) else UNSEEN_NORMS)
+    # The host does not know yet whether the norm is finite, so the device leaves a bad step out of all state.
+    finite = torch.isfinite(norm)
     if clip_norm:
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    update_if_finite(state.optimizer, finite)
+    state.scaler.update(finite)
     state.lanes.spread()
-    state.statistics.merge(state.buckets.statistics, total_micro_batches)
-    state.average.update()
+    state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
+    state.average.update(finite)
     state.step = plan.step + 1
     state.images_seen = plan.end_image
     return StepReport(terms, tuple(requests))
@@ -147,7 +153,7 @@ def pass_micro_batches(
     scale: int,
     total_micro_batches: int,
     precision: str,
-    scaler: torch.amp.GradScaler,
+    scaler: LossScaler,
     is_alone: bool,
 ) -> Passed:
     """Forward and backward of one device's micro-batches, into its buckets; runs in the device's own thread.
@@ -181,11 +187,14 @@ def pass_micro_batches(
 def watch_numerics(state: TrainState, precision: str, *, unseen: int = 0) -> None:
     """Stop on NaN or infinity in the norms of all steps but the last ``unseen``, which stay for later.
 
-    Norms are equal on every rank, so every rank stops. Before a state is validated or saved all are looked at.
+    Norms are equal on every rank, so every rank stops. All are read before a state is validated or saved. Such
+    steps have changed no state; in fp16 they are part of the search for a good loss scale.
     """
     while len(state.unseen_norms) > unseen:
         step, norm = state.unseen_norms.pop(0)
-        finite = bool(torch.isfinite(norm))
+        finite = math.isfinite(
+            float(norm.read())
+        )  # waits for a step that is over, unless a state is to be saved
         state.overflows = 0 if finite else state.overflows + 1
         if not finite and (precision != "fp16" or state.overflows > FP16_PATIENCE):
             raise NumericsError(
