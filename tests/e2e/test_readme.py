@@ -194,6 +194,7 @@ def test_every_command_is_understood(
     if "--resume" in argv:  # wants a run
         argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
     started = []
+    monkeypatch.setattr(yolofleet.launch.start, "rehearse", lambda _: None)  # no data sets and GPUs here
     monkeypatch.setattr(yolofleet.launch.start, "start", lambda *_: started.append("train") or 0)
     monkeypatch.setattr(yolofleet.launch.start, "start_val", lambda *_: started.append("val") or 0)
     monkeypatch.setattr(yolofleet.launch.slurm, "submit", lambda _: started.append("job") or "1")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import small_shapes
 from reference import reference
 
 import yolofleet
@@ -87,7 +88,8 @@ GUIDES = [  # command lines of the well-known guides
 
 
 @pytest.mark.parametrize(("line", "expected"), GUIDES)
-def test_commands_of_the_guides_are_understood(cli, line, expected):
+def test_commands_of_the_guides_are_understood(cli, line, expected, monkeypatch):
+    monkeypatch.setattr("yolofleet.launch.start.rehearse", lambda _: None)  # no GPUs and no COCO here
     code, out, err = cli("train", *("" if word == "''" else word for word in line.split()), "--dry-run")
     assert (code, err) == (0, "")
     found = settings(out)
@@ -102,7 +104,7 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
         "--config",
         "a.yaml",
         "--data",
-        "d",
+        "shapes",
         "--device",
         "cpu:2",
         "--set",
@@ -111,12 +113,52 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     ]
     code, out, err = cli(*argv, "--dry-run")
     assert code == 0
-    assert err == "note: --cos-lr is now --lr-schedule cosine\n"
+    assert err.startswith("note: --cos-lr is now --lr-schedule cosine\n")
     found = settings(out)
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
     assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low (default)")
     assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("--data d --model yolov5n", 2, "data set d does not exist"),
+        ("--data coco --model yolov5n", 3, "yolofleet data download coco"),
+        ("--data only_train.yaml --model yolov5n", 2, "has no split 'val'"),
+        ("--data lost.yaml --model yolov5n", 3, "train images nowhere do not exist"),
+        ("--data shapes --model yolov5q", 2, "did you mean yolov5"),
+        ("--data shapes --cfg no.cfg", 2, "no.cfg"),
+        ("--data shapes --weights folder/w.pt", 3, "weights file folder/w.pt does not exist"),
+        ("--data shapes --weights yolov3-tiny", 3, "no published digest"),
+        ("--data shapes --weights yolov5s.pt", 3, "YOLOFLEET_OFFLINE is set"),
+    ],
+)
+def test_a_dry_run_fails_where_the_run_would_for_lack_of_a_file(cli, tmp_path, monkeypatch, line, code, says):
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    images = small_shapes(tmp_path, images=2, val_images=2).parent / "images" / "train"
+    (tmp_path / "only_train.yaml").write_text(f"train: {json.dumps(str(images))}\nnames: [a, b, c, d]\n")
+    (tmp_path / "lost.yaml").write_text(f"train: nowhere\nval: {json.dumps(str(images))}\nnames: [a]\n")
+    before = sorted(tmp_path.rglob("*"))
+    rehearsed, out, err = cli("train", *line.split(), "--device", "cpu", "--dry-run")
+    assert (rehearsed, "would run" in out) == (code, True) and says in err
+    assert sorted(tmp_path.rglob("*")) == before
+    ran, _, err = cli("train", *line.split(), "--device", "cpu")
+    assert ran == code, err
+
+
+def test_a_dry_run_downloads_nothing(cli, tmp_path, monkeypatch):
+    monkeypatch.delenv("YOLOFLEET_OFFLINE", raising=False)
+    before = sorted(tmp_path.rglob("*"))
+    assert cli("train", "--data", "shapes", "--weights", "yolov5s.pt", "--device", "cpu", "--dry-run")[0] == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may")
+def test_a_dry_run_fails_where_a_gpu_is_not_there(cli):
+    code, _, err = cli("train", "--data", "shapes", "--model", "yolov5n", "--device", "0,1", "--dry-run")
+    assert code == 2 and "--device 0,1: no NVIDIA GPU here" in err
 
 
 def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
@@ -131,8 +173,8 @@ def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
 
 def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    code, _, err = cli("train", "--data", "d", "--model", "yolov5n", "--cos-lr", "--dry-run")
-    assert (code, err) == (0, "")
+    code, _, err = cli("train", "--data", "shapes", "--model", "yolov5n", "--cos-lr", "--dry-run")
+    assert code == 0 and "note: --cos-lr" not in err
 
 
 @pytest.mark.parametrize(
@@ -209,7 +251,7 @@ def test_ctrl_c_ends_in_a_word(cli, monkeypatch):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
-    argv = [sys.executable, "-m", "yolofleet", "train", "--data", "d", "--model", "m", "--dry-run"]
+    argv = [sys.executable, "-m", "yolofleet", "train", "--data", "shapes", "--model", "m", "--dry-run"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
@@ -359,9 +401,9 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
         "--batch",
         "64",
         "--data",
-        "coco.yaml",
-        "--weights",
-        "yolov5s.pt",
+        "shapes",
+        "--cfg",
+        "yolov5s.yaml",
         "--dry-run",
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

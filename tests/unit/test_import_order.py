@@ -131,7 +131,7 @@ def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["train", "--help"], ["train", "--data", "d", "--model", "yolov5n", "--dry-run"], ["data", "--help"]]
+    "argv", [["--help"], ["train", "--help"], ["train", "--data", "shapes", "--model", "yolov5n", "--dry-run"], ["data", "--help"]]
 )  # fmt: skip
 def test_help_and_dry_run_import_no_torch(argv):
     code = (

@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 
 from yolofleet.checkpoint import format as file_format
+from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.format import write_tensors
-from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import (
     Weights,
     WeightsHeader,

@@ -16,7 +16,7 @@ from pathlib import Path
 from yolofleet.config.suggest import nearest
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError
-from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, fetch
+from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.models import darknet_cfg
 
 SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
@@ -62,14 +62,41 @@ def entry_of(name: str) -> KnownWeights | None:
     return next((entry for entry in _TABLE if Path(entry.item.name).stem == name), None)
 
 
+def resolve_weights(name: str, *, download: bool = True) -> Path:
+    """Return the file of ``name``: a path, or a name of published weights.
+
+    Args:
+        download: fetch published weights that are not in the cache; else return the path that they would get.
+
+    Raises:
+        CheckpointError: nothing there; says where to put the file.
+        DownloadError, StorageError: the download failed.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise CheckpointError(
+            f"{name} is a folder", hint=f"name a file, such as {path / 'weights' / 'best.safetensors'}"
+        )
+    if path.name != name:
+        raise CheckpointError(f"weights file {name} does not exist", hint="check the path")
+    return find_or_download(name, download=download)
+
+
 def find_or_download(
-    name: str, *, sha256: str | None = None, tell: Callable[[str], None] | None = None
+    name: str,
+    *,
+    sha256: str | None = None,
+    tell: Callable[[str], None] | None = None,
+    download: bool = True,
 ) -> Path:
-    """Weights by a bare name (no folder in it): from the cache, else downloaded into it.
+    """Return weights by a bare name (no folder in it): from the cache, else downloaded into it.
 
     Args:
         sha256: of the file, from the person; needed where the table has none.
         tell: gets licence and progress; default: standard error.
+        download: False only checks that the file is here or could be downloaded, and writes nothing.
     Raises:
         CheckpointError: nobody knows this name, or it may not be downloaded; says what to do by hand.
         DownloadError, StorageError: see :func:`yolofleet.files.fetch.fetch`.
@@ -87,8 +114,12 @@ def find_or_download(
         item = _with_digest(entry.item, sha256)
         if item.digest is None:
             raise _not_downloaded(entry)
+        if not download:
+            check_online(item, folder)
+            return entry.path
         found = fetch(item, folder, tell=tell)
-    _describe(entry, found)
+    if download:
+        _describe(entry, found)
     return found
 
 

@@ -10,7 +10,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from yolofleet.checkpoint import darknet, paddle, yolov5_pt
-from yolofleet.checkpoint.catalogue import find_or_download
+from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.format import DIGEST, decode_tensors
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit
 from yolofleet.errors import CheckpointError
@@ -19,25 +19,6 @@ from yolofleet.models.description import ModelDescription, describe
 
 DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # the first layers of a network, such as darknet53.conv.74
 PADDLE = (".pdparams", ".pdema", ".pdopt")
-
-
-def resolve_weights(name: str) -> Path:
-    """A path, or a name of published weights, which come from the cache or are downloaded into it.
-
-    Raises:
-        CheckpointError: nothing there; says where to put the file.
-        DownloadError, StorageError: the download failed.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise CheckpointError(
-            f"{name} is a folder", hint=f"name a file, such as {path / 'weights' / 'best.safetensors'}"
-        )
-    if path.name != name:
-        raise CheckpointError(f"weights file {name} does not exist", hint="check the path")
-    return find_or_download(name)
 
 
 def read_weights(path: Path, description: ModelDescription | None = None) -> Weights:

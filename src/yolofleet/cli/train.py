@@ -28,11 +28,12 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
-    from yolofleet.launch.start import check_shares, start
+    from yolofleet.launch.start import check_shares, rehearse, start
 
     if dry_run:
         check_shares(config.value, fleet_of(config))
         click.echo(plan(config, recipe))
+        rehearse(config)
         return 0
     return start(config, recipe)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def inspect(file: str, cfg: str, json_out: str) -> int:
     """Header, and number and size of the tensors; ``--json`` has every tensor's shape."""
+    from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import contents, published_as
-    from yolofleet.checkpoint.reader import resolve_weights
 
     path = resolve_weights(file)
     found = contents(path, _description(cfg))
@@ -69,8 +69,8 @@ def _facts(found: Contents) -> dict[str, Any]:
 
 def verify(file: str, cfg: str, json_out: str) -> int:
     """Exit code 3 when a check fails."""
+    from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import OURS, STATE, contents, infinite, published_as
-    from yolofleet.checkpoint.reader import resolve_weights
 
     path = resolve_weights(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
@@ -111,7 +111,8 @@ def verify(file: str, cfg: str, json_out: str) -> int:
 def convert(file: str, out: str, cfg: str) -> int:
     """The form is the suffix of OUT."""
     from yolofleet.checkpoint import darknet, paddle
-    from yolofleet.checkpoint.reader import read_weights, resolve_weights
+    from yolofleet.checkpoint.catalogue import resolve_weights
+    from yolofleet.checkpoint.reader import read_weights
     from yolofleet.checkpoint.weights import write_weights
 
     writers = {".safetensors": write_weights, ".weights": darknet.write, ".pdparams": paddle.write}

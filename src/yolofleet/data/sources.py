@@ -26,6 +26,7 @@ from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetErro
 
 SPLITS = ("train", "val", "test")
 SHAPES_IMAGES = 256
+_SHAPES = re.compile(r"shapes(?::(\d{1,7}))?")
 _BUILT_IN = Path(__file__).resolve().parent.parent / "config" / "datasets"
 _ANNOTATIONS: dict[str, Literal["coco", "odgt"]] = {".json": "coco", ".odgt": "odgt"}
 _KEYS = ("path", *SPLITS, "names", "nc", "download")
@@ -84,6 +85,11 @@ class DatasetSpec:
         return self.splits[split]
 
 
+def is_generated(data: str) -> bool:
+    """Return whether ``data`` names the data set that yolofleet draws itself."""
+    return _SHAPES.fullmatch(data) is not None
+
+
 def load_dataset(data: str) -> DatasetSpec:
     """Checks a description and finds its files.
 
@@ -95,7 +101,7 @@ def load_dataset(data: str) -> DatasetSpec:
     """
     if not data:
         raise ConfigError("no data set given", hint="--data FILE.yaml, a folder, a COCO json, or 'shapes'")
-    shapes = re.fullmatch(r"shapes(?::(\d{1,7}))?", data)
+    shapes = _SHAPES.fullmatch(data)
     if shapes:
         return _from_yaml(_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
     try:

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.reader import load_weights, resolve_weights
+from yolofleet.checkpoint.catalogue import resolve_weights
+from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError

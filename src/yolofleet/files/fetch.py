@@ -103,8 +103,7 @@ def fetch(
         raise DownloadError(
             f"{item.name} has no published digest, so it is not downloaded", hint=by_hand(item, folder)
         )
-    if is_offline():
-        raise DownloadError(f"{item.name} is not here, and {OFFLINE} is set", hint=by_hand(item, folder))
+    check_online(item, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _fetch_unless_locked(item, folder, patience, tell):
@@ -162,8 +161,14 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
     return target
 
 
+def check_online(item: Item, folder: Path) -> None:
+    """Raise DownloadError where the user forbids downloads."""
+    if is_offline():
+        raise DownloadError(f"{item.name} is not here, and {OFFLINE} is set", hint=by_hand(item, folder))
+
+
 def is_offline() -> bool:
-    """The person forbids downloads."""
+    """Return whether the user forbids downloads."""
     return os.environ.get(OFFLINE, "").lower() not in ("", "0", "no", "off", "false")
 
 

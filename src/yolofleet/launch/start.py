@@ -73,6 +73,34 @@ def _start(
     return run_processes(config, recipe, folder, processes)
 
 
+def rehearse(config: Resolved[TrainConfig]) -> None:
+    """Raise what the run would raise about devices, data, model and weights on this machine. Nothing is written or
+    downloaded, and torch is not loaded. Hosts check their own files at the start of a run.
+
+    Raises:
+        YolofleetError: as the run, with the same exit code.
+    """
+    from yolofleet.checkpoint.catalogue import resolve_weights
+    from yolofleet.data.sources import is_generated, load_dataset
+    from yolofleet.models.description import describe
+
+    settings = config.value
+    if fleet_of(config) is not None:
+        return
+    if not is_worker():
+        look_first(settings)
+    if not is_generated(settings.data):
+        spec = load_dataset(settings.data)
+        for split in ("train", "val"):
+            spec.sources(split)
+    if settings.resume:
+        return  # the checkpoint has the model and its weights
+    if settings.cfg or settings.model:
+        describe(settings.cfg or settings.model)
+    if settings.weights:
+        resolve_weights(settings.weights, download=False)
+
+
 def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
     """``--shares`` has a number for each rank: said before a login or an import of torch.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import read_weights, resolve_weights
+from yolofleet.checkpoint.catalogue import resolve_weights
+from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, transfer
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.index import DataIndex
