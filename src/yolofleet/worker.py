@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import Resolved, dump_config, load_job
@@ -50,7 +50,6 @@ from yolofleet.families import build_model, family_of, outline
 from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import description_from_dict
 from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import resolve_precision
@@ -78,7 +77,7 @@ from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors
 from yolofleet.train.pictures import draw_evaluation
 from yolofleet.train.report import TrainReport, evaluation_figures, show_data_notes, show_evaluation
-from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
+from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 
@@ -233,7 +232,7 @@ def _train(
     agree(world, "the data set", f"{index.digest} {val_index.digest}")
 
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
-    resumed = description_from_dict(snapshot.values["fingerprint"]["model"]) if snapshot else None
+    resumed = stored_description(snapshot) if snapshot else None
     with activity.doing("weights"):
         description, weights = start_of(config, resumed)
     family = family_of(description)
@@ -280,6 +279,9 @@ def _train(
         check_resume(snapshot.values["fingerprint"], mark, config, console)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
+    elif world.is_main:
+        for kept in set_aside(folder.path):
+            console.note(f"an earlier run in this folder: its files are in {kept}")
     write_config(world, folder, resolved, recipe_sourced)
 
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from yolofleet.checkpoint import format as file_format
 from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot, set_aside
 from yolofleet.errors import CheckpointError, StorageError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b/c": torch.tensor(7)}
@@ -112,3 +114,115 @@ def test_weights_are_not_a_training_state(tmp_path: Path) -> None:
     write_tensors(tmp_path / "best.safetensors", TENSORS, {"family": "yolov5"})
     with pytest.raises(CheckpointError, match="--weights"):
         load_snapshot(tmp_path / "best.safetensors")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_pruning_goes_by_the_order_of_writing_and_keeps_the_newest(tmp_path: Path) -> None:
+    """Resumed from an older state while later ones lie there: the state just written must stay."""
+    first = CheckpointStore(tmp_path)
+    for step in (30, 40):
+        first.save(snapshot(step))
+    first.flush()
+    second = CheckpointStore(tmp_path)
+    for step, left in ((11, [11, 40]), (12, [11, 12]), (13, [12, 13])):
+        second.save(snapshot(step))
+        second.flush()
+        assert sorted(entry.step for entry in second.entries()) == left
+
+
+def test_states_and_weights_of_an_earlier_run_are_moved_aside_and_kept(tmp_path: Path) -> None:
+    for time in (1, 2):
+        for folder in ("checkpoints", "weights"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "step-00000009.safetensors").write_text(str(time))
+        kept = set_aside(tmp_path)
+        assert [path.name for path in kept] == [f"checkpoints-before-{time}", f"weights-before-{time}"]
+        assert all((path / "step-00000009.safetensors").read_text() == str(time) for path in kept)
+        assert names_in(tmp_path / "checkpoints") == names_in(tmp_path / "weights") == []
+    assert set_aside(tmp_path) == []  # nothing in them
+    assert set_aside(tmp_path / "new") == []
+
+
+def test_a_link_in_the_place_of_the_states_folder_is_refused(tmp_path: Path) -> None:
+    other = CheckpointStore(tmp_path / "other")
+    for step in (1, 2):
+        other.save(snapshot(step))
+    other.flush()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "other")
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    store.save(snapshot(7))
+    for use in (store.flush, store.newest, lambda: set_aside(run)):
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            use()
+    assert [entry.step for entry in other.entries()] == [2, 1]
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "link", "pipe", "folder"])
+def test_what_is_no_regular_file_among_the_states_is_passed_over(tmp_path: Path, kind: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(snapshot(3))
+    store.flush()
+    odd = tmp_path / "checkpoints" / "step-00000009.safetensors"
+    if kind == "folder":
+        odd.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to(
+            tmp_path / ("nowhere" if kind == "dangling link" else "checkpoints/step-00000003.safetensors")
+        )
+    assert [entry.step for entry in store.entries()] == [3]
+    assert store.newest()[0].name == "step-00000003.safetensors"
+    if kind == "pipe":
+        with pytest.raises(CheckpointError, match="named pipe"):
+            load_snapshot(odd)
+
+
+def test_states_get_the_mode_of_the_umask(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(snapshot(3))
+    store.flush()
+    (tmp_path / "plain").write_bytes(b"")
+    assert store.entries()[0].path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"step": "[" * 100_000 + "]" * 100_000, "state": "{}"},
+        {"step": "9" * 5000, "state": "{}"},
+        {"step": "[]", "state": "{}"},
+        {"step": '"abc"', "state": "{}"},
+        {"step": "Infinity", "state": "{}"},
+        {"step": "-1", "state": "{}"},
+        {"step": "1", "state": "[]"},
+        {"step": "1", "state": "5"},
+        {"step": "1"},
+        {"step": "{"},
+    ],
+    ids=lambda header: " ".join(f"{key} {text[:8]}" for key, text in header.items()),
+)
+def test_a_forged_state_is_a_message(tmp_path: Path, header: dict[str, str]) -> None:
+    from safetensors.torch import save
+
+    digest = file_format.tensors_sha256(TENSORS, header)
+    path = tmp_path / "step-00000001.safetensors"
+    path.write_bytes(save(TENSORS, {**header, file_format.DIGEST: digest}))
+    with pytest.raises(CheckpointError):
+        load_snapshot(path)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        CheckpointStore(tmp_path).newest()
+
+
+@pytest.mark.parametrize("metadata", [5, True, "x", [], [1], {"sha256": 5}, {"sha256": None}, {"a": {}}])
+def test_metadata_that_are_no_texts_are_a_message(tmp_path: Path, metadata: object) -> None:
+    header = json.dumps({"__metadata__": metadata}).encode()
+    path = tmp_path / "step-00000001.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError):
+        read_tensors(path)

@@ -22,8 +22,11 @@ from torch import Tensor
 
 from yolofleet.errors import CheckpointError
 from yolofleet.files.atomic import write_atomically
+from yolofleet.files.foreign import read_foreign
+from yolofleet.text import screen_line
 
 DIGEST = "sha256"
+MAX_FILE_BYTES = 2**38  # a file is as large in memory; this only ends endless ones
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor], extra: Mapping[str, str] | None = None) -> str:
@@ -72,11 +75,20 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         CheckpointError: missing, cut, changed or not ours.
     """
+    return decode_tensors(read_whole(path), str(path))
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        CheckpointError: missing, unreadable, or no regular file.
+    """
     try:
-        content = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror}", hint="check the path") from None
-    return decode_tensors(content, str(path))
+        return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
+    except (OSError, ValueError) as problem:
+        words = getattr(problem, "strerror", None) or problem
+        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
 
 
 def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -88,10 +100,12 @@ def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict
     try:
         tensors = load(content)
         header_bytes = int.from_bytes(content[:8], "little")
-        metadata = dict(json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {}))
-    except (SafetensorError, ValueError, RuntimeError, KeyError) as problem:
+        metadata = json.loads(content[8 : 8 + header_bytes]).get("__metadata__") or {}
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata are not texts")
+    except (SafetensorError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as problem:
         raise CheckpointError(
-            f"{origin} is not a whole safetensors file ({str(problem).splitlines()[0][:200]})",
+            f"{origin} is not a whole safetensors file ({screen_line(problem, limit=200)})",
             hint="it may be cut or still being copied; use another copy",
         ) from None
     digest = metadata.pop(DIGEST, None)
@@ -103,5 +117,7 @@ def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict
         )
     try:
         return tensors, {key: json.loads(value) for key, value in metadata.items()}
-    except json.JSONDecodeError as problem:
-        raise CheckpointError(f"{origin}: its header is not JSON ({problem})") from None
+    except (ValueError, RecursionError) as problem:  # RecursionError: lists in lists, without end
+        raise CheckpointError(
+            f"{origin}: its header is not JSON ({screen_line(problem, limit=200)})"
+        ) from None

@@ -7,16 +7,18 @@ The order in which states are tried is in ``checkpoint/store.py``; what a user m
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from yolofleet.checkpoint.format import decode_tensors
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.suggest import shown
 from yolofleet.data.index import DataIndex
-from yolofleet.errors import CheckpointError, ClusterError, DataError, YolofleetError
-from yolofleet.files.foreign import read_foreign
+from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
+from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
@@ -38,8 +40,65 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
-MAX_STATE_BYTES = 64 << 30
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Amount = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class StoredFingerprint(_Stored):
+    """What :func:`fingerprint` gives."""
+
+    settings: dict[str, Any]
+    recipe: dict[str, Any]
+    data: str
+    model: dict[str, Any]
+    names: list[str]
+    kernels: dict[str, Any]
+    fleet: dict[str, Any]
+
+
+class StoredProgress(_Stored):
+    """``train.state.Progress``."""
+
+    epochs_done: Count
+    best_fitness: Amount
+    best_epoch: Annotated[int, Field(ge=-1, lt=2**53)]
+    epoch_terms: Annotated[list[Amount], Field(max_length=64)]
+    epoch_images: Count
+
+
+class StoredTally(_Stored):
+    """One half of ``report.clock.Clock.to_dict``."""
+
+    seconds: dict[str, Amount]
+    steps: Count
+    images: Count
+    rated_images: Count
+    rated_s: Amount
+
+
+class StoredClock(_Stored):
+    run: StoredTally
+    epoch: StoredTally
+
+
+class StoredValues(_Stored, extra="ignore"):
+    """The values beside the tensors of a training state, as ``train.state.TrainState.snapshot`` writes them."""
+
+    images_seen: Count
+    bn_batches: Count
+    ema_updates: Count
+    scaler: dict[str, Amount]
+    overflows: Count
+    progress: StoredProgress
+    fingerprint: StoredFingerprint
+    clock: StoredClock
 
 
 def fingerprint(
@@ -62,9 +121,12 @@ def fingerprint(
 
 
 def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsole) -> Snapshot | None:
-    """Rank 0 finds and verifies the state, all get its bytes (folders need not be shared).
+    """Read and verify the state on rank 0, and give its bytes to all (folders need not be shared).
 
     Collective: every rank.
+
+    Raises:
+        CheckpointError: there is no whole state, or its values are not those of one.
     """
     if resume_from is None:
         return None
@@ -77,17 +139,35 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
                     console.warn(f"passed over: {note}")
             else:
                 found = resume_from
-            content, origin = read_foreign(found, limit_bytes=MAX_STATE_BYTES), str(found)
+            content, origin = read_whole(found), str(found)
         except YolofleetError as error:
             problem = error
-        except OSError as error:
-            problem = CheckpointError(f"cannot read {resume_from}: {error.strerror}")
     content = world.broadcast_bytes(content)
     if problem is not None:
         raise problem
     if not content:
         raise ClusterError("rank 0 could not read the checkpoint; its message says why")
-    return decode_snapshot(decode_tensors(content, origin or "the checkpoint sent by rank 0"), origin)
+    origin = origin or "the checkpoint sent by rank 0"
+    snapshot = decode_snapshot(decode_tensors(content, origin), origin)
+    try:
+        StoredValues.model_validate(snapshot.values)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{origin} is not a training state: {shown(where)}: {first['msg']}") from None
+    return snapshot
+
+
+def stored_description(snapshot: Snapshot) -> ModelDescription:
+    """Return the network of a training state.
+
+    Raises:
+        CheckpointError: the state describes none.
+    """
+    try:
+        return description_from_dict(snapshot.values["fingerprint"]["model"], source="the checkpoint")
+    except ConfigError as problem:
+        raise CheckpointError(problem.what, source=problem.source, hint=problem.hint) from None
 
 
 def check_resume(

@@ -124,7 +124,9 @@ class TrainState:
         live.pop("reduce/grid", None)
         expected = {name for name in live if not name.startswith("optimizer/")}
         found = set(stored) - set(slots)
-        wrong = sorted(expected ^ found) or sorted(n for n in expected if live[n].shape != stored[n].shape)
+        wrong = sorted(expected ^ found) or sorted(
+            name for name in expected if _form(live[name]) != _form(stored[name])
+        )
         if wrong:
             raise CheckpointError(
                 f"the checkpoint of step {snapshot.step} is of another model ({len(wrong)} tensors differ, "
@@ -138,6 +140,8 @@ class TrainState:
                 key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")
             }
             for slot, t in mine.items():
+                if t.shape not in ((), p.shape) or t.is_complex() or t.dtype == torch.bool:
+                    raise CheckpointError(f"the checkpoint has a wrong tensor optimizer/{name}/{slot}")
                 like = p if t.shape == p.shape else t  # the parameter's strides, channels-last or not
                 empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
                 self.optimizer.state[p][slot] = empty.copy_(t)
@@ -158,3 +162,8 @@ class TrainState:
         for name, _ in self.statistics.layers:
             tensors[f"{name}.num_batches_tracked"] = torch.tensor(self.statistics.batches)
         return tensors
+
+
+def _form(t: Tensor) -> tuple[torch.Size, bool]:
+    """Shape, and whether the values are floating-point numbers of any width."""
+    return t.shape, t.is_floating_point()
