@@ -1,8 +1,13 @@
-"""Text for people: sizes, and strangers' words made safe for a screen. Imports nothing of this package."""
+"""Text for people: sizes, and strangers' words made safe for a screen. Imports nothing of this package.
+
+Everything that is shown goes through :func:`echo` or ``report/console.py``; tests/unit/test_screen_text.py checks it.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+from typing import TextIO
 
 # C0 and C1 control characters without tab and newline, DEL, line and paragraph separators, marks and
 # overrides of writing direction, zero-width characters, the byte-order mark, lone surrogates, tag characters
@@ -36,6 +41,43 @@ def screen_line(value: object, *, limit: int | None = None) -> str:
     """
     text = screen_text(value).replace("\n", "\\n").replace("\t", "\\t")
     return text if limit is None or len(text) <= limit else text[: max(limit - 3, 0)] + "..."
+
+
+def echo(text: object = "", *, to: TextIO | None = None, end: str = "\n") -> None:
+    """Print ``text`` as :func:`screen_text` has it, and flush.
+
+    Args:
+        to: default: standard output.
+    """
+    print(screen_text(text), file=sys.stdout if to is None else to, end=end, flush=True)
+
+
+# What a bar of progress needs: colours, cursor up and to the left, erase a line, hide and show the cursor.
+_BAR = re.compile(r"\x1b\[(?:[0-9;]*m|[0-9]*[AG]|[0-2]?K|\?25[lh])|\r")
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;?]{0,16})?\Z")
+
+
+class RelayedText:
+    """Text from a terminal program of another machine, piece by piece: only what a bar of progress needs is obeyed.
+
+    A terminal answers some commands with typed text, stores others in the clipboard, or opens links; these become
+    escapes as in :func:`screen_text`.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""  # the begin of a command that a piece ended in
+
+    def clean(self, piece: str) -> str:
+        """Return what may be shown so far."""
+        text = self._held + piece
+        match = _UNFINISHED.search(text)
+        self._held = match[0] if match else ""
+        text = text[: match.start()] if match else text
+        parts, at = [], 0
+        for command in _BAR.finditer(text):
+            parts += [screen_text(text[at : command.start()]), command[0]]
+            at = command.end()
+        return "".join([*parts, screen_text(text[at:])])
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -47,7 +47,7 @@ from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yol
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.families import build_model, family_of, outline
-from yolofleet.files.atomic import jsonable, write_json, write_text
+from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import square_of
@@ -72,6 +72,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo
 from yolofleet.train.agreement import all_alike, check_settings
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors
@@ -84,7 +85,7 @@ from yolofleet.train.state import TrainState
 
 def show(error: YolofleetError) -> None:
     """On the screen of whoever started this process."""
-    print(f"\n{error.render()}", file=sys.stderr, flush=True)
+    echo(f"\n{error.render()}", to=sys.stderr)
 
 
 def run(
@@ -479,10 +480,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         return
     figures = evaluation_figures(evaluation)
     write_json(folder.results_json, figures)
-    if config.json_out == "-":
-        print(json.dumps(jsonable(figures)), flush=True)
-    elif config.json_out:
-        write_json(Path(config.json_out), figures)
+    emit_json(figures, config.json_out)
     if config.save_json:
         rows = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
         write_json(folder.path / "predictions.json", rows)
@@ -516,7 +514,7 @@ def main(argv: list[str]) -> int:
         try:
             error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
         except OSError:
-            print(message, flush=True)
+            echo(message)
         return exit_code
 
     def on_stall(error: YolofleetError) -> None:
@@ -527,12 +525,12 @@ def main(argv: list[str]) -> int:
         run(job.config, job.recipe, folder, on_stall)
         return 0
     except YolofleetError as error:
-        echo = isinstance(error, ClusterError)  # most often of another rank's end
-        return last_words(error.render(), error.exit_code, secondary=echo)
+        is_echo = isinstance(error, ClusterError)  # most often of another rank's end
+        return last_words(error.render(), error.exit_code, secondary=is_echo)
     except KeyboardInterrupt:
         return last_words("interrupted", 128 + signal.SIGINT)
     except Exception:
-        traceback.print_exc()
+        echo(traceback.format_exc(), to=sys.stderr)
         return last_words("this is a bug in yolofleet:\n" + traceback.format_exc(), 1)
 
 

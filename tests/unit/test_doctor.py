@@ -6,7 +6,6 @@ import ast
 import copy
 import io
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -515,9 +514,10 @@ def test_json_that_cannot_be_written_is_said_before_anything_and_changes_nothing
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files")
 def test_a_disk_that_refuses_the_json_is_no_matter_of_the_runs_folder(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", "--log", os.devnull, "--json", "/proc/x.json"]) == 3
+    (tmp_path / "a.log").touch()
+    assert main(["doctor", "--log", str(tmp_path / "a.log"), "--json", "/proc/x.json"]) == 3
     assert "a file elsewhere, or -" in capsys.readouterr().err
 
 

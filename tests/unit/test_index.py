@@ -458,7 +458,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "random":
         data = bytearray(np.random.default_rng(0).bytes(len(data)))
     else:
-        data = data.replace(b'"format": "2"', b'"format": "0"')
+        data = data.replace(b'"format": "3"', b'"format": "0"')
     assert bytes(data) != index.file.read_bytes()
     index.file.unlink()  # the mapped file stays readable
     index.file.write_bytes(bytes(data))

@@ -7,12 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
-from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.text import echo
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
@@ -107,7 +109,7 @@ APP = Verbs(
 
 def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        click.echo(f"yolofleet {__version__}")
+        echo(f"yolofleet {__version__}")
         context.exit()
 
 
@@ -130,13 +132,18 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as problem:
         return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        echo("\ninterrupted", to=sys.stderr)
         return INTERRUPTED
+    except MemoryError:
+        return _report(
+            StorageError(
+                "this machine has too little memory for this", hint="smaller files, or a larger machine"
+            )
+        )
     except Exception as problem:
-        if isinstance(problem, BrokenPipeError) and _nobody_reads():
-            return UNREAD
-        traceback.print_exc()
-        print("this is a bug in yolofleet: please report it with the lines above", file=sys.stderr)
+        if isinstance(problem, OSError) and (foreseen := _output_fault()):
+            return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
+        echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
         return 1
 
 
@@ -149,19 +156,28 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(null, mode, encoding="utf-8"))  # noqa: SIM115  (it stays open)
 
 
-def _nobody_reads() -> bool:
-    """Standard output is closed (`yolofleet ... | head`); then what is left in its buffer is dropped."""
+def _output_fault() -> BrokenPipeError | YolofleetError | None:
+    """Return what is wrong with standard output, which an OSError that nobody caught may come from, or None.
+
+    What is left in the buffer of a standard output that cannot be written is dropped.
+    """
     try:
-        print(flush=True)
-    except BrokenPipeError:
+        echo()  # a flush alone shows nothing: what was refused is not kept
+    except OSError as problem:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        if isinstance(problem, BrokenPipeError):  # `yolofleet ... | head`
+            return problem
+        return StorageError(
+            f"cannot write to standard output: {problem.strerror}",
+            hint="send it elsewhere, or free some space",
+        )
+    return None
 
 
 def _report(problem: YolofleetError) -> int:
+    text = problem.render()
     if os.environ.get(TRACEBACK):
-        traceback.print_exception(problem)
-    else:
-        print(problem.render(), file=sys.stderr)
+        text = "".join(traceback.format_exception(problem)).rstrip("\n")
+    with suppress(OSError):  # standard error may be full as well
+        echo(text, to=sys.stderr)
     return problem.exit_code

@@ -9,6 +9,7 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.errors import CheckpointError
+from yolofleet.text import echo
 
 
 def _folder(run: str) -> Path:
@@ -37,9 +38,9 @@ def show(run: str, verify: bool) -> int:
             except CheckpointError as problem:
                 broken += 1
                 line += f"  BROKEN: {problem.what}"
-        click.echo(line)
+        echo(line)
     if broken:
-        print(f"{broken} of {len(entries)} checkpoints are broken", file=sys.stderr)
+        echo(f"{broken} of {len(entries)} checkpoints are broken", to=sys.stderr)
     return CheckpointError.exit_code if broken else 0
 
 

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
 from yolofleet.errors import ConfigError
+from yolofleet.text import echo
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -73,7 +75,7 @@ class Verbs(click.Group):
 def _help_if_bare(ctx: click.Context) -> int:
     """A bare `yolofleet` asks what there is."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
     return 0
 
 
@@ -100,6 +102,15 @@ class Command(click.Command):
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            Path.cwd()
+        except OSError:
+            raise ConfigError(
+                "the working folder does not exist any more", hint="cd to another folder"
+            ) from None
+        return super().invoke(ctx)
+
 
 def say(notes: Iterable[str]) -> None:
     """Tell the user something once, not once per process."""
@@ -107,7 +118,7 @@ def say(notes: Iterable[str]) -> None:
 
     if is_first(os.environ):
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            echo(f"note: {note}", to=sys.stderr)
 
 
 class SchemaCommand(Command):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +14,14 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.text import echo
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from yolofleet.data.index import DataIndex
     from yolofleet.data.labels import Problem
     from yolofleet.data.sources import DatasetSpec
     from yolofleet.data.stats import SplitFigures
+    from yolofleet.report.console import ScreenTable
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
 ANCHOR_LABELS = 100_000  # a sample is enough to say how anchors fit
@@ -43,7 +42,7 @@ def show_built_in() -> int:
             table.add_row(file.stem, str(len(spec.names)), ", ".join(spec.splits), str(spec.root))
         except YolofleetError:
             table.add_row(file.stem, "", "not here", f"yolofleet data download {file.stem}")
-    _print(table)
+    table.show()
     return 0
 
 
@@ -56,7 +55,7 @@ def make(what: str, out: str, **sizes: int) -> int:
     from yolofleet.data.shapes import make_shapes
 
     try:
-        click.echo(make_shapes(folder, **sizes))
+        echo(make_shapes(folder, **sizes))
     except OSError as problem:
         raise StorageError(f"{folder} cannot be written: {problem.strerror}") from None
     return 0
@@ -107,7 +106,7 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
             if errors or lost
             else "keep each image in one split only: accuracy on images that were learned says nothing",
         )
-        print(told.render(), file=sys.stderr)
+        echo(told.render(), to=sys.stderr)
         return DataError.exit_code
     return 0
 
@@ -169,32 +168,30 @@ def _show_check(
         found = problems[index.split]
         shown = found[: limit or len(found)]
         for problem in shown:
-            click.echo(str(problem))
+            echo(str(problem))
         reports = index.problem_count + len(found) - len(index.problems)
         if reports > len(shown):
-            click.echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
+            echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
         total = sum(kinds[index.split].values())
         counts = (len(index), int(index.class_counts().sum()), index.unlabelled, total)
         table.add_row(index.split, *map(str, counts))
     for group in copies[: limit or len(copies)]:
         some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
-        click.echo(f"the same image {len(group)} times: {some}")
+        echo(f"the same image {len(group)} times: {some}")
     if limit and len(copies) > limit:
-        click.echo(
-            f"... and {len(copies) - limit} more images that are there several times (--limit 0 shows all)"
-        )
+        echo(f"... and {len(copies) - limit} more images that are there several times (--limit 0 shows all)")
     for name, error in errors.items():
-        click.echo(error.render())
+        echo(error.render())
         table.add_row(name, "", "", "", error.what.splitlines()[0])
     for note in notes:
-        click.echo(note)
-    _print(table)
+        echo(note)
+    table.show()
     if any(kinds.values()):
         summary = _table("kind of problem", "done about it", *kinds)
         for kind in KINDS:
             if any(counts[kind] for counts in kinds.values()):
                 summary.add_row(kind, KINDS[kind], *(str(counts[kind]) for counts in kinds.values()))
-        _print(summary)
+        summary.show()
 
 
 def _check_as_json(
@@ -287,7 +284,7 @@ def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
             found.large,
         )
         table.add_row("all", *map(str, numbers), "")
-    _print(table)
+    table.show()
     (least_w, median_w, most_w), (least_h, median_h, most_h) = found.image_wh_px
     mean, median_count, many, most = found.labels_per_image
     low, middle, high = found.aspect
@@ -302,7 +299,7 @@ def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
         *(f"- {line}" for line in told),
         "",
     ):
-        click.echo(line)
+        echo(line)
 
 
 # convert, download
@@ -319,14 +316,14 @@ def convert(
             spec, Path(out), to, splits=_listed(splits), names=_listed(names), images=images, on_progress=told
         )
     for note in (*spec.notes, *done.notes):
-        click.echo(note)
+        echo(note)
     table = _table("split", "images", "labels")
     for name, counts in done.splits.items():
         table.add_row(name, *map(str, counts))
-    _print(table)
+    table.show()
     how = {"none": "no images", "symlink": "symbolic links", "copy": "copies", "link": "hard links"}[images]
     some = f", {done.copied} copies where links are not possible" if images == "link" and done.copied else ""
-    click.echo(f"{done.folder / 'data.yaml'} ({how}{some})")
+    echo(f"{done.folder / 'data.yaml'} ({how}{some})")
     return 0
 
 
@@ -337,7 +334,7 @@ def _listed(values: Sequence[str]) -> list[str]:
 
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
     from yolofleet.data.catalogue import datasets, download_dataset
-    from yolofleet.text import size_text
+    from yolofleet.text import echo, size_text
 
     if not name:
         table = _table("name", "size", "parts", "licence", "from")
@@ -345,9 +342,9 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
             size = known.size_bytes()
             shown = "" if size is None else size_text(size)
             table.add_row(known.name, shown, ", ".join(known.part_names), known.licence, known.origin)
-        _print(table)
+        table.show()
         return 0
-    click.echo(download_dataset(name, Path(out), parts=_listed(parts), keep_archives=keep_archives))
+    echo(download_dataset(name, Path(out), parts=_listed(parts), keep_archives=keep_archives))
     return 0
 
 
@@ -397,28 +394,15 @@ def _told() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _write_json(value: Any, json_out: str) -> None:
-    from yolofleet.files.atomic import jsonable, write_json
+    from yolofleet.files.atomic import emit_json
 
-    if json_out == "-":
-        click.echo(json.dumps(jsonable(value), indent=2))
-    else:
-        write_json(Path(json_out), value)
+    emit_json(value, json_out, indent=2)
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
+def _table(*columns: str) -> ScreenTable:
+    from yolofleet.report.console import ScreenTable
 
-    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
-    return table
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(markup=False).print(table)
+    return ScreenTable(*columns, numbers=NUMBERS)
 
 
 DATA = click.Argument(["data"])

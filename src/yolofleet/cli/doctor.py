@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,7 @@ def run(given: dict[str, Any], config_file: str) -> int:
     check_target(json_out)
     findings = examine(resolved)
     tell(findings, stream_for(json_out))
-    if json_out == "-":
-        print(json.dumps(as_json(findings)), flush=True)
-    elif json_out:
-        write(Path(json_out), as_json(findings))
+    write(json_out, as_json(findings))
     return exit_code(findings)
 
 
@@ -52,12 +48,12 @@ def check_target(json_out: str) -> None:
         )
 
 
-def write(path: Path, values: dict[str, Any]) -> None:
+def write(json_out: str, values: dict[str, Any]) -> None:
     """Raises StorageError: the disk refused."""
-    from yolofleet.files.atomic import write_json
+    from yolofleet.files.atomic import emit_json
 
     try:
-        write_json(path, values)
+        emit_json(values, json_out)
     except StorageError as problem:
         raise StorageError(
             problem.what, source="--json", hint="a file elsewhere, or - for standard output"

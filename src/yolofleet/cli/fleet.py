@@ -15,6 +15,7 @@ import click
 from yolofleet.cli.commands import Command, say
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.text import echo
 
 if TYPE_CHECKING:
     from yolofleet.launch.fleet import Fleet
@@ -64,8 +65,8 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     tell(findings, sys.stdout)
     code = exit_code(findings)
     if not code:
-        click.echo(describe(fleet, plan))
-        click.echo(firewall_line(fleet, plan))
+        echo(describe(fleet, plan))
+        echo(firewall_line(fleet, plan))
     return code
 
 
@@ -134,7 +135,7 @@ def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
 
 def tell(problems: Iterable[ClusterError]) -> None:
     for problem in problems:
-        print(problem.render(), file=sys.stderr)
+        echo(problem.render(), to=sys.stderr)
 
 
 def named_job(asked: str, names: Sequence[str], what: str) -> str:
@@ -177,11 +178,9 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
             table = [("job", "host", "ranks", "state", "time", "what"), *rows]
             widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
             for row in table:
-                click.echo(
-                    "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                )
+                echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         else:
-            click.echo("no jobs" if every else "no jobs run")
+            echo("no jobs" if every else "no jobs run")
         return 0
 
     return with_jobs(asked_fleet(hosts, fleet_file), show)
@@ -195,7 +194,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
         running = [entry for entry in found if entry[1]["runs"]]
         names = names_of(running)
         if not job and not names:
-            click.echo("no jobs run")
+            echo("no jobs run")
             return 0
         if not job and len(names) > 1:
             raise ConfigError(
@@ -215,7 +214,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
                 hint=f"yolofleet fleet stop {name} --now {where}",
             )
         if answers:
-            click.echo(f"{name} has ended on {', '.join(remote.name for remote in answers)}")
+            echo(f"{name} has ended on {', '.join(remote.name for remote in answers)}")
         return ClusterError.exit_code if lost else 0
 
     return with_jobs(fleet, end)
@@ -252,7 +251,7 @@ def logs(
         def write(number: int, log: Log, *, to_end: bool) -> bool:
             came = False
             for text in log.lines(to_end=to_end):
-                click.echo(f"rank {number}: " * (rank is None) + text.decode("utf-8", "replace"))
+                echo(f"rank {number}: " * (rank is None) + text.decode("utf-8", "replace"))
                 came = True
             return came
 

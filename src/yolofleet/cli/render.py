@@ -14,6 +14,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig
 from yolofleet.launch import kubernetes, slurm
 from yolofleet.launch.scheduler import read_settings
+from yolofleet.text import echo
 
 
 def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
@@ -36,8 +37,8 @@ def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run:
         _write(script)
         return 0
     number = slurm.submit(script)
-    click.echo(f"job {number} is in the queue; its output: slurm-{number}.out")
-    click.echo(f"  squeue -j {number}   shows where it is\n  scancel {number}     ends it")
+    echo(f"job {number} is in the queue; its output: slurm-{number}.out")
+    echo(f"  squeue -j {number}   shows where it is\n  scancel {number}     ends it")
     return 0
 
 
@@ -50,7 +51,10 @@ def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) 
 
 
 def _write(text: str) -> None:
-    """Bytes: a name of a file need not be text."""
+    """To a file or a program as bytes, since the name of a file need not be text; to a screen as text."""
+    if sys.stdout.isatty():
+        echo(text, end="")
+        return
     sys.stdout.flush()
     sys.stdout.buffer.write(os.fsencode(text))
     sys.stdout.buffer.flush()

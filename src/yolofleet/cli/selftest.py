@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import subprocess
 import sys
@@ -19,12 +18,13 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError, Stopped
-from yolofleet.files.atomic import jsonable, storage_error, write_json, write_text
+from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import die_with_parent, explain
 from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo
 
 if TYPE_CHECKING:
     from yolofleet.doctor.selftest import Leg, Record, Verdict
@@ -66,13 +66,7 @@ def selftest(
         except OSError as refusal:
             raise storage_error(refusal, Path(temporary)) from None
         table = Table(legs)
-        print(
-            f"yolofleet selftest: {comparison.text}, on {device}",
-            table.header,
-            sep="\n",
-            file=out,
-            flush=True,
-        )
+        echo(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}", to=out)
         waiting = list(legs)
         while waiting:
             leg = waiting.pop(0)
@@ -83,19 +77,19 @@ def selftest(
             }
             code, problem = train(comparison.settings_of(leg), leg.processes, folder, extra)
             if code and not records:
-                print(problem, file=sys.stderr)
+                echo(problem, to=sys.stderr)
                 return code
             records.append(comparison.read(leg, folder, problem))
-            print(table.line(records[-1], records[0]), file=out, flush=True)
+            echo(table.line(records[-1], records[0]), to=out)
             if len(records) == len(legs):
                 waiting = further_legs(records)
     verdict = judge(records)
     elapsed_s = time.monotonic() - began_at_s
     write_figures(config, verdict, records, elapsed_s)
-    print(cost(records), file=out)
+    echo(cost(records), to=out)
     if verdict.cause is not None:
         raise ClusterError(verdict.text, source=verdict.cause.what, hint=verdict.cause.hint)
-    print(f"{verdict.text} ({duration(elapsed_s)})", file=out)
+    echo(f"{verdict.text} ({duration(elapsed_s)})", to=out)
     return 0
 
 
@@ -168,8 +162,6 @@ def write_figures(
     config: SelftestConfig, verdict: Verdict, records: Sequence[Record], elapsed_s: float
 ) -> None:
     """``--json``."""
-    if not config.json_out:
-        return
     figures = {
         "contract_holds": verdict.cause is None,
         "verdict": verdict.text,
@@ -178,10 +170,7 @@ def write_figures(
         "runs": [asdict(record) for record in records],
         "seconds": elapsed_s,
     }
-    if config.json_out == "-":
-        print(json.dumps(jsonable(figures)), flush=True)
-    else:
-        write_json(Path(config.json_out), figures)
+    emit_json(figures, config.json_out)
 
 
 command = SchemaCommand(

@@ -21,6 +21,7 @@ from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
+from yolofleet.text import echo
 
 
 def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str]) -> int:
@@ -32,7 +33,7 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
 
     if dry_run:
         check_shares(config.value, fleet_of(config))
-        click.echo(plan(config, recipe))
+        echo(plan(config, recipe))
         rehearse(config)
         return 0
     return start(config, recipe)

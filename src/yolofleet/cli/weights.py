@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from yolofleet.cli.commands import Command
-from yolofleet.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.text import echo
 
 if TYPE_CHECKING:
     from yolofleet.checkpoint.contents import Contents
@@ -42,7 +42,7 @@ def inspect(file: str, cfg: str, json_out: str) -> int:
         if isinstance(value, dict):
             value = [f"{key} {item}" for key, item in value.items()]
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        click.echo(f"{name:<12} {text}")
+        echo(f"{name:<12} {text}")
     return 0
 
 
@@ -102,9 +102,9 @@ def verify(file: str, cfg: str, json_out: str) -> int:
             json_out,
         )
     if json_out != "-":
-        click.echo(f"{path}: {found.kind}, sha256 {sha256}")
+        echo(f"{path}: {found.kind}, sha256 {sha256}")
         for what, whether, detail in checks:
-            click.echo(f"{what:<10} {'right' if whether else 'WRONG'}  {detail}")
+            echo(f"{what:<10} {'right' if whether else 'WRONG'}  {detail}")
     return 0 if is_good else CheckpointError.exit_code
 
 
@@ -139,9 +139,9 @@ def convert(file: str, out: str, cfg: str) -> int:
             f"{weights.header.extra['partial']}", hint="start from it: yolofleet train --weights FILE"
         )
     writers[suffix](target, weights)
-    click.echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
+    echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
     if suffix == ".safetensors" and weights.header.family == "yolov5":
-        click.echo(
+        echo(
             f"YOLOv5 takes it, too: model.load_state_dict(safetensors.torch.load_file({str(target)!r}), strict=False)"
         )
     return 0
@@ -168,20 +168,15 @@ def show_known(json_out: str) -> int:
         _write_json({"folder": str(weights_folder()), "weights": rows}, json_out)
         if json_out == "-":
             return 0
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from yolofleet.report.console import ScreenTable
 
-    table = Table(
-        box=box.SIMPLE_HEAD, caption_justify="left", caption=CAPTION.format(folder=weights_folder())
-    )
-    for column in ("name", "MiB", "state", "licence"):
-        table.add_column(column, justify="right" if column == "MiB" else "left", overflow="fold")
+    table = ScreenTable("name", "MiB", "state", "licence", numbers=("MiB",))
     for entry in known_weights():
         size, item = entry.item.size_bytes, entry.item
         state = "here" if entry.is_here else "on request" if item.digest else "by hand"
         table.add_row(entry.name, f"{size / 2**20:.1f}" if size else "", state, item.licence.split(" (")[0])
-    Console(markup=False).print(table)
+    table.show()
+    echo(CAPTION.format(folder=weights_folder()))
     return 0
 
 
@@ -195,9 +190,9 @@ def download(name: str, source: str, sha256: str) -> int:
         path = import_weights(name, Path(source), sha256=digest)
     else:
         path = find_or_download(name, sha256=digest)
-    click.echo(f"{path}")
+    echo(f"{path}")
     if source:
-        click.echo(f"sha256 {digest_of(path)}")
+        echo(f"sha256 {digest_of(path)}")
     return 0
 
 
@@ -210,14 +205,9 @@ def _description(cfg: str) -> ModelDescription | None:
 
 
 def _write_json(value: Any, json_out: str) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    if json_out == "-":
-        click.echo(text)
-        return
-    try:
-        Path(json_out).write_text(text + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise StorageError(f"{json_out} cannot be written: {problem.strerror}") from None
+    from yolofleet.files.atomic import emit_json
+
+    emit_json(value, json_out, indent=2)
 
 
 CAPTION = "here: in {folder}; on request: downloaded and checked; by hand: no digest is known, so a person must get it"

@@ -39,7 +39,7 @@ from yolofleet.files.lock import in_turn
 __all__ = ["DataIndex", "Problem", "build_index", "cache_root"]
 
 _Files = YoloFiles | VocFiles | CocoFiles
-_FORMAT = 2
+_FORMAT = 3
 _CHUNK = 512  # images that a thread takes at a time
 _THREADS = 8  # they wait for the disk or the network; the reading itself is 60 us an image
 _ARRAYS = (
@@ -467,7 +467,7 @@ def _image_ids(parts: Sequence[_Part], groups: Sequence[_Files], paths: Sequence
 
 
 def _unusable(spec: DatasetSpec, split: str, what: str, log: ProblemLog) -> DataError:
-    lines = [str(problem) for problem in log.kept[:10]]
+    lines = [problem.words for problem in log.kept[:10]]  # nothing was done about them: the set is refused
     lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
     return DataError(
         f"{what} in the {split} split\n  " + "\n  ".join(lines),

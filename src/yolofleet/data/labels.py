@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from yolofleet.text import screen_line
+
 MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with complaints
 EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged (rounding of writers)
 MAX_FRACTION = 2.0  # beyond it a number is taken for pixels, not for a fraction of the image
@@ -71,10 +73,14 @@ class Problem:
         prefix = str(root).rstrip(os.sep) + os.sep
         return replace(self, path=self.path.removeprefix(prefix))
 
+    @property
+    def words(self) -> str:
+        """Place and fault, in one line for a screen."""
+        place = self.path if self.line is None else f"{self.path}:{self.line}"
+        return screen_line(f"{place}: {self.what}")
+
     def __str__(self) -> str:
-        path = self.path.encode("utf-8", "backslashreplace").decode()  # names that are no text stay printable
-        place = path if self.line is None else f"{path}:{self.line}"
-        return f"{place}: {self.what} -> {self.action}"
+        return f"{self.words} -> {self.action}"
 
 
 @dataclass

@@ -183,12 +183,13 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
     """(line, [class, cx, cy, w, h]) of each readable row."""
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
+    has_underscore = b"_" in data
     for line, text in enumerate(data.splitlines(), 1):
         columns = text.split()
         if not columns:
             continue
         try:
-            if b"_" in text:  # float() reads 0.5_0; other programs do not
+            if has_underscore and b"_" in text:  # float() reads 0.5_0; other programs do not
                 raise ValueError
             numbers = list(map(float, columns))
         except ValueError:

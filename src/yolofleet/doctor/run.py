@@ -16,6 +16,7 @@ from yolofleet.doctor.need import by_number, need_here
 from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.probes import run_probe
 from yolofleet.errors import ClusterError
+from yolofleet.text import echo
 
 QUICK = (
     "shm-small",
@@ -67,10 +68,10 @@ def tell(findings: Sequence[Finding], stream: TextIO) -> None:
     for finding in findings:
         wheres.setdefault(replace(finding, where=""), []).append(finding.where)
     for finding, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
-        print(replace(finding, where=", ".join(where)).render(), file=stream)
+        echo(replace(finding, where=", ".join(where)).render(), to=stream)
     counts = Counter(finding.level for finding in wheres)
     told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
-    print(f"\n{', '.join(told) or 'nothing found'}", file=stream, flush=True)
+    echo(f"\n{', '.join(told) or 'nothing found'}", to=stream)
 
 
 def _plural(level: str, count: int) -> str:

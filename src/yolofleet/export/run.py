@@ -28,7 +28,7 @@ from yolofleet.export.verify import (
     generated_pictures,
     real_pictures,
 )
-from yolofleet.files.atomic import make_folder, write_json
+from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.report.console import Console
@@ -63,10 +63,7 @@ def export_command(config: ExportConfig) -> int:
         )
         figures = export(model, format, facts, size_hw, out, simplify=config.simplify, data=config.data)
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
-    if config.json_out == "-":
-        print(json.dumps(figures), flush=True)
-    elif config.json_out:
-        write_json(Path(config.json_out), figures)
+    emit_json(figures, config.json_out)
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from yolofleet.errors import StorageError
+from yolofleet.text import echo
 
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another --project folder; nothing half-written was left",
@@ -166,6 +167,20 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
     write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def emit_json(value: Any, target: str, *, indent: int | None = None) -> None:
+    """Write ``value`` as ``--json`` asks: to standard output for ``-``, nowhere for an empty text, else to that file.
+
+    Args:
+        indent: of the text on standard output; None = one line.
+    Raises:
+        StorageError: the disk refused.
+    """
+    if target == "-":
+        echo(json.dumps(jsonable(value), indent=indent))
+    elif target:
+        write_json(Path(target), value)
 
 
 def jsonable(value: Any) -> Any:

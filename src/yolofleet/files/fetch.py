@@ -26,7 +26,7 @@ from yolofleet.errors import DataError, StorageError
 from yolofleet.files.atomic import sync_folder
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import Refused, Transient, open_url, reason_text, whole_number
-from yolofleet.text import size_text
+from yolofleet.text import echo, size_text
 
 OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
@@ -195,7 +195,7 @@ def digest_of(path: Path, kind: str = "sha256") -> str:
 
 
 def to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    echo(text, to=sys.stderr)
 
 
 def _check_present(item: Item, path: Path) -> None:
@@ -437,10 +437,11 @@ class _ProgressLine:
         rate = (done - self.started[1]) / max(now_s - self.started[0], 1e-3)
         left = f", {(total - done) / rate:.0f} s left" if rate else ""
         text = f"{self.name}: {done / total:4.0%} of {size_text(total)}, {size_text(rate)}/s{left}"
-        print(f"\r{text:<78.78}", end="", file=sys.stderr, flush=True)
+        sys.stderr.write("\r")
+        echo(f"{text:<78.78}", end="", to=sys.stderr)
         self.is_shown = True
 
     def close(self) -> None:
         if self.is_shown:
-            print(file=sys.stderr)
+            echo(to=sys.stderr)
             self.is_shown = False

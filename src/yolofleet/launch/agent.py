@@ -24,6 +24,7 @@ from yolofleet.launch.job import AGENT_DEFAULTS
 from yolofleet.launch.local import exit_text
 from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
+from yolofleet.text import echo
 
 POLL_S = 0.2
 
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     try:
         arguments = [*meeting_arguments(os.environ, argv), *argv]
     except YolofleetError as problem:
-        print(problem.render(), file=sys.stderr)
+        echo(problem.render(), to=sys.stderr)
         return problem.exit_code
     os.environ.update(AGENT_DEFAULTS | os.environ)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
@@ -107,7 +108,7 @@ def _explained(rank: int, exit_code: int, killed: OomKills) -> int:
     problem = ClusterError(
         f"rank {rank} {exit_text(exit_code, killed)}", hint="start the job again: it resumes"
     )
-    print(problem.render(), file=sys.stderr)
+    echo(problem.render(), to=sys.stderr)
     return problem.exit_code
 
 

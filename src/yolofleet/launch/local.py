@@ -22,6 +22,7 @@ from yolofleet.launch.frames import WORDS, fits
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.processes import UNKNOWN, OomKills, end_descendants, oom_kills
 from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
@@ -179,7 +180,7 @@ def run_agent(job: JobSpec) -> int:
         stopped = Stopped(
             "ended at once, on request; what was saved last is there", hint=resume_command(job.folder)
         )
-        print(stopped.render(), file=sys.stderr)
+        echo(stopped.render(), to=sys.stderr)
         return stopped.exit_code
     return explain(job.folder, code, started_at, oom_kills().since(before))
 
@@ -238,9 +239,9 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
     killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
     if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
-        print(first["message"], file=sys.stderr)
+        echo(first["message"], to=sys.stderr)
         if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
-            print(f"  on   : rank {first['rank']}, host {first['host']}", file=sys.stderr)
+            echo(f"  on   : rank {first['rank']}, host {first['host']}", to=sys.stderr)
         return int(first["exit_code"])
     hint = resume or "give the same command again"
     ending = endings[0]
@@ -249,7 +250,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
         what = exit_text(exit_code, ending.killed)
         on = f" on {ending.host}" if ending.host else ""
         problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
-        print(crash_text(ending.log), end="", file=sys.stderr)
+        echo(crash_text(ending.log), end="", to=sys.stderr)
     elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
         known = "what was saved last is there" if resume else "nothing had been saved"
         problem = Stopped(f"stopped on request; {known}", hint=hint)
@@ -257,7 +258,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
         tail = "\n".join(ending.log.strip().splitlines()[-15:])
         on = f" on {ending.host}" if ending.host else ""
         problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
-    print(problem.render(), file=sys.stderr)
+    echo(problem.render(), to=sys.stderr)
     return problem.exit_code
 
 

@@ -17,6 +17,7 @@ from yolofleet.launch.local import run_agent, stoppable
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 
@@ -134,7 +135,7 @@ def look_first(settings: TrainConfig | ValConfig) -> None:
                 )
             raise ClusterError(finding.seen, source=source, hint=finding.fix)
         if finding.level in ("warn", "fault"):
-            print(finding.render(), file=sys.stderr, flush=True)
+            echo(finding.render(), to=sys.stderr)
 
 
 def as_training(settings: TrainConfig | ValConfig) -> TrainConfig:

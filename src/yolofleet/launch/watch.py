@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
 from yolofleet.launch.processes import OomKills
 from yolofleet.launch.remote import Frame, Remote
 from yolofleet.launch.screen import Screen
+from yolofleet.text import RelayedText, echo
 
 SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
 FAILED_GRACE_S = 8.0
@@ -30,7 +32,7 @@ BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
 
 def say(text: str) -> None:
     """A line of the launcher's own."""
-    print(text, file=sys.stderr, flush=True)
+    echo(text, to=sys.stderr)
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Watch:
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
     began_line: dict[int, bool] = field(default_factory=dict)
+    relayed: dict[int, RelayedText] = field(default_factory=lambda: defaultdict(RelayedText))
     screen: Screen = field(default_factory=Screen)
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class Watch:
         node = self.nodes[number]
         kind = frame["type"]
         if kind == "output":
-            self._show(number, whole(frame["text"]))
+            self._show(number, self.relayed[number].clean(whole(frame["text"])))
         elif kind == "log" and (frame["rank"] == AGENT or frame["rank"] in self.fleet.ranks(number)):
             self.log(number, frame["rank"], whole(frame["text"]))
         elif kind == "exit" and not node.is_over:

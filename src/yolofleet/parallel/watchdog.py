@@ -46,6 +46,7 @@ from yolofleet.parallel.witness import (
     state_of,
 )
 from yolofleet.parallel.world import Store, World
+from yolofleet.text import echo
 
 LOOK_S = 1.0
 RANKS_PER_S = 16  # beats are exchanged each second by that few ranks, more rarely by more
@@ -173,11 +174,7 @@ class Watchdog:
                 evidence = Evidence(
                     self.members, {0: mine}, {0: mine.age_s}, {0: own_findings()}, time.time()
                 )
-                print(
-                    f"\n{stall_note(Verdict((0,), 'stuck', mine.limit_s), evidence)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                echo(f"\n{stall_note(Verdict((0,), 'stuck', mine.limit_s), evidence)}", to=sys.stderr)
             said = stalled
 
     def _rearm_dump(self, mine: Beat) -> None:

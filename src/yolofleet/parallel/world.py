@@ -26,6 +26,7 @@ from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.stall import listed
+from yolofleet.text import echo
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
 
@@ -80,7 +81,7 @@ def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float
             return ""
         names = f"rank{'s' if len(late) > 1 else ''} {listed(late)}"
         if place.rank == 0 and wait_s == SAY_MISSING_S:
-            print(f"waiting at {where} for {names} of {place.size}", file=sys.stderr, flush=True)
+            echo(f"waiting at {where} for {names} of {place.size}", to=sys.stderr)
     return names
 
 

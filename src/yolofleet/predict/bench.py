@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from yolofleet.config.schema import BenchConfig
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.export.verify import generated_pictures
-from yolofleet.files.atomic import write_json
+from yolofleet.files.atomic import emit_json
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.run import place_text
 from yolofleet.report.console import Console
@@ -54,10 +52,7 @@ def bench_command(config: BenchConfig) -> int:
         ]
         console.table("medians", ("stage", "ms a pass", "ms an image"), rows)
         console.summary(f"{figures['images_per_s']:.4g} images/s", {})
-    if config.json_out == "-":
-        print(json.dumps(figures), flush=True)
-    elif config.json_out:
-        write_json(Path(config.json_out), figures)
+    emit_json(figures, config.json_out)
     return 0
 
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.panel import Panel
@@ -23,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from yolofleet.report.clock import Times
+from yolofleet.text import screen_line, screen_text
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def duration(seconds: float) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: the first column to the left, the others to the right."""
-    table = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    table = [[screen_line(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     return [
         "  ".join(
@@ -78,6 +80,27 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in table
     ]
+
+
+class ScreenTable(Table):
+    """A table on standard output whose cells may hold a stranger's words."""
+
+    def __init__(self, *columns: str, numbers: Sequence[str] = ()) -> None:
+        """
+        Args:
+            numbers: columns that stand to the right.
+        """
+        super().__init__(box=SIMPLE_HEAD, title_justify="left")
+        for column in columns:
+            justify: Literal["left", "right"] = "right" if column in numbers else "left"
+            self.add_column(column, justify=justify, overflow="fold")
+
+    def add_row(self, *cells: Any, **more: Any) -> None:
+        super().add_row(*(Text(screen_line(cell)) for cell in cells), **more)
+
+    def show(self) -> None:
+        """Print it."""
+        RichConsole(markup=False).print(self)
 
 
 class NullConsole:
@@ -169,7 +192,7 @@ class NullConsole:
             return
         try:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._log.writelines(f"{stamp} {line}\n" for line in lines)
+            self._log.writelines(f"{stamp} {screen_text(line)}\n" for line in lines)
             self._log.flush()
         except OSError:
             self.close()
@@ -183,12 +206,14 @@ class NullConsole:
 
 def _fact_lines(facts: Mapping[str, str]) -> list[str]:
     width = max((len(label) for label in facts), default=0)
-    return [f"{label.ljust(width)}  {text}" for label, text in facts.items()]
+    return [f"{label.ljust(width)}  {screen_line(text)}" for label, text in facts.items()]
 
 
 def _setting_lines(settings: Sequence[tuple[str, str, str]]) -> list[str]:
     width = max(len(f"{name} = {value}") for name, value, _ in settings)
-    return [f"{f'{name} = {value}'.ljust(width)}  ({source})" for name, value, source in settings]
+    return [
+        screen_line(f"{f'{name} = {value}'.ljust(width)}  ({source})") for name, value, source in settings
+    ]
 
 
 @dataclass
@@ -235,7 +260,9 @@ class Console(NullConsole):
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             for line in lines:
-                self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+                self._stream.write(
+                    screen_text(line).encode(encoding, "backslashreplace").decode(encoding) + "\n"
+                )
             self._stream.flush()
         except (OSError, ValueError):  # a closed pipe or stream
             pass
@@ -244,7 +271,7 @@ class Console(NullConsole):
         if self._rich is None:
             self._print(text)
         else:
-            self._rich.print(Text(text, style=style))
+            self._rich.print(Text(screen_text(text), style=style))
 
     def header(
         self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
@@ -257,17 +284,17 @@ class Console(NullConsole):
             return
         grid = Table.grid(padding=(0, 2))
         for label, text in facts.items():
-            grid.add_row(Text(label, style="cyan"), Text(text))
+            grid.add_row(Text(label, style="cyan"), Text(screen_text(text)))
         for i, source in enumerate(dict.fromkeys(source for _, _, source in settings)):
             line = Text()
             for name, value, _ in (entry for entry in settings if entry[2] == source):
-                line.append(f"{name} ").append(value, "bold").append(", ")
-            line.append(f"from {source}", "dim")
+                line.append(f"{name} ").append(screen_line(value), "bold").append(", ")
+            line.append(screen_line(f"from {source}"), "dim")
             grid.add_row(Text("settings" if i == 0 else "", style="cyan"), line)
         self._rich.print(
             Panel(
                 grid,
-                title=f"[bold]{escape(title)}[/bold]",
+                title=f"[bold]{escape(screen_line(title))}[/bold]",
                 title_align="left",
                 border_style="cyan",
                 expand=False,

@@ -13,12 +13,13 @@ from typing import Any, TextIO
 from yolofleet.files.atomic import jsonable
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo
 
 MAX_BYTES = 4 << 30
 
 
 def _print_warning(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    echo(text, to=sys.stderr)
 
 
 class EventLog:
