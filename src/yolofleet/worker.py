@@ -52,13 +52,13 @@ from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
-from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import (
     agree,
+    fleet_precision,
     lane_devices,
     loader_processes,
     place_text,
@@ -66,6 +66,7 @@ from yolofleet.parallel.process import (
     set_kernels,
     versions,
 )
+from yolofleet.parallel.stall import PeerFailed
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -84,8 +85,17 @@ from yolofleet.train.state import TrainState
 
 
 def show(error: YolofleetError) -> None:
-    """On the screen of whoever started this process."""
+    """Print an error for whoever started this process."""
     echo(f"\n{error.render()}", to=sys.stderr)
+
+
+def show_failure(problem: BaseException) -> int:
+    """Print why this process fails; return its exit code."""
+    if isinstance(problem, YolofleetError):
+        show(problem)
+        return problem.exit_code
+    echo("".join(traceback.format_exception(problem)), to=sys.stderr)
+    return 128 + signal.SIGINT if isinstance(problem, KeyboardInterrupt) else 1
 
 
 def run(
@@ -93,6 +103,7 @@ def run(
     recipe: Resolved[Recipe] | None = None,
     folder: RunFolder | None = None,
     on_stall: Callable[[YolofleetError], None] = show,
+    on_failure: Callable[[BaseException], int] = show_failure,
 ) -> None:
     """Be one rank of a run.
 
@@ -100,6 +111,8 @@ def run(
         recipe: of a training run.
         folder: of the run, when the launcher made it or an earlier run did; else rank 0 makes it.
         on_stall: is given the report when ranks hang; then the process ends.
+        on_failure: reports an exception and returns the exit code, where the process ends at once because its
+            collectives could not be closed (``World.ends_by_exit``).
 
     Raises:
         YolofleetError: anything foreseen.
@@ -108,9 +121,31 @@ def run(
     settings = config.value
     device = prepare_process(settings, place)
     world = World.join(place, device, settings.timeout_s)
-    run_folder, failed = folder, True
+    try:
+        _run(config, recipe, folder, world, on_stall)
+    except BaseException as problem:
+        if world.ends_by_exit:
+            exit_code = on_failure(problem)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
+        world.close(failed=True)
+        raise
+    world.close()
+
+
+def _run(
+    config: Resolved[TrainConfig] | Resolved[ValConfig],
+    recipe: Resolved[Recipe] | None,
+    folder: RunFolder | None,
+    world: World,
+    on_stall: Callable[[YolofleetError], None],
+) -> None:
+    """Do the work of :func:`run` among the ranks of ``world``."""
+    settings, run_folder = config.value, folder
     try:
         with stoppable():
+            world.connect()
             verb = "train" if isinstance(settings, TrainConfig) else "val"
             run_folder = shared_folder(world, verb, settings, folder)
             with Watchdog(
@@ -128,7 +163,6 @@ def run(
                 else:
                     write_config(world, run_folder, config)
                     validate(settings, world, run_folder)
-        failed = False
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -138,9 +172,7 @@ def run(
             raise
         if run_folder:
             run_folder.discard_unless_used()
-        raise out_of_memory(problem, settings, device) from None
-    finally:
-        world.close(failed=failed)
+        raise out_of_memory(problem, settings, world.device) from None
 
 
 def is_out_of_memory(problem: Exception) -> bool:
@@ -221,7 +253,7 @@ def _train(
     activity.clock = clock
     torch.manual_seed(config.seed)
     random.seed(config.seed)
-    precision = resolve_precision(config.precision, world.device)
+    precision = fleet_precision(config.precision, world)
     micro_batch = micro_batch_of(config)
 
     check_settings(config, recipe_sourced.value, world)
@@ -434,7 +466,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         model.check_unsuppressed()
         device, size_hw, where = torch.device("cpu"), model.facts.size_hw, f"{where}; {model.place}"
     else:
-        precision = resolve_precision(config.precision, device)
+        precision = fleet_precision(config.precision, world)
         size_hw = square_of(model, config.img, config.fit)
         model = fuse(model).to(device)
     if model.nc != len(index.names) and not config.single_cls:
@@ -518,20 +550,24 @@ def main(argv: list[str]) -> int:
         return exit_code
 
     def on_stall(error: YolofleetError) -> None:
-        last_words(error.render(), error.exit_code, of_all=True)
+        last_words(error.render(), error.exit_code, of_all=True, secondary=isinstance(error, PeerFailed))
+
+    def on_failure(problem: BaseException) -> int:
+        if isinstance(problem, YolofleetError):
+            is_echo = isinstance(problem, ClusterError)  # most often of another rank's end
+            return last_words(problem.render(), problem.exit_code, secondary=is_echo)
+        if isinstance(problem, KeyboardInterrupt):
+            return last_words("interrupted", 128 + signal.SIGINT)
+        text = "".join(traceback.format_exception(problem))
+        echo(text, to=sys.stderr)
+        return last_words("this is a bug in yolofleet:\n" + text, 1)
 
     try:
         job = load_job(Path(argv[1]) if len(argv) > 1 else folder.job)
-        run(job.config, job.recipe, folder, on_stall)
+        run(job.config, job.recipe, folder, on_stall, on_failure)
         return 0
-    except YolofleetError as error:
-        is_echo = isinstance(error, ClusterError)  # most often of another rank's end
-        return last_words(error.render(), error.exit_code, secondary=is_echo)
-    except KeyboardInterrupt:
-        return last_words("interrupted", 128 + signal.SIGINT)
-    except Exception:
-        echo(traceback.format_exc(), to=sys.stderr)
-        return last_words("this is a bug in yolofleet:\n" + traceback.format_exc(), 1)
+    except (Exception, KeyboardInterrupt) as problem:
+        return on_failure(problem)
 
 
 if __name__ == "__main__":

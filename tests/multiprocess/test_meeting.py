@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from yolofleet import worker
+from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError
 from yolofleet.parallel import world
+from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.place import Place
+from yolofleet.report.folder import RunFolder
 
 PATIENCE_S = 4.0  # for those that never come
 
@@ -55,6 +60,120 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     assert f"ClusterError: ranks 2, 3 did not come to 127.0.0.1:{port} within 4 s" in ends[0]
     assert ends[1].startswith("ClusterError: ")
     assert said == [f"waiting at 127.0.0.1:{port} for ranks 2, 3 of 4\n", ""]
+
+
+def sum_on(rank: int, port: int, folder: Path, backends: list[str]) -> None:
+    with (folder / f"said-{rank}").open("w") as said:
+        world.sys.stderr = said
+        world.devices.collective_backend = lambda device: backends[rank]
+        met = world.World.join(
+            Place(rank, 2, rank, 2, "torchrun", "127.0.0.1", port), torch.device("cpu"), 200.0
+        )
+        total = int(met.all_reduce_(torch.tensor([rank + 1])))
+        name = world.dist.get_backend_config()
+        met.close()
+    (folder / f"end-{rank}").write_text(f"{total} {name}")
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
+@pytest.mark.parametrize("backends", [["cpu:gloo,cuda:gloo", "gloo"], ["cpu:gloo,cuda:gloo"] * 2])
+def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, backends: list[str]) -> None:
+    """NCCL on one side and gloo on the other would wait for each other for ever."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=sum_on, args=(r, port, tmp_path, backends)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(240)
+    differ = len(set(backends)) > 1
+    chosen = "cpu:gloo,cuda:gloo" if not differ else "cpu:gloo"
+    for rank in range(2):
+        total, name = (tmp_path / f"end-{rank}").read_text().split()
+        assert total == "3" and name.startswith(chosen)
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert said == [
+        "ranks have different kinds of devices: all sums go through gloo\n" if differ else "",
+        "",
+    ]
+
+
+NCCL_REFUSES = "NCCL error in: ProcessGroupNCCL.cpp:1\nncclInvalidUsage: Duplicate GPU detected"
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_an_error_of_nccl_in_the_call_of_a_collective_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch, collective: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise world.dist.DistBackendError(NCCL_REFUSES)
+
+    mine = world.World(1, 2, 1, 2, torch.device("cpu"))
+    monkeypatch.setattr(world.dist, collective, refuse)
+    if collective == "all_gather":
+        monkeypatch.setattr(mine, "all_reduce_", lambda tensor: tensor)
+    calls = {
+        "all_reduce": lambda: mine.all_reduce_(torch.zeros(3)),
+        "all_gather": lambda: mine.all_gather_bytes(b"text"),
+        "broadcast": lambda: mine.broadcast_(torch.zeros(3)),
+    }
+    with pytest.raises(ClusterError, match=f"rank 1 could not start {collective}") as caught:
+        calls[collective]()
+    assert "NCCL error" in str(caught.value.source) and "NCCL_DEBUG=INFO" in caught.value.render()
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_an_error_of_nccl_inside_the_backward_pass_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The first all-reduce of a bucket is started by a hook, below the autograd engine."""
+    calls = 0
+
+    def refuse(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise world.dist.DistBackendError(NCCL_REFUSES)
+
+    monkeypatch.setattr(world.dist, "all_reduce", refuse)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mine = world.World(0, 2, 0, 2, torch.device("cpu"))
+    buckets = GradientBuckets(model.parameters(), mine, statistics=4, bytes_each=64)
+    buckets.begin(1)
+    with pytest.raises(ClusterError, match="could not start all_reduce float32"):
+        buckets.arm()
+        model(torch.ones(1, 8)).sum().backward()
+        buckets.finish()
+    assert calls == number
+
+
+class LeftAtOnce(Exception):
+    """In the place of ``os._exit``."""
+
+
+@pytest.mark.parametrize(("device", "at_once"), [("cuda:0", True), ("cpu", False)])
+def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, at_once: bool
+) -> None:
+    """NCCL's abort may wait for the other ranks, and nobody would read why this one failed."""
+    done: list[object] = []
+    mine = world.World(0, 2, 0, 2, torch.device(device))
+
+    def ends(code: int) -> None:
+        done.append(code)
+        raise LeftAtOnce
+
+    monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device(device))
+    monkeypatch.setattr(worker.World, "join", lambda *_: mine)
+    monkeypatch.setattr(worker.World, "close", lambda self, failed=False: done.append("close"))
+    monkeypatch.setattr(worker.World, "connect", lambda self: 1 / 0)
+    monkeypatch.setattr(worker.os, "_exit", ends)
+    config, _ = resolve_train({"data": "shapes", "model": "yolov5n"})
+    with pytest.raises(LeftAtOnce if at_once else ZeroDivisionError):
+        worker.run(config, None, RunFolder(tmp_path), on_failure=lambda problem: done.append("words") or 7)
+    assert done == (["words", 7] if at_once else ["close"])
 
 
 def test_after_a_failure_nccl_is_broken_off_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

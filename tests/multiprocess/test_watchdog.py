@@ -22,6 +22,7 @@ import torch.distributed as dist
 from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
 
 from yolofleet.launch.processes import variable
+from yolofleet.parallel import stall
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -34,6 +35,10 @@ FIRST = 120  # steps, until beats of a steady state have been exchanged
 
 
 # -- forked ranks that do nothing but meet: milliseconds to start ------------------------------------------------
+
+
+class Failure(Exception):
+    """Ends the work of a rank, but not its process."""
 
 
 def free_port() -> int:
@@ -59,19 +64,22 @@ def member(rank: int, folder: Path, port: int, agent_store: bool, work: Callable
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world, clock = World(rank, 2, rank, 2, torch.device("cpu")), Clock()
     world.activity.clock = clock
-    with Watchdog(
-        world,
-        stall_s=STALL_S,
-        timeout_s=60,
-        log=folder / f"rank-{rank}.log",
-        checkpoints=folder,
-        resume="resume it",
-        say=lambda error: (folder / f"report-{rank}").write_text(error.render()) and None,
-    ):
-        clock.training()
-        steps(world, clock, FIRST)
-        (folder / f"steady-{rank}").touch()
-        work(world, clock)
+    try:
+        with Watchdog(
+            world,
+            stall_s=STALL_S,
+            timeout_s=60,
+            log=folder / f"rank-{rank}.log",
+            checkpoints=folder,
+            resume="resume it",
+            say=lambda error: (folder / f"report-{rank}").write_text(error.render()) and None,
+        ):
+            clock.training()
+            steps(world, clock, FIRST)
+            (folder / f"steady-{rank}").touch()
+            work(world, clock)
+    except Failure:
+        time.sleep(DEADLINE_S)
     world.close()
     os._exit(0)  # a fork of pytest: nothing of pytest's own end
 
@@ -128,6 +136,27 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, stopped: int, agent_s
     assert (
         "saved: step-00000008.safetensors" in report and "kill -CONT" in more[-1] and "resume it" in more[-1]
     )
+
+
+def test_a_rank_that_fails_while_another_is_stuck_in_a_collective_ends_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL: the failed process still exists, so its sockets tell the other nothing."""
+    monkeypatch.setattr(stall, "LEFT_GRACE_S", 2.0)
+
+    def work(world: World, clock: Clock) -> None:
+        if world.rank == 1:
+            raise Failure
+        with clock("comm"):
+            world.barrier()
+
+    with two_ranks(tmp_path, work) as ranks:
+        ranks[0].join(DEADLINE_S)
+        assert ranks[0].exitcode == 4
+        assert ranks[1].exitcode is None
+    report = the_report(tmp_path)
+    assert re.match(r"PeerFailed: rank 1 \(.*, cpu\) failed in .*; other ranks still wait for it", report)
+    assert "other: rank 0 waits in collective" in report and "its own message says why" in report
 
 
 def turns_for_ever(step: int) -> None:

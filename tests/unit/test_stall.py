@@ -70,8 +70,24 @@ def test_a_wait_is_reported_before_the_collective_fails_by_itself() -> None:
 
 
 def test_ranks_that_are_done_are_not_missed() -> None:
-    assert verdict_on(WAITS, replace(LOADS, ended=True), silent_s=(0, 99)) is None
+    assert verdict_on(replace(WAITS, waiting=False), replace(LOADS, ended=True), silent_s=(0, 99)) is None
+    assert verdict_on(replace(WAITS, age_s=29.0), replace(LOADS, ended=True)) is None
     assert judge({0: WAITS}, {0: 0.0}, size=2, timeout_s=TIMEOUT_S) is None, "not all have been heard of"
+
+
+def test_a_rank_that_failed_is_the_cause_whatever_the_others_are_stuck_in() -> None:
+    """GPU ranks wait in the driver, not in a collective, and no error reaches them there."""
+    failed = replace(LOADS, ended=True, failed=True)
+    stuck = replace(WAITS, phase="compute", waiting=False, age_s=11.0)
+    assert verdict_on(stuck, failed) == Verdict((1,), "left", 10.0)
+    assert verdict_on(stuck, failed, stuck, stuck) == Verdict((1,), "left", 10.0)
+    assert verdict_on(replace(stuck, age_s=9.0), failed) is None, "it may notice by itself"
+    assert verdict_on(replace(stuck, phase="checkpoint"), failed) is None, "it can still end its work"
+
+
+def test_a_lone_rank_that_waits_for_ranks_that_ended_is_a_stall() -> None:
+    assert verdict_on(WAITS, replace(LOADS, ended=True)) == Verdict((1,), "left", 30.0)
+    assert judge({0: WAITS}, {0: 0.0}, size=1, timeout_s=TIMEOUT_S) is None, "alone from the start"
 
 
 class Hand:

@@ -14,6 +14,7 @@ from yolofleet import __version__, devices
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import TrainConfig, Where
 from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.world import World
 
@@ -92,6 +93,19 @@ def agree(world: World, what: str, mine: str) -> None:
             f"{what} of rank {', '.join(odd)} differs from rank 0's ({texts[0][0]})",
             hint="all machines need the same data set, configuration and version of yolofleet",
         )
+
+
+def fleet_precision(asked: str, world: World) -> str:
+    """Return the number format of all ranks; ``auto`` is fp32 unless all their devices have the same default.
+
+    Sums of gradients need one loss scale on every rank. Collective: every rank.
+
+    Raises:
+        ConfigError: this rank's device cannot do it.
+    """
+    mine = resolve_precision(asked, world.device)
+    every = set(world.all_gather_bytes(mine.encode()))
+    return mine if len(every) == 1 else "fp32"
 
 
 def versions() -> dict[str, str]:

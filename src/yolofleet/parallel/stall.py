@@ -27,6 +27,7 @@ TASK_TIMES = {
     "indexing": 60.0,
 }  # downloads have their own deadlines
 LONG_SILENCE_TIMES = 4  # outside of steps, Python may be locked for a while (imports, large files)
+LEFT_GRACE_S = 10.0  # after a rank failed, the others notice it themselves, or never
 NEARLY = 0.9  # of --timeout-s: then the run is about to fail anyway, with less to say
 WINDOW = 30  # steps that "usual" is taken over
 
@@ -64,7 +65,7 @@ class Beat:
         waiting: for the last of them; last: what that one is.
         age_s: seconds without any progress.
         limit_s, silence_s: how long it may go without progress, and without a beat.
-        ended: its work is over.
+        ended: its work is over. failed: by an exception.
     """
 
     number: int
@@ -77,6 +78,11 @@ class Beat:
     limit_s: float
     silence_s: float
     ended: bool
+    failed: bool = False
+
+    def needs_others(self) -> bool:
+        """Return whether it waits for other ranks, or will before it can end its work."""
+        return self.waiting or self.phase in ("data", "compute", "comm", "evaluate")
 
     def place_text(self) -> str:
         return f"{self.phase!r}" + (f" after step {self.step}" if self.step else "")
@@ -99,7 +105,7 @@ class Progress:
         self._recent: dict[str, deque[float]] = {}
         self._number = 0
 
-    def look(self, elapsed_s: float, *, ended: bool = False) -> Beat:
+    def look(self, elapsed_s: float, *, ended: bool = False, failed: bool = False) -> Beat:
         """Once a second: ``elapsed_s`` of this process's own running time have passed."""
         a, clock = self.activity, self.activity.clock
         phase = clock.phase if clock else "start"
@@ -128,6 +134,7 @@ class Progress:
             limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_TIMES.get(a.task, LONG_TIMES),
             silence_s=max(self.stall_s * (1 if steady else LONG_SILENCE_TIMES), self.least_silence_s),
             ended=ended,
+            failed=failed,
         )
 
     def _limit_s(self, phase: str) -> float:
@@ -140,7 +147,8 @@ class Verdict:
     """Attributes:
     missing: ranks that the others wait for; all of them when they wait for each other.
     kind: "silent": without a sign of life; "stuck": alive, in one place; "waiting": everybody waits for the
-        same collective; "blind": the place where ranks leave their beats does not answer.
+        same collective; "left": ended, while another waits for them; "blind": the place where ranks leave
+        their beats does not answer.
     limit_s: that was exceeded.
     """
 
@@ -159,8 +167,19 @@ def judge(
         timeout_s: after which a collective fails.
     """
     live = {rank: beat for rank, beat in beats.items() if not beat.ended}
-    if len(beats) < size or len(live) < 2:
+    if len(beats) < size or not live:
         return None
+    failed = tuple(rank for rank, beat in beats.items() if beat.failed)
+    if failed and any(beat.age_s > LEFT_GRACE_S for beat in live.values() if beat.needs_others()):
+        return Verdict(failed, "left", LEFT_GRACE_S)
+    if len(live) == 1:
+        (beat,) = live.values()
+        waits = beat.waiting and beat.age_s > beat.limit_s
+        return (
+            Verdict(tuple(sorted(beats.keys() - live.keys())), "left", beat.limit_s)
+            if waits and size > 1
+            else None
+        )
     silent = [rank for rank, beat in live.items() if silent_s[rank] > beat.silence_s]
     speaking = {rank: beat for rank, beat in live.items() if rank not in silent}
     if silent:
@@ -221,8 +240,12 @@ class Evidence:
         return self.findings.get(rank, Findings())
 
 
+class PeerFailed(ClusterError):
+    """Another rank failed; its own message says why."""
+
+
 def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str) -> ClusterError:
-    """The one report.
+    """Return the one report.
 
     Args:
         saved: newest checkpoint, "" = none.
@@ -237,7 +260,8 @@ def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str
     if resume:
         lines.append(f"  saved: {saved or 'nothing yet'}")
     again = resume if saved and resume else "the same command again"
-    return ClusterError("\n".join(lines), hint=f"{_advice(verdict, evidence)}; then {again}")
+    kind = PeerFailed if verdict.kind == "left" else ClusterError
+    return kind("\n".join(lines), hint=f"{_advice(verdict, evidence)}; then {again}")
 
 
 def stall_note(verdict: Verdict, evidence: Evidence) -> str:
@@ -263,6 +287,9 @@ def _headline(verdict: Verdict, evidence: Evidence) -> str:
         return f"all ranks wait in collective {beat.collectives} ({beat.last}) {since}: {names}"
     if verdict.kind == "blind":
         return f"ranks cannot reach the place where they met any more, {since}; it is held by {names} or its launcher"
+    if verdict.kind == "left":
+        what = "failed" if beat.failed else "ended its work"
+        return f"{names} {what} in {beat.place_text()}; other ranks still wait for it"
     many = len(verdict.missing) > 1
     what = "no sign of life" if verdict.kind == "silent" else "no progress"
     verb = ("give" if verdict.kind == "silent" else "make") + ("" if many else "s")
@@ -296,6 +323,8 @@ def _advice(verdict: Verdict, evidence: Evidence) -> str:
     """What most likely happened, and what to type."""
     rank = verdict.missing[0]
     member, beat, found = evidence.members[rank], evidence.beats[rank], evidence.found(rank)
+    if verdict.kind == "left":
+        return f"its own message says why, also in {member.log}"
     if found.letter == "T":
         return f"somebody or something stopped it; kill -CONT {member.pid} would have let it go on"
     if found.letter == "t":

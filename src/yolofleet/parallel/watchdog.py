@@ -95,6 +95,7 @@ class Watchdog:
         self._blind_s = 0.0  # since the store answered
         self._every_s = max(LOOK_S, world.size / RANKS_PER_S)
         self._progress = Progress(world.activity, stall_s, least_silence_s=BEATS_MISSED * self._every_s)
+        self._failed = False
         self._closing, self._ending = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._dump: TextIO | None = None
@@ -132,7 +133,8 @@ class Watchdog:
             self._threads.append(thread)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed = kind is not None
         self._closing.set()
         for thread in self._threads:
             thread.join(CLOSE_WAIT_S)
@@ -205,7 +207,9 @@ class Watchdog:
                 verdict = judge(self.beats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
                 if verdict is not None and store.add("reporters", 1) == 1:
                     self._report(store, verdict)
-            store.set(f"beat/{rank}", json.dumps(vars(self._progress.look(0.0, ended=True))))
+            store.set(
+                f"beat/{rank}", json.dumps(vars(self._progress.look(0.0, ended=True, failed=self._failed)))
+            )
             store.check(["question"])  # it has been answered: the beat has arrived
 
     def _fetch_beats(self, store: Store) -> None:

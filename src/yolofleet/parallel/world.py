@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,10 +67,12 @@ def _libuv() -> bool:
     return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
 
 
-def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float) -> str:
-    """Wait until every rank is there; of those that are not in time the names, else "". Rank 0 says for whom it
-    waits when that takes long."""
-    store.set(f"here/{place.rank}", place.source)
+def _missing_ranks(store: dist.Store, place: Place, where: str, backend: str, timeout_s: float) -> str:
+    """Wait until every rank has published its backend; return the names of those that are late, else "".
+
+    Rank 0 prints whom it waits for when that takes long.
+    """
+    store.set(f"here/{place.rank}", backend)
     keys = {rank: f"here/{rank}" for rank in range(place.size)}
     for wait_s in (min(SAY_MISSING_S, timeout_s), max(timeout_s - SAY_MISSING_S, 0.1)):
         try:
@@ -85,6 +88,19 @@ def _missing_ranks(store: dist.Store, place: Place, where: str, timeout_s: float
     return names
 
 
+def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
+    """Return the backend that every rank can use: its own if all have the same, else gloo.
+
+    GPUs that sum through NCCL and CPUs that sum through gloo would wait for each other for ever.
+    """
+    published = {text.decode() for text in store.multi_get([f"here/{rank}" for rank in range(place.size)])}
+    if published == {mine}:
+        return mine
+    if place.rank == 0:
+        print("ranks have different kinds of devices: all sums go through gloo", file=sys.stderr, flush=True)
+    return "gloo"
+
+
 @dataclass
 class World:
     """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
@@ -97,6 +113,7 @@ class World:
     source: str = "alone"
     host: str = field(default_factory=socket.gethostname)
     activity: Activity = field(default_factory=Activity, compare=False)
+    is_guest: bool = False  # another program made the process group (Ray)
 
     @property
     def is_main(self) -> bool:
@@ -108,22 +125,26 @@ class World:
 
     @classmethod
     def join(cls, place: Place, device: torch.device, timeout_s: float) -> World:
-        """Meet the others (NCCL for CUDA tensors where there is one, gloo for the rest).
+        """Meet the others: NCCL, or what the device has in its place, for its tensors; gloo for the rest.
 
         Collective: every rank, once, at most ``timeout_s``.
+
+        Raises:
+            ClusterError: a rank is missing.
         """
         devices.select(device)
-        if place.size > 1 and not dist.is_initialized():  # Ray has met them already
+        is_guest = dist.is_initialized()  # Ray has met them already
+        if place.size > 1 and not is_guest:
             backend = devices.collective_backend(device)
             where = f"{place.address}:{place.port}"
             began_s = time.monotonic()
             try:
                 store = _meeting_store(place, timeout_s)
                 left_s = timeout_s - (time.monotonic() - began_s)
-                missing = _missing_ranks(store, place, where, left_s)
+                missing = _missing_ranks(store, place, where, backend, left_s)
                 if not missing:
                     dist.init_process_group(
-                        backend,
+                        _common_backend(store, place, backend),
                         store=store,
                         rank=place.rank,
                         world_size=place.size,
@@ -141,7 +162,20 @@ class World:
                     hint="was it started, with the same address and port, and do its logs say why not? "
                     "--timeout-s waits longer",
                 )
-        return cls(place.rank, place.size, place.local_rank, place.local_size, device, place.source)
+        rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
+        return cls(rank, size, local_rank, local_size, device, place.source, is_guest=is_guest)
+
+    def connect(self) -> None:
+        """Sum one number on the device: NCCL connects at its first collective, and may fail there.
+
+        Collective: every rank, once, after :meth:`join`.
+
+        Raises:
+            ClusterError: the device's collectives do not work.
+        """
+        if self.size > 1 and not devices.is_host(self.device):
+            self.all_reduce_(torch.zeros(1, device=self.device))
+            devices.synchronize(self.device)
 
     def store(self, name: str) -> Store | None:
         """A connection of one's own to the store where the ranks met, under a name that only they know; None
@@ -163,9 +197,16 @@ class World:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
 
+    @property
+    def ends_by_exit(self) -> bool:
+        """Whether this process must not leave the group after a failure, but end at once.
+
+        Both the orderly end of NCCL and its abort may wait for ranks that never come to them.
+        """
+        return self.size > 1 and not devices.is_host(self.device) and not self.is_guest
+
     def close(self, *, failed: bool = False) -> None:
-        """Leave the others. After a failure NCCL is broken off: its orderly end would wait for ranks that never come
-        to it, before anybody could read what failed."""
+        """Leave the others. After a failure NCCL is aborted: its orderly end would wait for ranks that never come."""
         if self.size == 1 or not dist.is_initialized():
             return
         if failed and not devices.is_host(self.device):
@@ -183,13 +224,27 @@ class World:
         """
         if self.size == 1:
             return None
-        self.activity.started("all_reduce", tensor.shape, tensor.dtype)
-        return dist.all_reduce(tensor, async_op=True)
+        return self._start("all_reduce", tensor, lambda: dist.all_reduce(tensor, async_op=True))
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Collective: every rank."""
         self.wait(self.all_reduce_async(tensor))
         return tensor
+
+    def _start(self, name: str, tensor: Tensor, collective: Callable[[], Any]) -> Any:
+        """Call an asynchronous collective; NCCL connects, and may fail, in the first one of its kind."""
+        self.activity.started(name, tensor.shape, tensor.dtype)
+        try:
+            return collective()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            raise ClusterError(
+                f"rank {self.rank} could not start {self.activity.last_text()} on {tensor.device}",
+                source=str(problem).splitlines()[0][:300],
+                hint="yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or "
+                "device fails",
+            ) from None
 
     def wait(self, work: Any) -> None:
         """End an asynchronous collective; a lost peer is a ClusterError."""
@@ -221,8 +276,7 @@ class World:
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         every = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.activity.started("all_gather", mine.shape, mine.dtype)
-        self.wait(dist.all_gather(every, mine, async_op=True))
+        self.wait(self._start("all_gather", mine, lambda: dist.all_gather(every, mine, async_op=True)))
         return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
@@ -240,8 +294,7 @@ class World:
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values into every rank's tensor. Collective: every rank."""
         if self.size > 1:
-            self.activity.started("broadcast", tensor.shape, tensor.dtype)
-            self.wait(dist.broadcast(tensor, 0, async_op=True))
+            self.wait(self._start("broadcast", tensor, lambda: dist.broadcast(tensor, 0, async_op=True)))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank."""
