@@ -115,6 +115,36 @@ def test_an_error_of_nccl_that_its_next_line_explains_goes_last():
     assert "something new" in alone[0].seen
 
 
+GUIDE_NO_ROUTE = """(1) dist.init_process_group(backend='nccl')
+(2) NCCL WARN Connect to 192.168.1.2<> failed : No route to host
+(3) dist.init_process_group(backend='nccl', init_method='env://')  # distributed backend
+site-packages/torch/distributed/distributed_c10d.py", line 442, in init_process_group
+barrier()
+in barrier
+work = _default_pg.barrier()
+RuntimeError: NCCL error in: /pytorch/torch/lib/c10d/ProcessGroupNCCL.cpp:784, unhandled system error, NCCL version 2.7.8
+"""
+GUIDE_REFUSED = """machinename:33983:34116 [2] include/socket.h:403 NCCL WARN Connect to 192.168.1.2<50565> failed : Connection refused
+machinename:33983:34116 [2] NCCL INFO bootstrap.cc:95 -> 2
+"""
+
+
+def test_an_error_of_nccl_names_the_line_that_says_what_failed():
+    cause, error = of(GUIDE_NO_ROUTE)
+    assert (cause.code, error.code) == ("no-route", "nccl-error")
+    assert "ip route get 192.168.1.2" in cause.fix
+    assert "Line 2, with `NCCL WARN`" in error.why and error.fix == ""
+    unknown = "a:1:2 [0] x.cc:1 NCCL WARN Something new\n" + GUIDE_NO_ROUTE.splitlines()[-1]
+    assert [(f.code, "Line 1," in f.why) for f in of(unknown)] == [("nccl-error", True)]
+
+
+def test_a_port_that_nccl_chose_is_not_taken_for_the_rendezvous_port():
+    (finding,) = of(GUIDE_REFUSED)
+    assert (finding.code, finding.level) == ("nccl-refused", "fault")
+    assert "firewall" in finding.why and "wrong network card" in finding.why
+    assert "--master_port" not in (finding.fix or "") and "firewall-cmd" in finding.fix
+
+
 # -- attempts ------------------------------------------------------------------------------------------------
 
 TRIES = "[W socket.cpp:697] [c10d] The client socket has failed to connect to [node-a]:29500 (errno: 111 - Connection refused).\n"

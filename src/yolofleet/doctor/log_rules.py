@@ -362,6 +362,12 @@ NETWORK = (
         order=FOLLOWS,
     ),
     Rule(
+        "nccl-refused",
+        ("nccl*connect*connection refused",),
+        "NCCL chose that port itself, so --master_port is not at fault. The machine answered, but NCCL there no longer listens: its process ended or never began, a firewall rejects the ports that NCCL chooses, or NCCL took the wrong network card.",
+        f"its log first: {_LOGS}\n{_FIREWALL}\nwrong card: {_CARDS}",
+    ),
+    Rule(
         "connection-refused",
         ("connection refused", "econnrefused", "target machine actively refused"),
         "The machine is there, but nothing listens on that port: the first machine was not started or has ended, or address or port are wrong.",
@@ -750,7 +756,7 @@ RENDEZVOUS = (
     Rule(
         NCCL_ERROR,
         ("unhandled system error", "ncclsystemerror", "unhandled cuda error", "ncclunhandledcudaerror", "ncclinternalerror", "ncclinvalidusage", "nccl error in", "internal error - please report"),
-        "NCCL failed. What failed is in a line with `NCCL WARN`, which this log does not have.",
+        "NCCL failed. A line with `NCCL WARN` would say what failed, but this log has none.",
         "NCCL_DEBUG=WARN, then the same command; in a container most often shared memory: docker run --ipc=host",
         order=UNNAMED,
     ),

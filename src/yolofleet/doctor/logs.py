@@ -248,7 +248,7 @@ _HOST = r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252})"  # goes into a command: not
 _PLACES = (  # (host, 29500), port: 29500, 10.0.0.1<29500>, [host]:29500
     re.compile(rf"\({_HOST}, (?P<port>\d{{1,5}})\)", re.ASCII),
     re.compile(r"\bport: (?P<port>\d{1,5})\b", re.ASCII),
-    re.compile(rf"{_HOST}<(?P<port>\d{{1,5}})>", re.ASCII),
+    re.compile(rf"{_HOST}<(?P<port>\d{{1,5}})?>", re.ASCII),
     re.compile(rf"(?:{_HOST}|::)\]?:(?P<port>\d{{1,5}}) ", re.ASCII),
 )
 _FIELD = re.compile(r"^\s*(rank|host)\s*: (\S+)")
@@ -288,6 +288,7 @@ class _Reader:
         self.own_left = 0  # lines that an error of ours still may have
         self.last_error_left = 0  # lines that an error of NCCL still may have
         self.last_error_next = False  # the next line says what NCCL's error was
+        self.nccl_warn = 0  # the first line in which NCCL says what failed; 0 = none so far
         self.ignored_left = 0  # lines in which the error that Python ignored may still come
         self.ignored_front = ""  # what stands before them
 
@@ -319,6 +320,8 @@ class _Reader:
             return
         text = _tidy(raw)
         low = text.lower()
+        if not self.nccl_warn and "nccl warn" in low:
+            self.nccl_warn = number
         self._follow(text, low)
         if "exception ignored in" in low:  # at the end of a process or an object: it harms nobody
             self.ignored_left, self.ignored_front = IGNORED, text[: _front(text)]
@@ -431,8 +434,22 @@ class _Reader:
     # -- telling ---------------------------------------------------------------------------------------------
 
     def told(self) -> list[tuple[_Seen, Level]]:
+        self._point_to_nccl_warn()
         unmet = any(seen.firm and seen.rule.unmet for seen in self.seen.values())
         return [(seen, self._level(seen, unmet)) for seen in self.seen.values()]
+
+    def _point_to_nccl_warn(self) -> None:
+        """Let NCCL's error name the line with ``NCCL WARN``, and stand after the finding of that line."""
+        error = self.seen.get(NCCL_ERROR)
+        if error is None or not self.nccl_warn:
+            return
+        why = f"NCCL failed. Line {self.nccl_warn}, with `NCCL WARN`, says what failed."
+        error.rule = replace(error.rule, why=why, fix="")
+        error.explained |= any(
+            seen.rule.level == "fault" and "nccl warn" in seen.text.lower()
+            for code, seen in self.seen.items()
+            if code != NCCL_ERROR
+        )
 
     def findings(self) -> list[Finding]:
         told = sorted(self.told(), key=lambda one: _key(*one))
@@ -493,7 +510,7 @@ def _filled(fix: str, text: str) -> str:
         return fix
     if host := place.groupdict().get("host"):
         fix = re.sub(r"\b(ADDRESS|NAME)\b", host, fix)
-    return re.sub(r"\bPORT\b", place["port"], fix)
+    return re.sub(r"\bPORT\b", place["port"], fix) if place["port"] else fix
 
 
 def _tidy(raw: str) -> str:
