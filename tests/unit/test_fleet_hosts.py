@@ -13,10 +13,11 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
-from yolofleet.errors import CheckpointError, ClusterError, ConfigError
+from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
 from yolofleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.launch.keeper import ASKED, RECALLED
+from yolofleet.launch.local import Ending, tell
 from yolofleet.launch.preflight import Plan, Spot
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
 from yolofleet.launch.requests import claim
@@ -283,6 +284,41 @@ def test_the_cause_is_said(
     assert watch_of(*endings, wishes=wishes).explain("") == code
     said = capsys.readouterr().err
     assert says in said and says_not not in said
+
+
+@pytest.mark.parametrize(
+    ("lost", "command", "hint"),
+    [
+        (
+            1,
+            "train --resume r --hosts n0,n1:cpu,n2 --device cpu",
+            "--hosts n0,n2 --device cpu   # without n1;",
+        ),
+        (0, "train --resume r --hosts n0,n1,n2", "--hosts n0,n1,n2   # once n0 is back: it has the states"),
+        (
+            1,
+            "train --resume r --fleet f.yaml",
+            "--fleet f.yaml   # once n1 is back, or without it in that file",
+        ),
+    ],
+)
+def test_after_the_loss_of_a_host_the_hint_resumes_without_it(
+    capsys: pytest.CaptureFixture[str], lost: int, command: str, hint: str
+) -> None:
+    endings: list[dict[str, Any] | str] = [{"code": 1, "why": STOPPED}] * 3
+    endings[lost] = "nothing heard from it"
+    watch_of(*endings).explain(f"yolofleet {command}")
+    said = capsys.readouterr().err
+    assert f"n{lost} is lost" in said and hint in said
+
+
+def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = words(0, Stopped("saved", source="SIGTERM", hint="resume").render(), 75, 3.0)
+    for asked, source in (("SIGUSR1", "SIGUSR1"), ("Ctrl-C", "Ctrl-C"), ("", "SIGTERM")):
+        assert tell([Ending(1, [saved], "", "agent.log")], "resume", asked) == 75
+        assert f"  from : {source}\n" in capsys.readouterr().err
 
 
 def test_a_port_that_somebody_took_is_recognised() -> None:

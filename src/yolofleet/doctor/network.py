@@ -212,7 +212,7 @@ def _firewall(facts: Facts, where: str) -> list[Finding]:
                 "firewall-unseen",
                 "note",
                 where,
-                "the rules of the firewall can be read by root only",
+                "the firewall's rules cannot be seen: that takes root, and the program nft or iptables",
                 "whether others are let in shows when they try: yolofleet doctor --hosts",
             )
         ]

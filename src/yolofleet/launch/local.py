@@ -132,14 +132,14 @@ def run_agent(job: JobSpec) -> int:
         stale.unlink()
     agent: subprocess.Popen[bytes] | None = None
     before = oom_kills()
-    asked = hasty = False
+    asked, hasty = "", False
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal asked, hasty
         if agent is None:
             _interrupt(number, frame)
         elif agent.poll() is None:
-            hasty = hasty or (asked and number == signal.SIGINT)
+            hasty = hasty or (bool(asked) and number == signal.SIGINT)
             words = (
                 "ending at once"
                 if hasty
@@ -152,7 +152,7 @@ def run_agent(job: JobSpec) -> int:
                 agent.kill()
             elif not asked:
                 agent.terminate()
-            asked = True
+            asked = asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     previous = {}
     try:
@@ -182,7 +182,7 @@ def run_agent(job: JobSpec) -> int:
         )
         echo(stopped.render(), to=sys.stderr)
         return stopped.exit_code
-    return explain(job.folder, code, started_at, oom_kills().since(before))
+    return explain(job.folder, code, started_at, oom_kills().since(before), asked)
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,19 @@ class Ending:
     killed: OomKills = UNKNOWN
 
 
-def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> int:
-    """Print why the workers of this machine ended; returns the exit code to give."""
+def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN, asked: str = "") -> int:
+    """Print why the workers of this machine ended, and return the exit code to give.
+
+    Args:
+        asked: the signal with which the launcher was asked to stop; its workers only saw the agent's SIGTERM.
+    """
     words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
     log_path = folder / "logs" / "agent.log"
     try:
         log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")
     except OSError:
         log = ""
-    return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder))
+    return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder), asked)
 
 
 def resume_command(folder: Path) -> str:
@@ -225,12 +229,13 @@ def resume_command(folder: Path) -> str:
     return RunFolder(folder).resume_command if saved else ""
 
 
-def tell(endings: Sequence[Ending], resume: str) -> int:
+def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
     """Print the cause of the first end that was not asked for; returns the exit code to give.
 
     Args:
         endings: the earliest first.
         resume: the command that goes on from what was saved; "" when nothing was.
+        asked: see :func:`explain`.
     """
     words = [{**w, "at_s": w.get("time", 0.0) - ending.ahead_s} for ending in endings for w in ending.words]
     # the first failure is the cause; ranks that lost their peers afterwards only say so
@@ -239,7 +244,8 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
     killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
     if words and not (killed and words[0].get("secondary", False)):
         first = words[0]
-        echo(first["message"], to=sys.stderr)
+        said = first["message"].replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
+        echo(said, to=sys.stderr)
         if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
             echo(f"  on   : rank {first['rank']}, host {first['host']}", to=sys.stderr)
         return int(first["exit_code"])
@@ -253,7 +259,7 @@ def tell(endings: Sequence[Ending], resume: str) -> int:
         echo(crash_text(ending.log), end="", to=sys.stderr)
     elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
         known = "what was saved last is there" if resume else "nothing had been saved"
-        problem = Stopped(f"stopped on request; {known}", hint=hint)
+        problem = Stopped(f"stopped on request; {known}", source=asked or None, hint=hint)
     else:
         tail = "\n".join(ending.log.strip().splitlines()[-15:])
         on = f" on {ending.host}" if ending.host else ""

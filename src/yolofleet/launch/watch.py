@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -63,6 +64,7 @@ class Watch:
     plain: bool = False  # a command, not a run: there is no rank 0 that speaks for all, and nothing to save
     nodes: list[Node] = field(init=False)
     wishes: int = 0  # to stop; more than one: at once
+    asked: str = ""  # the first of them: Ctrl-C, or the name of a signal
     order: list[int] = field(default_factory=list)  # nodes as they ended
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
@@ -150,6 +152,7 @@ class Watch:
             if self.wishes and number != signal.SIGINT:
                 return
             self.wishes += 1
+            self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal_name(number))
             first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
             words = f"{first}; Ctrl-C again ends at once" if self.wishes == 1 else "ending all hosts at once"
             with suppress(OSError):
@@ -217,7 +220,7 @@ class Watch:
         if problem is not None:
             say(problem.render())
             return problem.exit_code
-        return tell([e for e in endings if e.code or e.words] or endings, resume)
+        return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
     def command_code(self) -> int:
         """Of a plain command: its exit code where it failed first, or that it was asked to stop. Every host where it
@@ -240,6 +243,7 @@ class Watch:
         ranks = self.fleet.ranks_text(self.nodes.index(node))
         hint = resume or "give the same command again"
         if node.lost:
+            hint = self._resume_without(node, resume) if resume else hint
             what, *more = node.lost.splitlines()
             return ClusterError(
                 f"{node.remote.name} is lost, with {ranks}: {what}", source=" ".join(more) or None, hint=hint
@@ -251,6 +255,17 @@ class Watch:
                 f"torchrun's agent of {ranks} on {node.remote.name} was ended by {name}", hint=hint
             )
         return None
+
+    def _resume_without(self, lost: Node, resume: str) -> str:
+        """Return ``resume`` for the hosts that are left; the first host has the states, so it must come back."""
+        number, name, words = self.nodes.index(lost), lost.remote.name, shlex.split(resume)
+        if number == 0:
+            return f"{resume}   # once {name} is back: it has the states of the run"
+        if "--hosts" not in words:
+            return f"{resume}   # once {name} is back, or without it in that file"
+        at = words.index("--hosts") + 1
+        words[at] = ",".join(entry for i, entry in enumerate(words[at].split(",")) if i != number)
+        return f"{shlex.join(words)}   # without {name}; with it again once it is back"
 
     def _ending(self, node: Node) -> Ending:
         frame = node.ending or {"code": 1, "words": [], "log": "", "why": node.lost}
