@@ -1,0 +1,20 @@
+"""Every test here has the accelerator, which a process keeps: ``tests/unit/test_miniature_accelerator.py`` runs each
+file in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import miniature
+import pytest
+import torch
+
+installed = miniature.install()  # before a test module names a device
+
+
+@pytest.fixture(autouse=True)
+def accelerator() -> Iterator[miniature.Accelerator]:
+    torch.set_num_threads(1)
+    installed.reset()
+    yield installed
+    installed.reset()

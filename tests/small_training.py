@@ -1,0 +1,134 @@
+"""A training run of a few steps without processes, files or a data set: the real ``train_step`` on any devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.config.recipe import load_recipe
+from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatch
+from yolofleet.families import build_model, family_of
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.description import describe
+from yolofleet.models.detector import Detector
+from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import StepReport, train_step
+
+CLASSES = 3
+
+
+@dataclass
+class SmallRun:
+    """One process of a run.
+
+    Attributes:
+        progress: fraction of the run, which decides PP-YOLOE's assigner.
+        pin: whether micro-batches lie in page-locked memory.
+    """
+
+    state: TrainState
+    loss: DetectionLoss
+    world: World
+    recipe: Recipe
+    precision: str
+    images: int
+    micro_batch: int
+    img: int
+    pin: bool
+    progress: float = 0.0
+    step: int = 0
+    norms: list[float] = field(default_factory=list)
+
+    def micro_batches(self, step: int) -> list[list[MicroBatch]]:
+        """The micro-batches of a step for each device; the same whatever the devices are."""
+        loss = self.loss.at(self.progress)
+        made = []
+        for ordinal in range(self.images // self.micro_batch):
+            images, labels = images_and_labels(self.micro_batch, self.img, seed=1000 * step + ordinal)
+            targets = loss.match(labels, self.micro_batch, (self.img, self.img))
+            batch = MicroBatch(step, ordinal, images, labels, targets)
+            made.append(batch.pin_memory() if self.pin else batch)
+        lanes, share = len(self.state.lanes.all), -(-len(made) // len(self.state.lanes.all))
+        return [made[lane * share : (lane + 1) * share] for lane in range(lanes)]
+
+    def do(self, steps: int = 1, *, shares: Sequence[Sequence[MicroBatch]] | None = None) -> StepReport:
+        """Train for some steps; returns the last report."""
+        for _ in range(steps):
+            plan = StepPlan(self.step, self.step * self.images, self.images, 0.01, 0.02, 0.9)
+            report = train_step(
+                self.state,
+                plan,
+                self.micro_batches(self.step) if shares is None else shares,
+                self.loss.at(self.progress),
+                self.world,
+                Clock(),
+                total_micro_batches=self.images // self.micro_batch,
+                precision=self.precision,
+                clip_norm=self.recipe.clip_norm,
+                requests=(0, 0),
+            )
+            self.step += 1
+        return report
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state, on the CPU."""
+        return dict(self.state.snapshot({}).tensors)
+
+
+def small_run(
+    model: str = "yolov5n",
+    devices: Sequence[str] = ("cpu",),
+    *,
+    precision: str = "fp32",
+    exact: bool = False,
+    optimizer: str = "SGD",
+    images: int = 8,
+    micro_batch: int = 2,
+    img: int = 64,
+    pin: bool = False,
+    network: Detector | None = None,
+) -> SmallRun:
+    """Build a run.
+
+    Args:
+        network: instead of a new one with the weights of seed 0; it is already on the first device.
+    """
+    torch.manual_seed(0)
+    description = describe(model)
+    family = family_of(description)
+    recipe = load_recipe(family.recipe_name).value
+    net = network or build_model(description, CLASSES)
+    loss = family.loss(net, recipe, img)
+    places = [torch.device(device) for device in devices]
+    if network is None:
+        net.to(places[0])
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net.train()
+    world = World.single(places[0])
+    lanes = Lanes.build(net, places, world, exact=exact, synced=False)
+    state = TrainState.build(
+        lanes, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
+    )
+    return SmallRun(state, loss, world, recipe, precision, images, micro_batch, img, pin)
+
+
+def images_and_labels(count: int, img: int, *, seed: int) -> tuple[Tensor, np.ndarray]:
+    """uint8 [count, 3, img, img] with channels-last strides, and labels float32 [n, 6]."""
+    rng = np.random.default_rng(seed)
+    pixels = torch.from_numpy(rng.integers(0, 256, (count, img, img, 3), dtype=np.uint8))
+    labels = []
+    for image in range(count):
+        for _ in range(3):
+            width, height = rng.uniform(0.2, 0.6, 2)
+            x, y = rng.uniform(width / 2, 1 - width / 2), rng.uniform(height / 2, 1 - height / 2)
+            labels.append((image, rng.integers(CLASSES), x, y, width, height))
+    return pixels.permute(0, 3, 1, 2), np.array(labels, np.float32)

@@ -1,0 +1,41 @@
+"""Runs each file of ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.backend_registration as registration
+
+FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
+
+
+@pytest.mark.skipif(
+    not hasattr(registration, "_setup_privateuseone_for_python_backend")
+    or not hasattr(torch.library.Library, "fallback"),
+    reason="this torch has no devices made in Python",
+)
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_everything_passes_on_the_miniature_accelerator(file: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            tmp_path / "t",
+            FOLDER / file,
+        ],
+        cwd=FOLDER.parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
