@@ -14,6 +14,7 @@ from commands import environment
 from machines import Lab, Machine
 
 DEADLINE_S = 240
+AGENT = "yolofleet.parallel.rendezvous"  # in the command line of a torchrun agent of ours
 
 
 class Command:
@@ -69,10 +70,8 @@ def nothing_left(lab: Lab, within_s: float) -> float:
 
 
 def worker_of(machine: Machine) -> int:
-    return next(
-        p for p, c in machine.processes().items() if "yolofleet.worker" in c and "distributed.run" not in c
-    )
+    return next(p for p, c in machine.processes().items() if "yolofleet.worker" in c and AGENT not in c)
 
 
 def agent_of(machine: Machine) -> int:
-    return next(p for p, c in machine.processes().items() if "distributed.run" in c)
+    return next(p for p, c in machine.processes().items() if AGENT in c)

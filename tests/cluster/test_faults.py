@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, small_shapes
-from desk import Command, agent_of, nothing_left, worker_of
+from desk import AGENT, Command, agent_of, nothing_left, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 
 from yolofleet.data.shapes import make_shapes
@@ -64,7 +64,7 @@ def runs_keeper(machine: Machine) -> bool:
 
 
 def runs_agent(machine: Machine) -> bool:
-    return any("distributed.run" in title for title in machine.processes().values())
+    return any(AGENT in title for title in machine.processes().values())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, small_shapes, yolofleet
-from desk import DEADLINE_S, Command, agent_of, nothing_left, worker_of
+from desk import AGENT, DEADLINE_S, Command, agent_of, nothing_left, worker_of
 from machines import Lab, Machine, machines
 
 import yolofleet as yolofleet_package
@@ -98,7 +98,7 @@ def test_three_machines_learn_what_one_process_learns(
     taken.kill()
     taken.wait()
     nothing_left(lab, 5)
-    imports_s = 3 * import_s(lab.hosts[0], "torch.distributed.run")  # agents
+    imports_s = 3 * import_s(lab.hosts[0], AGENT)
     imports_s += 4 * import_s(
         lab.hosts[0], "torch, torch._dynamo"
     )  # workers; torch's optimisers import the latter

@@ -47,6 +47,8 @@ FLAGS_OF_OTHERS = {
         "--master_port",
         "--use_env",
         "--log-dir",
+        "--standalone",
+        "--rdzv-backend",
     ),  # torchrun
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd

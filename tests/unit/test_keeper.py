@@ -33,7 +33,7 @@ DEADLINE_S = 200.0
 
 
 def job(command: str, /, **more: Any) -> Frame:
-    meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo"}
+    meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo", "secret": "5ec2e7"}
     shell = more.pop("shell", "sh")
     base = {"id": "j1", "title": "a job", "folder": ".", "text": "", "streamed": False, "terminal": None}
     rest = {"first_rank": 2, "processes": 4, "env": {}, "silence_s": 20.0, "grace_s": 0.5}
@@ -208,10 +208,8 @@ def test_what_a_job_logged_last_comes_although_the_channel_is_full(
     bare: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """The launcher reads nothing until the job has ended; its last words are more than the channel holds."""
-    (tmp_path / "torch/distributed").mkdir(parents=True)
-    for package in ("torch", "torch/distributed"):
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "torch/distributed/run.py").write_text(AGENT_OF_MANY_WORDS)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(AGENT_OF_MANY_WORDS)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     keeper = bare("", command=None, folder=str(tmp_path / "run"), streamed=True, env=env)
     wait_for(lambda: (tmp_path / "run/logs/rank-2.log").exists() and not descendants(keeper.pid))
@@ -227,7 +225,44 @@ AGENT_OF_MANY_WORDS = """
 import pathlib, sys
 log = pathlib.Path(sys.argv[-2], "logs/rank-2.log")
 log.write_text("0123456789abcde\\n" * (12 << 16))  # 12 MiB
+sys.exit(0)
 """
+
+
+AGENT_THAT_TELLS = """
+import os, pathlib, sys
+told = [pathlib.Path("/proc/self/cmdline").read_bytes(), pathlib.Path("/proc/self/environ").read_bytes()]
+sys.stdout.buffer.write(b"\\n".join([*told, os.listdir("/proc/self/fd").__repr__().encode()]))
+sys.exit(3)
+"""
+
+
+def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote, tmp_path: Path) -> None:
+    secret = "5ec2e7" * 10 + "0a11"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(AGENT_THAT_TELLS)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ours = {"folder": str(tmp_path / "run"), "streamed": True, "env": env, "command": None}
+    for node in (0, 1):  # the host of the store, and another one
+        meeting = {
+            "node": node,
+            "nodes": 2,
+            "address": "127.0.0.1",
+            "port": 0,
+            "card": "lo",
+            "secret": secret,
+        }
+        remote.start({**job("", id=f"j{node}"), **ours, "meeting": meeting})
+        frames = [next_frame(remote)]
+        while frames[-1]["type"] != "exit":
+            frames.append(next_frame(remote))
+        said = json.dumps(frames)
+        assert "yolofleet.parallel.rendezvous" in said and secret not in said
+        assert ("listener=" in said) == (node == 0)
+        command = Path(f"/proc/{remote.hello['pid']}/cmdline").read_bytes()
+        assert secret.encode() not in command + Path(f"/proc/{remote.hello['pid']}/environ").read_bytes()
+        for file in tmp_path.rglob("*"):
+            assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
 def test_a_rank_that_cannot_end_because_it_is_stopped_is_named(remote: Remote) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
-from yolofleet.launch.job import JobSpec, Meeting, agent_argv, agent_environment
+from yolofleet.launch.job import (
+    LOOPBACK_INTERFACE,
+    JobSpec,
+    Meeting,
+    StoreEnd,
+    agent_argv,
+    agent_environment,
+)
 from yolofleet.launch.local import error_path, exit_text, explain
 from yolofleet.launch.processes import OomKills
 
@@ -18,25 +26,33 @@ from yolofleet.launch.processes import OomKills
 def test_the_agents_command_is_exactly_this() -> None:
     argv = agent_argv(JobSpec(Path("/r/my run"), 3))
     assert argv[1:] == [
-        "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
+        "-m", "yolofleet.parallel.rendezvous", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
+        "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
         f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/my run",
     ]  # fmt: skip
 
 
-def test_the_agents_command_among_several_machines_is_exactly_this() -> None:
-    meeting = Meeting(node=1, nodes=3, address="10.0.0.1", port=29501, card="eth1")
-    argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting))
+@pytest.mark.parametrize(
+    ("store", "options"), [(StoreEnd(4711), "node=1"), (StoreEnd(4711, 5), "node=1,listener=5")]
+)
+def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd, options: str) -> None:
+    meeting = Meeting(node=1, nodes=3, address="10.0.0.1", port=29501, card="eth1", secret="5ec2e7")
+    argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting), store)
     assert argv[1:] == [
-        "-m", "torch.distributed.run", "--nnodes=3", "--node-rank=1", "--rdzv-backend=static",
-        "--master-addr=10.0.0.1", "--master-port=29501", "--nproc-per-node=2", "--rdzv-id=yolofleet",
-        "--max-restarts=0", f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/exp", "/r/exp/logs/job-1.yaml",
+        "-m", "yolofleet.parallel.rendezvous", "--nnodes=3", "--rdzv-backend=loopback",
+        "--rdzv-endpoint=127.0.0.1:4711", f"--rdzv-conf={options}", "--local-addr=127.0.0.1", "--nproc-per-node=2",
+        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/exp",
+        "/r/exp/logs/job-1.yaml",
     ]  # fmt: skip
 
 
-def test_both_libraries_talk_through_the_chosen_card() -> None:
-    env = agent_environment({"NCCL_SOCKET_IFNAME": "docker0", "GLOO_SOCKET_IFNAME": "docker0"}, "eth1")
-    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
+@pytest.mark.parametrize(("card", "chosen"), [("eth1", "eth1"), ("", LOOPBACK_INTERFACE.get(sys.platform))])
+def test_gloo_and_nccl_use_the_chosen_interface_and_loopback_on_one_machine(
+    card: str, chosen: str | None
+) -> None:
+    env = agent_environment({"NCCL_SOCKET_IFNAME": "docker0", "GLOO_SOCKET_IFNAME": "docker0"}, card)
+    if chosen:
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (chosen, f"={chosen}")
 
 
 def test_a_place_in_another_fleet_is_not_inherited() -> None:

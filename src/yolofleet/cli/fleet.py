@@ -71,14 +71,14 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
 
 
 def firewall_line(fleet: Fleet, plan: Plan) -> str:
-    """torch's store listens on all addresses, and it believes everybody."""
+    """Return a firewall rule for the port where other hosts reach the run's store."""
     from yolofleet.launch.preflight import ports_of
 
     members = ", ".join(spot.address for spot in plan.spots)
     ports = ports_of(fleet)
     return (
-        f"while a run lasts, torch's store on {fleet.hosts[0].name} listens on all its networks, on the first free port of "
-        f"{ports[0]} to {ports[-1]}; to keep others out, there:\n"
+        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.spots[0].address}, on the first free port of {ports[0]} to "
+        f"{ports[-1]}, for hosts that know the run's secret; to keep others away from it, there:\n"
         f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
     )
 

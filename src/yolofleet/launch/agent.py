@@ -3,13 +3,16 @@
 One on every machine, started by ``srun``, ``mpirun`` or Kubernetes. To torchrun's agent, whose arguments it takes, it
 adds what a scheduler needs:
 
-- under srun or mpirun the machine's number and the address of the first are found, not given;
+- under srun or mpirun it finds the machine's number and the address of the first;
+- on one machine everything stays on the loopback interface. Several machines use torchrun's ``static`` rendezvous: it
+  has no pickles, but its store listens on all addresses of the first machine;
 - SIGUSR1, a scheduler's warning, is passed on to the workers, which save and end (torchrun would die of it);
 - the exit code is that of the worker that failed first (torchrun's is 1), so 75 means: start again, it will resume.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -20,7 +23,7 @@ from collections.abc import Mapping
 from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
-from yolofleet.launch.job import AGENT_DEFAULTS
+from yolofleet.launch.job import AGENT_DEFAULTS, loopback_interface
 from yolofleet.launch.local import exit_text
 from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
@@ -47,6 +50,8 @@ def main(argv: list[str]) -> int:
 
     try:
         wishes = torchrun.parse_args(arguments)
+        if wishes.nnodes in ("1", "1:1"):
+            _keep_to_loopback(wishes)
         if (
             wishes.tee == wishes.redirects == "0"
         ):  # nothing to keep; else every start leaves an empty folder in TMPDIR
@@ -82,23 +87,33 @@ class StopWarning:
 
 
 def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
-    """Where this machine's agent meets the others: nothing when ``argv`` says it.
+    """Return torchrun's arguments for the place that srun or mpirun gave; nothing if ``argv`` has its own.
 
     Raises:
-        ConfigError: what srun or mpirun say cannot be.
+        ConfigError: the variables of srun or mpirun contradict each other.
     """
     if any(argument.startswith(("--nnodes", "--node-rank", "--standalone", "--rdzv")) for argument in argv):
         return []
     here = scheduled_place(environment)
     if here.size == 1:
-        alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        return ["--nnodes=1", *alone]
+        return ["--nnodes=1"]
     return [
         f"--nnodes={here.size}",
         f"--node-rank={here.rank}",
         f"--master-addr={here.address}",
         f"--master-port={here.port}",
     ]
+
+
+def _keep_to_loopback(options: argparse.Namespace) -> None:
+    """Let a run on one machine meet on loopback, whatever rendezvous its arguments name: nobody else takes part."""
+    from yolofleet.parallel.rendezvous import BACKEND, register
+
+    register()
+    os.environ.update(loopback_interface())
+    options.standalone = False
+    options.rdzv_backend, options.rdzv_endpoint, options.rdzv_conf = BACKEND, "127.0.0.1:0", ""
+    options.local_addr = "127.0.0.1"
 
 
 def _explained(rank: int, exit_code: int, killed: OomKills) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from yolofleet.doctor.shapes import fits, is_number, is_whole
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_FRAME_BYTES = 16 << 20
 ENDINGS = range(-64, 256)  # what a process can end with: signals below 0
 MOST_RANKS = 100_000

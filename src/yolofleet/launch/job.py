@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # seconds from a SIGTERM until the agent kills its workers; torch's own 30 may be too few to save in (older ones know
@@ -15,12 +15,14 @@ SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where this machine stands among several.
+    """This host's place among the hosts of a run.
 
     Attributes:
-        node: number of this machine, of ``nodes``.
-        address, port: of the first machine, where all agents and workers meet.
-        card: the network card of this machine that the others reach.
+        node: number of this host, of ``nodes``.
+        address, port: where the host ``store_node`` lets the other hosts reach the run's store.
+        card: name of this host's network interface that the other hosts reach.
+        secret: hexadecimal; whoever knows it may use the store. Empty for a command, which has no store.
+        store_node: number of the host that runs the store; any host can.
     """
 
     node: int
@@ -28,6 +30,21 @@ class Meeting:
     address: str
     port: int
     card: str
+    secret: str = field(default="", repr=False)
+    store_node: int = 0
+
+
+@dataclass(frozen=True)
+class StoreEnd:
+    """This host's end of the run's store, always on 127.0.0.1.
+
+    Attributes:
+        port: of the store, or of the relay that leads to it.
+        listener: file descriptor of the socket that listens on ``port``, if the agent of this host owns the store.
+    """
+
+    port: int = 0
+    listener: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,43 +62,30 @@ class JobSpec:
     meeting: Meeting | None = None
 
 
-def agent_argv(job: JobSpec) -> list[str]:
-    """The command of torchrun's agent for this machine.
+def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
+    """Return the command of torchrun's agent for this host.
 
-    Alone, the agent chooses a free port itself (endpoint port 0), on loopback. Restarts are left to ``--resume``.
+    Args:
+        store: by default the agent opens a store for this host alone, on a free port.
     """
+    node, nodes = (job.meeting.node, job.meeting.nodes) if job.meeting else (0, 1)
+    options = f"node={node}" + ("" if store.listener is None else f",listener={store.listener}")
     return [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *(_alone() if job.meeting is None else _among(job.meeting)),
+        *("-m", "yolofleet.parallel.rendezvous"),  # torchrun with a rendezvous that needs no open port
+        f"--nnodes={nodes}",
+        "--rdzv-backend=loopback",
+        f"--rdzv-endpoint=127.0.0.1:{store.port}",
+        f"--rdzv-conf={options}",
+        "--local-addr=127.0.0.1",  # not the host name, which may not resolve
         f"--nproc-per-node={job.processes}",
         "--rdzv-id=yolofleet",
-        "--max-restarts=0",
+        "--max-restarts=0",  # restarts are left to --resume
         f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
         "-m",
         "yolofleet.worker",
         str(job.folder),
         *([str(job.job)] if job.job else []),
-    ]
-
-
-def _alone() -> list[str]:
-    return [
-        "--nnodes=1",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",  # not the host name, which may not resolve
-    ]
-
-
-def _among(meeting: Meeting) -> list[str]:
-    return [
-        f"--nnodes={meeting.nodes}",
-        f"--node-rank={meeting.node}",
-        "--rdzv-backend=static",
-        f"--master-addr={meeting.address}",
-        f"--master-port={meeting.port}",
     ]
 
 
@@ -104,11 +108,21 @@ AGENT_DEFAULTS = {
 }
 
 
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}  # by platform
+
+
+def loopback_interface() -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL on loopback, for a run on one machine."""
+    name = LOOPBACK_INTERFACE.get(sys.platform)
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+
+
 def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]:
-    """The agent's environment: the caller's, less a place in another fleet, plus defaults that are missing.
+    """Return the agent's environment: the caller's without its place in another fleet, plus missing defaults.
 
     Args:
-        card: gloo and NCCL talk through this one, whatever the caller's environment says.
+        card: network interface for gloo and NCCL, whatever the caller's environment says; "" = loopback, for a run
+            on one machine.
     """
     strays = (
         "RANK",
@@ -123,10 +137,8 @@ def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]
     if card:
         env["GLOO_SOCKET_IFNAME"] = card
         env["NCCL_SOCKET_IFNAME"] = f"={card}"  # this name, not names that begin so
-    elif sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif sys.platform == "darwin":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo0")
-    elif sys.platform == "win32":
+    else:
+        env |= loopback_interface()
+    if sys.platform == "win32":
         env.setdefault("USE_LIBUV", "0")  # the Windows wheels of torch have no libuv
     return env

@@ -53,6 +53,7 @@ from yolofleet.launch.processes import (
     started_at,
     variable,
 )
+from yolofleet.launch.relay import Relay
 from yolofleet.parallel.witness import STOPPED, started_ticks, state_of
 
 BEAT_S = 2.0
@@ -100,6 +101,7 @@ class Running:
     streamed: bool  # the launcher does not see this disk
     log_offset: int
     grace_s: float
+    relay: Relay | None = None  # to the run's store, if the run has other hosts
     killed_before: OomKills = field(default_factory=oom_kills)
     why: str = ""
     stopped: list[str] = field(default_factory=list)  # ranks that could not react when they were asked to end
@@ -175,7 +177,7 @@ def start(job: Frame) -> Running:
     """
     meeting = Meeting(**job["meeting"])
     first_rank, processes = int(job["first_rank"]), int(job["processes"])
-    environment = agent_environment(os.environ, meeting.card)
+    environment = agent_environment(os.environ, meeting.card if meeting.nodes > 1 else "")
     folder, tails = Path(job["folder"]), {}
     if job["command"]:
         argv = list(job["command"])
@@ -189,7 +191,6 @@ def start(job: Frame) -> Running:
         logs.mkdir(parents=True, exist_ok=True)
         text = logs / f"job-{meeting.node}.yaml"
         text.write_text(job["text"], encoding="utf-8")
-        argv = agent_argv(JobSpec(folder, processes, text, meeting))
         ranks = range(first_rank, first_rank + processes)
         for rank in ranks:
             error_path(folder, rank).unlink(missing_ok=True)
@@ -204,8 +205,14 @@ def start(job: Frame) -> Running:
         if os.getppid() != keeper:  # it died before that
             os._exit(1)
 
+    relay = None
+    if tails and meeting.nodes > 1:
+        relay = Relay(meeting, lambda line: append_line(tails[AGENT].path, line))
     output, workers_output = _output(job["terminal"], environment)
     try:
+        if tails:
+            spec = JobSpec(folder, processes, text, meeting)
+            argv = agent_argv(spec, relay.end) if relay else agent_argv(spec)
         with tails[AGENT].path.open("ab") if tails else nullcontext() as log:
             agent = subprocess.Popen(
                 argv,
@@ -215,12 +222,17 @@ def start(job: Frame) -> Running:
                 stderr=log or workers_output,
                 start_new_session=True,
                 preexec_fn=in_child,
+                pass_fds=() if relay is None or relay.end.listener is None else (relay.end.listener,),
             )
     except BaseException:
         os.close(output)
+        if relay is not None:
+            relay.close()
         raise
     finally:
         os.close(workers_output)
+    if relay is not None:
+        relay.start()
     os.set_blocking(output, False)
     record = jobs.Record(
         job=job["id"],
@@ -234,7 +246,12 @@ def start(job: Frame) -> Running:
     )
     jobs.write(record)
     log_offset = tails[AGENT].offset if tails else 0
-    return Running(record, agent, output, tails, job["streamed"], log_offset, grace_s)
+    return Running(record, agent, output, tails, job["streamed"], log_offset, grace_s, relay)
+
+
+def append_line(path: Path, line: str) -> None:
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, int]:
@@ -327,6 +344,8 @@ class Keeper:
         )
         jobs.write(jobs.ended(running.record, exit_code))
         os.close(running.output)
+        if running.relay is not None:
+            running.relay.close()
         self.running = None
 
     def _pass_on(self, running: Running, *, everything: bool) -> bool:

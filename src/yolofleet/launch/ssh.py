@@ -149,6 +149,7 @@ def run_on_fleet(
                 "title": f"{verb} {folders.here.path}",
                 "command": None,
             }
+            secret = secrets.token_hex(32)  # to the hosts through ssh, and nowhere else
             resume = folders.resume_command(settings) if isinstance(settings, TrainConfig) else ""
             if recipe is not None:
                 folders.begin(texts[0], remotes, is_resumed=resumed is not None)
@@ -158,6 +159,7 @@ def run_on_fleet(
                 parts = []
                 for node in range(len(remotes)):
                     there = place(fleet, plan, node)
+                    there["meeting"]["secret"] = secret
                     part = {
                         "env": there["env"] | {RESUME_COMMAND: resume},
                         "folder": folders.sites[node].folder,

@@ -183,14 +183,15 @@ class Watch:
 
     @property
     def met_busy_port(self) -> bool:
-        """The agents did not meet because somebody took the port; nothing had begun."""
+        """Whether the run did not begin because another process took its port on the first host."""
         first = self.nodes[0].ending or {}
+        words = f"{first.get('log', '')}\n{first.get('why', '')}"
         return (
             not self.wishes
             and first.get("code") not in (0, None)
             and not any((node.ending or {}).get("words") for node in self.nodes)
-            and not ends_in(str(first.get("log", "")))
-            and any(words in str(first.get("log", "")) for words in BUSY_PORT)
+            and not ends_in(words)
+            and any(known in words for known in BUSY_PORT)
         )
 
     def explain(self, resume: str) -> int:

@@ -27,9 +27,11 @@ from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.stall import listed
+from yolofleet.parallel.store import LOOPBACK, connect_store, has_libuv, host_store, loopback_listener
 from yolofleet.text import echo
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
+STORE_ANSWER_S = 300.0  # torch's default for a store
 
 
 class Store(Protocol):
@@ -49,22 +51,25 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
         RuntimeError: it cannot be reached, or the port is taken.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        place.address,
-        place.port,
-        is_master=place.rank == 0 and not by_agent,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        use_libuv=_libuv(),
-    )
+    if place.rank or by_agent:
+        store = connect_store(place.address, place.port, timeout_s)
+    elif place.address == LOOPBACK:  # all ranks are on this machine
+        try:
+            store = host_store(loopback_listener(place.port), timeout_s)
+        except OSError as problem:
+            raise RuntimeError(f"{place.address}:{place.port}: {problem.strerror}") from None
+    else:  # torch listens on all addresses; see docs/security.md
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=has_libuv(),
+        )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"yolofleet/{attempt}", store)
-
-
-def _libuv() -> bool:
-    """The Windows wheels of torch have none."""
-    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
 
 
 def _missing_ranks(store: dist.Store, place: Place, where: str, backend: str, timeout_s: float) -> str:
@@ -190,9 +195,7 @@ class World:
         if not isinstance(met, dist.TCPStore):
             return None
         try:
-            own = dist.TCPStore(
-                met.host, met.port, is_master=False, wait_for_workers=False, use_libuv=_libuv()
-            )
+            own = connect_store(met.host, met.port, STORE_ANSWER_S)
         except RuntimeError:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)

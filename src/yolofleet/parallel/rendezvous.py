@@ -1,0 +1,99 @@
+"""A rendezvous of torchrun's agents over a store on loopback: ``python -m yolofleet.parallel.rendezvous ...``.
+
+It takes torchrun's arguments. torchrun's own backends do not fit: ``c10d`` unpickles what it finds in the store, and
+the store of every backend listens on all addresses. Here the agent of one host owns the store, on 127.0.0.1. Agents of
+other hosts, and all workers, connect to a port of their own 127.0.0.1: behind it is the store itself, or a relay to it
+(``launch/relay.py``). Everything in the store is text, numbers or bytes.
+
+Options of ``--rdzv-conf``, beside ``--rdzv-endpoint=127.0.0.1:PORT``:
+
+- ``node``: number of this host, 0 by default;
+- ``listener``: file descriptor of a listening socket. This agent owns the store. Without it and with port 0 the agent
+  opens a socket itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from yolofleet.parallel.store import LOOPBACK, connect_store, host_store, loopback_listener
+
+BACKEND = "loopback"
+TIMEOUT_S = 600.0  # as torch's own; for agents that wait for other hosts
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Membership is fixed: hosts ``0`` to ``nodes - 1``, known before the start."""
+
+    def __init__(self, node: int, nodes: int, run_id: str, port: int, listener: int | None) -> None:
+        self._node, self._nodes, self._run_id = node, nodes, run_id
+        self._port, self._listener = port, listener
+        self._store: TCPStore | None = None
+        self._round = 0
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # workers use this store, too, so none of them listens
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            self._store = self._open()
+        self._round += 1  # keys of workers that were restarted must not meet the old ones
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        where = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(store, self._node, self._nodes, where)
+
+    def _open(self) -> TCPStore:
+        if self._listener is not None:
+            return host_store(socket.socket(fileno=self._listener), TIMEOUT_S)
+        if self._port == 0:
+            return host_store(loopback_listener(), TIMEOUT_S)
+        return connect_store(LOOPBACK, self._port, TIMEOUT_S)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make :data:`BACKEND` known to torchrun in this process."""
+    rendezvous_handler_registry.register(BACKEND, _handler)
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+    node, listener = parameters.get_as_int("node", 0), parameters.get_as_int("listener")
+    assert node is not None
+    return LoopbackRendezvous(node, parameters.max_nodes, parameters.run_id, port, listener)
+
+
+if __name__ == "__main__":
+    from torch.distributed.run import main
+
+    register()
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""Open torch's key-value store on the loopback interface, without pickles.
+
+``TCPStore`` listens on all addresses, whatever address it is given. It keeps to one address only if it receives a
+socket that is bound already (``master_listen_fd``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+def has_libuv() -> bool:
+    """Whether TCPStore may use libuv; the Windows wheels of torch have none."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
+
+
+def loopback_listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on ``port`` of the loopback interface; 0 lets the kernel choose.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # connections of an ended run in TIME_WAIT must not block the port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def host_store(listener: socket.socket, timeout_s: float) -> dist.TCPStore:
+    """Start a store that answers on ``listener`` and nowhere else. The store owns the socket from now on.
+
+    Raises:
+        RuntimeError: torch could not start it.
+    """
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=has_libuv(),
+    )
+
+
+def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to the store of another process.
+
+    Raises:
+        RuntimeError: nobody answered in time.
+    """
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        use_libuv=has_libuv(),
+    )
