@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +48,7 @@ from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yol
 from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.families import build_model, family_of, outline
-from yolofleet.files.atomic import emit_json, write_json, write_text
+from yolofleet.files.atomic import emit_json, open_append, write_json, write_text
 from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import square_of
@@ -144,10 +145,10 @@ def _run(
     """Do the work of :func:`run` among the ranks of ``world``."""
     settings, run_folder = config.value, folder
     try:
-        with stoppable():
+        with stoppable(), ExitStack() as lock:
             world.connect()
             verb = "train" if isinstance(settings, TrainConfig) else "val"
-            run_folder = shared_folder(world, verb, settings, folder)
+            run_folder = shared_folder(world, verb, settings, folder, lock)
             with Watchdog(
                 world,
                 stall_s=settings.stall_s,
@@ -209,22 +210,31 @@ def write_config(
         write_text(folder.config, dump_config(config, recipe))
 
 
-def shared_folder(world: World, verb: str, where: Where, given: RunFolder | None) -> RunFolder:
-    """The run's folder: given by our launcher, else made by rank 0. Collective: every rank."""
-    if given is not None:
-        return given
-    made, problem = None, None
+def shared_folder(
+    world: World, verb: str, where: Where, given: RunFolder | None, lock: ExitStack
+) -> RunFolder:
+    """Return the run's folder: given by our launcher, else made by rank 0. Collective: every rank.
+
+    Args:
+        lock: rank 0 holds the folder's lock until this ends.
+    Raises:
+        ConfigError: another process writes into the folder.
+    """
+    made, problem = given, None
     if world.is_main:
         try:
-            made = RunFolder.create(verb, project=where.project, name=where.name, exist_ok=where.exist_ok)
+            made = given or RunFolder.create(
+                verb, project=where.project, name=where.name, exist_ok=where.exist_ok
+            )
+            lock.enter_context(made.locked())
         except YolofleetError as error:
             problem = error
-    path = world.broadcast_bytes(str(made.path).encode() if made else b"").decode()
+    path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")
     if problem is not None:
         raise problem
     if not path:
-        raise ClusterError("rank 0 could not make the run's folder; its message says why")
-    return made or RunFolder(Path(path))
+        raise ClusterError("rank 0 could not use the run's folder; its message says why")
+    return made or RunFolder(Path(os.fsdecode(path)))
 
 
 # -- train ---------------------------------------------------------------------------------------------------
@@ -536,16 +546,16 @@ def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     faulthandler.enable(os.dup(2))  # a crash goes into the agent's log, from where the launcher takes it
     if rank:  # rank 0 speaks; the others write
-        log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        with open_append(folder.log(rank)) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
 
     def last_words(message: str, exit_code: int, **more: Any) -> int:
         words = {"message": message, "exit_code": exit_code, **more}
         words |= {"rank": rank, "host": platform.node(), "time": time.time()}
         try:
-            error_path(folder.path, rank).write_text(json.dumps(words), encoding="utf-8")
-        except OSError:
+            write_text(error_path(folder.path, rank), json.dumps(words))
+        except StorageError:
             echo(message)
         return exit_code
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import Request
 
@@ -569,3 +569,29 @@ def test_a_file_got_by_hand_is_checked_and_taken_over(tmp_path):
 )
 def test_sizes_are_told_in_powers_of_1024(size, text):
     assert size_text(size) == text
+
+
+def _forever(piece: bytes) -> object:
+    def route(answer: Answer) -> None:
+        while not answer.web.stop.is_set():
+            answer.wfile.write(piece)
+            time.sleep(0.001)
+
+    return route
+
+
+def _chunked_without_end(answer: Answer) -> None:
+    answer.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n")
+    _forever(b"X: y\r\n")(answer)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "route",
+    [_forever(b"HTTP/1.1 100 Continue\r\n\r\n"), _chunked_without_end],
+    ids=["100-continue", "trailers"],
+)
+def test_a_server_that_sends_headers_without_end_is_given_up(
+    server: Web, tmp_path: Path, route: Callable[[Answer], None]
+) -> None:
+    problem = refusal(item_of(BODY, server.put("/a", route)), tmp_path)
+    assert "it sent no content for 0 s" in problem.what or "trailer" in problem.what

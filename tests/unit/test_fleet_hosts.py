@@ -502,7 +502,7 @@ def test_states_on_another_host_are_looked_for_and_named(
 
 @pytest.mark.parametrize("piece", [None, {}, {"data": 3}, {"data": "&"}, []])
 def test_pieces_that_are_none_are_refused(tmp_path: Path, piece: Any) -> None:
-    host = FakeHost("n0", {"list_files": [["a", 3]], "read_piece": piece})
+    host = FakeHost("n0", {"list_files": [["results.csv", 3]], "read_piece": piece})
     with pytest.raises(ClusterError, match="piece of a file"):
         fetch_folder(host, "/there", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -443,3 +443,15 @@ def test_importing_the_package_does_not_import_torch():
     code = "import sys, yolofleet; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "False"
+
+
+def test_a_picture_with_the_longest_name_is_written_under_a_shorter_one(weights, pictures, tmp_path, capsys):
+    for letter in "äb":  # two bytes in UTF-8, and one
+        name = letter * ((254 - len(".jpg")) // len(letter.encode())) + ".jpg"
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes((pictures / "a.jpg").read_bytes())
+    config = configured(weights, tmp_path / "in", tmp_path / "out", save_txt=True, save_crop=True)
+    assert predict_command(config) == 0
+    written = sorted(path.name for path in (tmp_path / "out" / "exp").glob("*.jpg"))
+    assert written == ["b" * 200 + ".jpg", "ä" * 100 + ".jpg"]
+    assert len(list((tmp_path / "out" / "exp" / "labels").iterdir())) == 2

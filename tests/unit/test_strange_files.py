@@ -282,3 +282,73 @@ def test_resume_auto_passes_a_state_that_links_to_nothing(tmp_path: Path) -> Non
     (folder / "checkpoints" / "step-000000001.safetensors").symlink_to("nowhere")
     found = find_run(TrainConfig(resume="auto", project=folder.parent), is_named=False)
     assert found is not None and found.folder == folder
+
+
+# -- folders
+
+
+def voc_set(root: Path, *lists: str) -> Path:
+    picture(root / "JPEGImages" / "a.png")
+    (root / "Annotations").mkdir()
+    box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
+    (root / "Annotations" / "a.xml").write_text(
+        f"<annotation><object><name>x</name>{box}</object></annotation>"
+    )
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    for name in lists:
+        (root / "ImageSets" / "Main" / f"{name}.txt").write_text("a\n")
+    return root
+
+
+def test_a_voc_folder_without_a_list_of_test_images_is_no_error(tmp_path: Path) -> None:
+    from yolofleet.cli.app import run
+
+    assert load_dataset(str(voc_set(tmp_path / "set", "train", "val"))).missing == {}
+    assert run(["data", "check", str(tmp_path / "set")]) == 0
+
+
+def test_the_yaml_of_another_program_is_not_the_data_set(tmp_path: Path) -> None:
+    root = voc_set(tmp_path / "set", "train", "val")
+    (root / "environment.yml").write_text("name: torch\nchannels: [conda-forge]\ndependencies: [python]\n")
+    (root / "docker-compose.yaml").write_text("services: {a: {image: b}}\n")
+    assert load_dataset(str(root)).splits["train"][0].kind == "voc"
+
+
+def test_a_yaml_with_a_slip_is_reported_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: [a\n")
+    with pytest.raises(ConfigError, match="not YAML") as caught:
+        load_dataset(str(tmp_path))
+    assert "mine.yaml" in caught.value.render()
+
+
+def test_a_generated_set_that_does_not_fit_on_the_disk_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import resource
+
+    from yolofleet.cli.app import run
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # bytes of a file; a picture has more
+    try:
+        code = run(["data", "make", "shapes", "--out", str(tmp_path / "set"), "--images", "2"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 3 and "cannot write" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_set_that_is_refused_does_not_say_that_labels_were_dropped(tmp_path: Path) -> None:
+    data = yolo_set(tmp_path / "set")
+    (tmp_path / "set" / "labels" / "train" / "a.txt").write_text("7 .5 .5 .5 .5\n")
+    with pytest.raises(DataError, match="class 7") as caught:
+        build_index(load_dataset(str(data)), "train")
+    assert "dropped" not in caught.value.render()
+
+
+@pytest.mark.parametrize("name", ["threads", "workers"])
+def test_a_number_of_threads_that_no_machine_has_is_refused(name: str) -> None:
+    from yolofleet.config.load import resolve_train
+
+    with pytest.raises(ConfigError, match=f"--{name} 999999 is above 1024"):
+        resolve_train({"data": "d", "model": "yolov5n", name: "999999"})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import Command
-from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import echo
 
 if TYPE_CHECKING:
@@ -53,11 +53,14 @@ def make(what: str, out: str, **sizes: int) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
     from yolofleet.data.shapes import make_shapes
+    from yolofleet.files.atomic import storage_error, whole_folder
 
     try:
-        echo(make_shapes(folder, **sizes))
+        with whole_folder(folder) as made:
+            make_shapes(made, **sizes)
     except OSError as problem:
-        raise StorageError(f"{folder} cannot be written: {problem.strerror}") from None
+        raise storage_error(problem, folder) from None
+    echo(folder / "data.yaml")
     return 0
 
 

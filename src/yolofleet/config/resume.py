@@ -6,6 +6,7 @@ long it goes on may change.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
         ConfigError: there is nothing to continue.
     """
     found = _run(config, is_named=is_named)
+    if found is not None and not config.linked_folders:
+        _check_links(found.folder)
     if found is not None and not (config.hosts or config.fleet):
         _check_states_are_here(found.folder)
     return found
@@ -76,6 +79,22 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     )
 
 
+def _check_links(folder: Path) -> None:
+    """Raise ConfigError if a sub-folder of a run is a link: pruning its states would delete those of another run."""
+    try:
+        linked = next(
+            (path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_dir()), None
+        )
+    except OSError as problem:
+        raise ConfigError(f"{folder} cannot be read: {problem.strerror}") from None
+    if linked is not None:
+        raise ConfigError(
+            f"{linked} is a symbolic link to {os.path.realpath(linked)}, and a resumed run writes there",
+            source=f"the run folder {folder}",
+            hint="--linked-folders if you made the link yourself; else remove it",
+        )
+
+
 def _saved_at_ns(state: Path) -> int:
     return state.lstat().st_mtime_ns  # of a link that leads nowhere, too
 
@@ -83,7 +102,7 @@ def _saved_at_ns(state: Path) -> int:
 def _check_states_are_here(folder: Path) -> None:
     """A run of several hosts may have left them on the first one."""
     if not any(folder.glob(CHECKPOINTS)):
-        where = _where(folder / ELSEWHERE)
+        where = read_where(folder / ELSEWHERE)
         host, _, path = where.partition(":")
         raise ConfigError(
             f"the states of {folder} are on {host}, in {path}",
@@ -93,7 +112,7 @@ def _check_states_are_here(folder: Path) -> None:
         )
 
 
-def _where(file: Path) -> str:
+def read_where(file: Path) -> str:
     """``host:folder`` of the states of a run. Raises ConfigError."""
     try:
         return read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False).strip()

@@ -50,6 +50,7 @@ def may_be_in_files(field: FieldInfo) -> bool:
     return not isinstance(extra, dict) or extra.get("in_files") is not False
 
 
+MOST_THREADS = 1024  # more are a slip, and each costs memory
 Natural = Annotated[int, Field(ge=1)]
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|[0-9]{1,3}(,[0-9]{1,3})*)$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -71,9 +72,15 @@ class Where(Frozen):
     device: str = setting(
         "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
     )
-    threads: int = setting(0, "CPU threads per process; 0 = cores / local processes", ge=0, group="where")
+    threads: int = setting(
+        0, "CPU threads per process; 0 = cores / local processes", ge=0, le=MOST_THREADS, group="where"
+    )
     workers: int = setting(
-        -1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where"
+        -1,
+        "loader processes per rank; 0 = in the main process, -1 = by cores",
+        ge=-1,
+        le=MOST_THREADS,
+        group="where",
     )
     project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")
     name: str = setting("exp", "run name; numbered when taken", group="where")
@@ -196,6 +203,12 @@ class TrainConfig(WhereAll):
     resume: str = setting(
         "",
         "continue a run: auto (newest), a run folder, or a checkpoint file",
+        group="keeping",
+        in_files=False,
+    )
+    linked_folders: bool = setting(
+        False,
+        "continue a run whose folder holds symbolic links to other folders, and write there",
         group="keeping",
         in_files=False,
     )
@@ -451,7 +464,7 @@ class BenchConfig(Frozen):
     batch: Natural = setting(1, "images per forward pass", group="what")
     passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")
     device: str = setting("auto", "auto | cpu | mps | one CUDA id", group="where", pattern=DEVICE)
-    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, group="where")
+    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="where")
     precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
         "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
     )
@@ -489,7 +502,11 @@ class DoctorConfig(Frozen):
         "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
     )
     workers: int = setting(
-        -1, "loader processes per rank; 0 = in the main process, -1 = by cores", ge=-1, group="where"
+        -1,
+        "loader processes per rank; 0 = in the main process, -1 = by cores",
+        ge=-1,
+        le=MOST_THREADS,
+        group="where",
     )
     prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
     port: int = setting(29500, "port of the rendezvous", ge=1, le=65535, group="where")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -23,6 +21,7 @@ from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data import cocojson, odgt, vocxml
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.files.atomic import whole_folder
 
 SPLITS = ("train", "val", "test")
 SHAPES_IMAGES = 256
@@ -332,9 +331,8 @@ def _image_roots(path: Path, bases: Sequence[Path]) -> tuple[Path, ...]:
 
 def _from_folder(folder: Path) -> DatasetSpec:
     usual = [folder / name for name in ("data.yaml", "data.yml", "dataset.yaml", "dataset.yml")]
-    found = [path for path in usual if path.is_file()] or sorted(
-        [*folder.glob("*.yaml"), *folder.glob("*.yml")]
-    )
+    others = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
+    found = [path for path in usual if path.is_file()] or [path for path in others if _may_describe(path)]
     if found and (found[0] in usual or len(found) == 1):
         return _from_yaml(found[0])
     if len(found) > 1:
@@ -350,7 +348,8 @@ def _from_folder(folder: Path) -> DatasetSpec:
             try:
                 splits[split] = (SplitSource("voc", _voc_listing(root, split)),)
             except DataError as error:
-                missing[split] = error
+                if split != "test":  # VOC2012 comes without one
+                    missing[split] = error
         if not splits:
             raise missing["train"]
         return _named(DatasetSpec(name, (), splits, str(folder), root, missing=missing), None)
@@ -377,6 +376,15 @@ def _from_folder(folder: Path) -> DatasetSpec:
         hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
         "COCO (annotations/instances_*.json) or CrowdHuman (annotation_train.odgt)",
     )
+
+
+def _may_describe(path: Path) -> bool:
+    """Whether a YAML file could be a data set's: ``environment.yml`` and other programs' files are not."""
+    try:
+        content = read_yaml(path)
+    except ConfigError:
+        return True  # a slip in it is reported when it is read as a data set
+    return not content or not {*SPLITS, "names"}.isdisjoint(content)
 
 
 def _voc_listing(root: Path, split: str) -> Path:
@@ -453,19 +461,12 @@ def _shapes(images: int) -> Path:
     folder = cache_root() / "datasets" / f"shapes-{images}-{__version__}"
     if not (folder / "data.yaml").is_file():
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        except OSError as error:
-            raise StorageError(
-                f"{folder.parent} cannot be written: {error.strerror}",
-                hint="set YOLOFLEET_CACHE to a folder with space",
-            ) from None
-        try:
-            make_shapes(made, images=images, seed=0)
-            made.rename(folder)
+            with whole_folder(folder) as made:
+                make_shapes(made, images=images, seed=0)
         except OSError as error:
             if not (folder / "data.yaml").is_file():  # else another process was faster
-                raise StorageError(f"{folder} cannot be written: {error.strerror}") from None
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+                raise StorageError(
+                    f"{folder} cannot be written: {error.strerror}",
+                    hint="set YOLOFLEET_CACHE to a folder with space",
+                ) from None
     return folder / "data.yaml"

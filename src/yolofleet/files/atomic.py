@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,28 @@ def write_atomically(
 
 
 @contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give a new folder beside ``path`` to the block; at its end it gets that name, or is removed.
+
+    Args:
+        path: must not exist, or be an empty folder.
+    Raises:
+        OSError: the disk refused, or ``path`` holds something; nothing temporary is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:32]}-"))
+    try:
+        if os.name == "posix":
+            temporary.chmod(0o777 & ~_umask())
+        yield temporary
+        with suppress(OSError):  # not empty: the rename says so
+            path.rmdir()
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open ``path`` for writing inside the block; it gets its name at the end of the block, or keeps its old content.
 
@@ -102,6 +125,26 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Open ``path`` to append to it, and make it where it is missing.
+
+    A symbolic link is not followed, and a named pipe not waited for: the folder of a run may come from somebody else.
+
+    Raises:
+        OSError: the disk refused, or ``path`` is no regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
+        flags |= getattr(os, name, 0)
+    if path.is_symlink():  # the words of ELOOP, and systems without O_NOFOLLOW
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    handle = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "ab")
 
 
 def new_temporary(path: Path) -> Path:

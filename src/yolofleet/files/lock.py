@@ -24,7 +24,7 @@ def exclusive(path: Path) -> Iterator[bool]:
 
     The system frees the lock when the process ends, however it ends.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     is_mine = False
     try:  # the file may have been removed between open and lock
         is_mine = _try_lock(handle) and (not fcntl or _is_same(handle, path))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import email.utils
 import http.client
+import io
 import re
 import socket
 import ssl
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+UNTIMED_S = 60.0  # without content, where the caller sets no limit
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes of which another attempt may be better
 
 
@@ -40,13 +42,72 @@ class Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
+class _Timed(io.RawIOBase):
+    """A connection that gives up when no content came for a while, however many lines of headers do."""
+
+    def __init__(self, raw: io.RawIOBase, limit_s: float) -> None:
+        self.raw, self.limit_s = raw, limit_s
+        self.restart()
+
+    def restart(self) -> None:
+        self.until_s = time.monotonic() + self.limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if time.monotonic() > self.until_s:
+            raise TimeoutError(f"it sent no content for {self.limit_s:.0f} s")
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """Ends when a server sends ``100 Continue``, chunks or trailers without an end."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp.close()
+        self.timed = _Timed(
+            cast(io.RawIOBase, sock.makefile("rb", buffering=0)), sock.gettimeout() or UNTIMED_S
+        )
+        self.fp = io.BufferedReader(self.timed)
+
+    def read1(self, n: int = -1) -> bytes:
+        piece = super().read1(n)
+        if piece:
+            self.timed.restart()
+        return piece
+
+
+class _Http(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _Https(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Http, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Https, req)
+
+
 def _opener() -> urllib.request.OpenerDirector:
     """HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
+        _HttpHandler(),
+        _HttpsHandler(),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
         urllib.request.UnknownHandler(),

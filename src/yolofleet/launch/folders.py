@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import re
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
-from yolofleet.files.atomic import make_folder, storage_error, write_text
+from yolofleet.files.atomic import make_folder, open_append, storage_error, whole_file, write_text
 from yolofleet.launch.keeper import AGENT
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import say
@@ -22,6 +24,23 @@ from yolofleet.report.folder import RunFolder
 
 LAUNCHER = "(this machine)"  # no host has such a name
 NOT_FETCHED = ("checkpoints",)
+# What a run leaves in its folder, and how large it may be. Not config.yaml: this machine knows the settings, and a
+# host must not say how the run goes on.
+FETCHED = tuple(
+    (re.compile(pattern), size_bytes)
+    for pattern, size_bytes in (
+        (r"results\.(csv|json)", 1 << 30),
+        (r"predictions\.json", 16 << 30),
+        (r"(events|logs/rank-[0-9]{1,6}\.events)\.jsonl", 4 << 30),
+        (r"logs/(rank|agent)(-[0-9]{1,6})?\.log", 4 << 30),
+        (r"weights/(best|last)\.safetensors", 16 << 30),
+        (r"plots/[A-Za-z0-9_]{1,100}\.(png|jpg)", 1 << 30),
+        (r"labels/[^/]{1,255}\.txt", 64 << 20),
+        (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
+    )
+)
+NAMED = 5  # files that are left where they are, in a message
+LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # as on every run
 MOST_NAMES = 100  # that are tried
 ASK_S = 5.0  # at the end, when a host may be lost
 
@@ -135,7 +154,7 @@ class Folders:
         if is_resumed and self.has_states(remotes) is False:
             raise CheckpointError(
                 f"{name} has no state of this run in {folder}/checkpoints",
-                source=f"{where}: {where.read_text(encoding='utf-8').strip()}" if where.is_file() else None,
+                source=f"{where}: {read_where(where)}" if where.is_file() else None,
                 hint="name the host first that has them, or copy them there (scp -r)",
             )
         if not self.here.config.exists():
@@ -145,8 +164,8 @@ class Folders:
     def log(self, node: int, rank: int, text: str) -> None:
         """Keep what a rank, or the agent of a host, says."""
         path = self.here.logs / f"agent-{node}.log" if rank == AGENT else self.here.log(rank)
-        with suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        with suppress(OSError), open_append(path) as file:
+            file.write(text.encode("utf-8", "replace"))
 
     def has_states(self, remotes: Sequence[Remote]) -> bool | None:
         """Whether there is something to resume from; None: the first host cannot be asked."""
@@ -168,13 +187,16 @@ class Folders:
             words += ["--sync-code"]
         return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *words])
 
-    def fetch(self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool) -> None:
+    def fetch(
+        self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool, config: str = ""
+    ) -> None:
         """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
 
         States to resume from are large and stay where they are.
 
         Args:
             saved: there are some.
+            config: the text of the run's ``config.yaml``, written here where the first host has its own.
         Raises:
             Stopped: it was asked to stop while it copied.
         """
@@ -199,6 +221,8 @@ class Folders:
             states = (
                 "" if saved is False else f"; states to resume from stay on {site.owner}, in {site.folder}"
             )
+            if config:
+                write_text(self.here.config, config)
             say(f"results are in {self.here.path}{states}")
         if saved is False and self.here.is_new:
             (self.here.path / ELSEWHERE).unlink(missing_ok=True)
@@ -218,36 +242,40 @@ class Folders:
 
 
 def fetch_folder(remote: Remote, there: str, here: Path) -> None:
-    """Copy the files of a run, but checkpoints and the logs that came as they were written.
+    """Copy the results of a run (``FETCHED``), but the logs that came as they were written.
 
     Raises:
         ClusterError: the host is lost, or names files outside of the folder.
+        OSError: the disk refused, or a folder to write into is a symbolic link.
     """
+    left = []
     for name, size in remote.ask("list_files", folder=there, without=list(NOT_FETCHED)):
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or PurePosixPath(name).is_absolute():
             raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
-        target = here.joinpath(*parts)
-        if parts[0].startswith(".fleet-") or (
-            parts[0] == "logs"
-            and target.suffix == ".log"
-            and target.exists()
-            and target.stat().st_size >= size
-        ):
+        if not _is_result(name, size):
+            left += [name] if name not in LEFT_THERE and not name.startswith(".fleet-") else []
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.part")
-        try:
-            with temporary.open("wb") as file:
-                while file.tell() < size:
-                    answer = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell())
-                    piece = piece_of(answer)
-                    if not piece:
-                        break
-                    file.write(piece)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        target = here.joinpath(*parts)
+        if target.suffix == ".log" and target.exists() and target.stat().st_size >= size:
+            continue
+        if target.parent.is_symlink():
+            raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
+        with whole_file(target) as file:
+            while file.tell() < size:
+                answer = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell())
+                piece = piece_of(answer)
+                if not piece:
+                    break
+                file.write(piece[: size - file.tell()])
+    if left:
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        say(f"note: not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}")
+
+
+def _is_result(name: str, size_bytes: int) -> bool:
+    most = next((most for pattern, most in FETCHED if pattern.fullmatch(name)), -1)
+    return 0 <= size_bytes <= most and all(character.isprintable() for character in name)
 
 
 def piece_of(answer: Any) -> bytes:

@@ -31,6 +31,7 @@ from typing import Any
 
 from yolofleet.doctor.facts import software
 from yolofleet.errors import YolofleetError
+from yolofleet.files.atomic import open_append
 from yolofleet.launch import code, jobs, requests
 from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, Frame
 from yolofleet.launch.job import (
@@ -213,7 +214,7 @@ def start(job: Frame) -> Running:
         if tails:
             spec = JobSpec(folder, processes, text, meeting)
             argv = agent_argv(spec, relay.end) if relay else agent_argv(spec)
-        with tails[AGENT].path.open("ab") if tails else nullcontext() as log:
+        with open_append(tails[AGENT].path) if tails else nullcontext() as log:
             agent = subprocess.Popen(
                 argv,
                 env=environment,

@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.files.atomic import open_append
+from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.launch.frames import WORDS, fits
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.processes import UNKNOWN, OomKills, end_descendants, oom_kills
@@ -58,6 +60,8 @@ def exit_text(exit_code: int, killed: OomKills) -> str:
     )
 
 
+MOST_WORDS_BYTES = 1 << 20
+MOST_LOG_BYTES = 64 << 20  # of what the processes of one start wrote
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
@@ -116,7 +120,7 @@ def last_words(files: Iterable[Path]) -> list[dict[str, Any]]:
     found = []
     for file in files:
         with suppress(OSError, ValueError, RecursionError):
-            words = json.loads(file.read_text(encoding="utf-8"))
+            words = json.loads(read_foreign(file, limit_bytes=MOST_WORDS_BYTES, follow=False))
             found += [words] if fits(words, WORDS) else []
     return found
 
@@ -158,7 +162,7 @@ def run_agent(job: JobSpec) -> int:
     try:
         if threading.current_thread() is threading.main_thread():
             previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOP_SIGNALS)}
-        with (logs / "agent.log").open("ab") as agent_log:
+        with open_append(logs / "agent.log") as agent_log:
             started_at = agent_log.tell()
             agent = subprocess.Popen(
                 agent_argv(job),
@@ -217,7 +221,9 @@ def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN
     words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
     log_path = folder / "logs" / "agent.log"
     try:
-        log = log_path.read_bytes()[log_offset:].decode("utf-8", "replace")
+        with open_foreign(log_path, follow=False) as file:
+            file.seek(log_offset)
+            log = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         log = ""
     return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder), asked)

@@ -177,7 +177,7 @@ def run_on_fleet(
             code = watch.explain("" if saved is False else resume)
         finally:
             discard = saved is False and code in (None, *LEFT_BY_MISTAKES)
-            folders.fetch(remotes, saved=saved, discard=discard)
+            folders.fetch(remotes, saved=saved, discard=discard, config=texts[0])
         if (
             isinstance(settings, ValConfig)
             and settings.json_out not in ("", "-")

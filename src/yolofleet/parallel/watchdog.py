@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, BinaryIO, NoReturn
 
 from yolofleet.errors import ClusterError
+from yolofleet.files.atomic import open_append
 from yolofleet.parallel.stall import (
     Beat,
     Evidence,
@@ -98,7 +99,7 @@ class Watchdog:
         self._failed = False
         self._closing, self._ending = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
-        self._dump: TextIO | None = None
+        self._dump: BinaryIO | None = None
         self._arm_dump_at_s = 0.0
 
     def __enter__(self) -> Watchdog:
@@ -126,7 +127,7 @@ class Watchdog:
                 store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
             with suppress(OSError):
                 self.log.parent.mkdir(parents=True, exist_ok=True)
-                self._dump = self.log.open("a", encoding="utf-8")
+                self._dump = open_append(self.log)
         for work in works:
             thread = threading.Thread(target=work, name="watchdog", daemon=True)
             thread.start()

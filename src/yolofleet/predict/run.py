@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from yolofleet.report.console import Console
 from yolofleet.report.draw import class_name
 from yolofleet.report.folder import RunFolder
 
+MOST_STEM_BYTES = 200  # most systems allow 255 in a name; _2, _000001 and .jpg are added
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
@@ -196,7 +198,9 @@ class Output:
     def _stem(self, prediction: Prediction) -> str:
         item = prediction.frame.item
         if item not in self._stems:
-            base = Path(prediction.path).stem or "image"
+            base = (
+                os.fsencode(Path(prediction.path).stem)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
+            )
             stem, number = base, 1
             while stem.lower() in self._taken:  # a disk may not tell A.jpg from a.jpg
                 number += 1

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 from rich.text import Text
 
+from yolofleet.files.atomic import open_append
 from yolofleet.report.clock import Times
 from yolofleet.text import screen_line, screen_text
 
@@ -117,7 +119,9 @@ class NullConsole:
         if log is not None:
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                self._log = log.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+                self._log = TextIOWrapper(
+                    open_append(log), encoding="utf-8", errors="backslashreplace", newline="\n"
+                )
             except OSError:
                 pass
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.files.atomic import jsonable
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.files.atomic import jsonable, open_append
+from yolofleet.files.foreign import read_at, read_foreign_text
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
@@ -41,8 +43,10 @@ class EventLog:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a+", encoding="utf-8", newline="\n")
-        if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+        file = open_append(self.path)
+        self._file = TextIOWrapper(file, encoding="utf-8", newline="\n")
+        size = os.fstat(file.fileno()).st_size
+        if size and read_at(file.fileno(), size - 1, 1) != b"\n":
             self._file.write("\n")  # the last line was cut by a crash; keep the next one whole
 
     def _attempt(self, action: Callable[[], object]) -> None:

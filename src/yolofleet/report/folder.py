@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
+from yolofleet.files.lock import exclusive
 
 RESUME_COMMAND = (
     "YOLOFLEET_RESUME_COMMAND"  # of the environment: from a launcher that knows better than the run
@@ -62,6 +64,26 @@ class RunFolder:
             raise AssertionError("unreachable")
         except OSError as problem:
             raise storage_error(problem, project / name) from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder inside the block: two processes that continue one run would spoil its states.
+
+        Raises:
+            ConfigError: another process holds it.
+            StorageError: the disk refused.
+        """
+        with ExitStack() as stack:
+            try:
+                is_mine = stack.enter_context(exclusive(self.path / ".lock"))
+            except OSError as problem:
+                raise storage_error(problem, self.path) from None
+            if not is_mine:
+                raise ConfigError(
+                    f"another process writes into {self.path} at this moment",
+                    hint="wait until it has ended, or choose another --name",
+                )
+            yield
 
     def discard_unless_used(self) -> None:
         """Take back the folder of a run that failed before it had a result: a mistake in a command leaves
@@ -143,4 +165,4 @@ class RunFolder:
             make_folder(folder)
 
 
-_OF_NO_RESULT = ("config.yaml", "events.jsonl")
+_OF_NO_RESULT = ("config.yaml", "events.jsonl", ".lock")
