@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from yolofleet.files.foreign import open_foreign
+
 PROC = Path("/proc")
 STATES = {
     "T": "is stopped (state T: SIGSTOP, Ctrl-Z or a paused container)",
@@ -126,7 +128,7 @@ def dumped_stack(log: Path, within_s: float) -> list[str]:
     try:
         if time.time() - log.stat().st_mtime > within_s:
             return []
-        with log.open("rb") as file:
+        with open_foreign(log, follow=False) as file:
             file.seek(max(log.stat().st_size - 100_000, 0))
             text = file.read().decode("utf-8", "replace")
     except OSError:

@@ -102,7 +102,7 @@ def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
     if published == {mine}:
         return mine
     if place.rank == 0:
-        print("ranks have different kinds of devices: all sums go through gloo", file=sys.stderr, flush=True)
+        echo("ranks have different kinds of devices: all sums go through gloo", to=sys.stderr)
     return "gloo"
 
 

@@ -1,0 +1,108 @@
+"""Every file that somebody else may have made is opened in one place: regular, of bounded size, without waiting.
+
+Add a line to ``MAY_OPEN`` only for a file that this program has made itself, or that the kernel provides.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import yolofleet
+
+PACKAGE = Path(yolofleet.__file__).parent
+
+# "module:function" -> why it may open a file without yolofleet.files.foreign
+MAY_OPEN = {
+    **dict.fromkeys(
+        ("api.py:_result", "doctor/selftest.py:read", "launch/ray_job.py:_rank", "launch/ssh.py:run_on_fleet"),
+        "results.json, which a run has just written or we have just fetched",
+    ),
+    **dict.fromkeys(
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "launch/keeper.py:main"), "os.devnull"
+    ),
+    "cli/selftest.py:train": "a new file in our temporary folder",
+    **dict.fromkeys(
+        ("data/arrayfile.py:read_arrays", "data/cache.py:__setstate__", "data/cache.py:_shared_file",
+         "data/cache.py:_sweep"),
+        "files of our cache folder",
+    ),
+    **dict.fromkeys(
+        ("data/catalogue.py:_write_list", "data/convert.py:write", "data/convert.py:_write_lines",
+         "data/shapes.py:make_shapes", "data/writers.py:write_coco", "data/writers.py:_write"),
+        "new files in a folder that we have just made",
+    ),
+    "data/convert.py:_place": "copies an image that the index has opened; the copy is new",
+    "doctor/facts.py:package_sha256": "the sources of this package",
+    **dict.fromkeys(
+        ("data/memory.py:_text", "doctor/machine.py:text_of", "launch/processes.py:variable",
+         "launch/processes.py:_group_counts", "launch/processes.py:_counted", "parallel/witness.py:machine_id",
+         "parallel/witness.py:stat_fields", "parallel/witness.py:state_of"),
+        "files of the kernel in /proc and /sys",
+    ),
+    **dict.fromkeys(("launch/code.py:packed", "launch/code.py:take"), "an archive in memory"),
+    "launch/folders.py:_claim": "a new file with a random name",
+    "launch/ssh.py:login": "opens a connection, not a file",
+    "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
+}  # fmt: skip
+# To be converted; a line may go as soon as its call does.
+STILL_OPEN = {
+    "checkpoint/catalogue.py:_describe", "checkpoint/contents.py:kind_of", "checkpoint/contents.py:_safetensors_header",
+    "checkpoint/darknet.py:read", "checkpoint/darknet.py:write", "checkpoint/darknet.py:check",
+    "checkpoint/paddle.py:read_arrays", "checkpoint/paddle.py:dump", "checkpoint/reader.py:read_weights",
+    "checkpoint/reader.py:_read_safetensors", "checkpoint/reader.py:recognised", "checkpoint/format.py:load",
+    "checkpoint/pickles.py:__init__",
+    "export/ncnn.py:write", "export/ncnn.py:open_file", "export/onnx.py:write", "export/onnx.py:model_of",
+    "export/onnx_check.py:checked_model", "export/sidecar.py:read_sidecar", "export/tensorrt.py:write",
+    "export/tensorrt.py:open_file", "export/tflite.py:open_file",
+    "launch/jobs.py:write", "launch/jobs.py:records", "launch/keeper.py:read", "launch/keeper.py:log_tail",
+    "launch/keeper.py:start", "launch/requests.py:claim", "launch/requests.py:hash_files",
+    "launch/requests.py:read_piece", "models/darknet_cfg.py:read_cfg", "models/description.py:read_yaml",
+}  # fmt: skip
+
+
+def opens(call: ast.Call) -> bool:
+    """Whether it opens a path: open(), Path.open, read_text, write_bytes, np.fromfile, os.open and the like."""
+    words = ast.unparse(call.func)
+    last = words.rpartition(".")[2]
+    named = {
+        "read_text", "read_bytes", "write_text", "write_bytes", "fromfile", "memmap", "loadtxt", "genfromtxt",
+        "imread", "imreadmulti", "FileIO", "safe_open", "load_file", "copyfile",
+    }  # fmt: skip
+    if words.startswith("webbrowser.") or (isinstance(call.func, ast.Name) and call.func.id in OWN):
+        return False
+    return (
+        last in named
+        or last == "open"
+        or words in ("np.load", "torch.load", "cv2.VideoCapture", "io.open_code")
+    )
+
+
+OWN = {"write_text", "write_bytes"}  # of files/atomic.py, imported by name
+
+
+def found() -> dict[str, str]:
+    """ "module:function" -> the first such call in it, of all modules outside of files/."""
+    sites: dict[str, str] = {}
+
+    def walk(node: ast.AST, module: str, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else name
+            if isinstance(child, ast.Call) and opens(child):
+                sites.setdefault(f"{module}:{inner}", f"line {child.lineno}: {ast.unparse(child)[:80]}")
+            walk(child, module, inner)
+
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = file.relative_to(PACKAGE).as_posix()
+        if not module.startswith("files/"):
+            walk(ast.parse(file.read_text(encoding="utf-8")), module, "")
+    return sites
+
+
+def test_files_of_strangers_are_opened_in_one_place() -> None:
+    strays = {site: call for site, call in found().items() if site not in {*MAY_OPEN, *STILL_OPEN}}
+    assert not strays, "use yolofleet.files.foreign:\n" + "\n".join(map(" ".join, strays.items()))
+
+
+def test_no_exception_outlives_its_reason() -> None:
+    assert not MAY_OPEN.keys() - found().keys()
