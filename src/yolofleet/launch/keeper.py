@@ -251,8 +251,8 @@ def start(job: Frame) -> Running:
 
 
 def append_line(path: Path, line: str) -> None:
-    with suppress(OSError), path.open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+    with suppress(OSError), open_append(path) as file:
+        file.write(f"{line}\n".encode("utf-8", "replace"))
 
 
 def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, int]:
