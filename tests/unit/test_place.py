@@ -184,3 +184,16 @@ def test_agents_meet_where_the_scheduler_says() -> None:
     assert meeting_arguments(two, ["--nproc-per-node=4"]) == said
     assert meeting_arguments({}, [])[0] == "--nnodes=1"
     assert meeting_arguments(two, ["--nnodes=3", "--node-rank=0", "--master-addr=a"]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000 is no port"),
+        ("MASTER_PORT", "0", "MASTER_PORT=0 is no port"),
+        ("WORLD_SIZE", "999999999999", r"rank 3 of 999999999999 \(at most 100,000\)"),
+    ],
+)
+def test_numbers_of_torchrun_that_cannot_be_are_refused(name: str, value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        place_from_environment(TORCHRUN | {name: value})

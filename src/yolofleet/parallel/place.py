@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from yolofleet.errors import ConfigError
 
+MOST_RANKS = 100_000  # more is a mistake, and would take gigabytes before anybody noticed
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
 
 
@@ -87,7 +88,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
         return None
     rank, size, local_rank = (_number(environment, name) for name in names[:3])
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
-    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+    address, port = environment["MASTER_ADDR"], _port(environment, 0)
     return _checked(Place(rank, size, local_rank, local_size, "torchrun", address, port))
 
 
@@ -242,10 +243,11 @@ def first_node(node_list: str) -> str:
 
 
 def _checked(place: Place) -> Place:
-    if 0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size:
+    if 0 <= place.rank < place.size <= MOST_RANKS and 0 <= place.local_rank < place.local_size <= place.size:
         return place
+    most = f" (at most {MOST_RANKS:,})" if place.size > MOST_RANKS else ""
     raise ConfigError(
-        f"{place.source} says rank {place.rank} of {place.size}, and {place.local_rank} of {place.local_size} on "
+        f"{place.source} says rank {place.rank} of {place.size}{most}, and {place.local_rank} of {place.local_size} on "
         "this machine: that cannot be",
         source="environment",
         hint="start with yolofleet, torchrun, srun or mpirun, or unset these variables",
@@ -253,7 +255,7 @@ def _checked(place: Place) -> Place:
 
 
 def _port(environment: Mapping[str, str], job: int) -> int:
-    """``MASTER_PORT``, or one that follows from the job, so that jobs of one machine do not meet."""
+    """Return ``MASTER_PORT``, or a port that follows from the job, so that jobs of one machine differ."""
     if "MASTER_PORT" not in environment:
         return PORTS[job % len(PORTS)]
     port = _number(environment, "MASTER_PORT")
