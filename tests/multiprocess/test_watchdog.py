@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import math
 import multiprocessing
 import os
 import re
@@ -23,7 +25,8 @@ from commands import SMALL, environment, family, small_shapes, train_args, yolof
 
 from yolofleet.launch.processes import variable
 from yolofleet.parallel import stall
-from yolofleet.parallel.watchdog import Watchdog
+from yolofleet.parallel.stall import Beat, Findings, Member, parsed, received
+from yolofleet.parallel.watchdog import Watchdog, answer_of
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 
@@ -115,6 +118,52 @@ def codes(ranks: list) -> list[int | None]:
 def the_report(folder: Path) -> str:
     (report,) = folder.glob("report-*")  # exactly one
     return report.read_text()
+
+
+HOSTILE = (
+    '{"number', "", "null", "[]", "7", "[" * 100_000, "9" * 5000, '"\\ud800"', "\x00", "{}", '{"saved": 3, "found": 7}',
+    '[["a", {}], "silent"]', '[[0, 1e400], "stuck"]', '[[7], "stuck"]', '{"rank": 1}', '{"saved": "s", "found": {"1": {}}}',
+    '{"number": "1", "phase": 2, "step": [], "collectives": NaN, "waiting": 0, "last": null, "age_s": "x", '
+    '"limit_s": NaN, "silence_s": {}, "ended": 1, "failed": "no"}',
+)  # fmt: skip
+
+
+def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet = World.store
+    monkeypatch.setattr(World, "store", lambda self, name: self.__dict__.setdefault("kept", meet(self, name)))
+
+    def write_and_stop(world: World, clock: Clock) -> None:
+        store = world.__dict__["kept"]
+        for text in HOSTILE * (world.rank == 1):
+            for key in ("beat/1", "beat/0", "member/0", "question", "answer/1", "settled/1"):
+                store.set(key, text)
+            steps(world, clock, 20)
+        if world.rank == 1:
+            store.set("answer/1", HOSTILE[0])  # it will not answer by itself
+            os.kill(os.getpid(), signal.SIGSTOP)
+        walk(world, clock)
+
+    with two_ranks(tmp_path, write_and_stop) as ranks:
+        assert codes(ranks) == [4, -signal.SIGKILL]
+    assert "ClusterError: rank 1 " in the_report(tmp_path)
+    assert "gives no sign of life" in the_report(tmp_path)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_text_that_is_no_message_is_nothing(text: str) -> None:
+    value = parsed(text.encode("utf-8", "surrogatepass"))
+    assert [received(kind, value) for kind in (Beat, Member, Findings)] == [None, None, None]
+    assert answer_of(text.encode("utf-8", "surrogatepass"), 2)[1] == {}
+
+
+def test_what_a_rank_publishes_is_read_as_it_was() -> None:
+    beat = Beat(1, "start", 0, 0, False, "", 0.5, math.inf, 30.0, False)
+    member = Member(1, "h", "cpu", 77, 12345, "m", "/l")
+    findings = Findings("s", "S", ("a", "b"), ())
+    for published in (beat, member, findings):
+        assert received(type(published), parsed(json.dumps(vars(published)).encode())) == published
 
 
 def walk(world: World, clock: Clock) -> None:

@@ -7,16 +7,19 @@ differences of two clocks: so a machine that was suspended, or a debugger that s
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
+
+T = TypeVar("T")
 
 USUAL_TIMES = 10  # a phase may last that many times its median
 FIRST_STEPS = 5  # of this process: memory, choice of kernels; nothing usual is known yet
@@ -216,6 +219,48 @@ class Findings:
     children: tuple[str, ...] = ()
 
 
+def received(kind: type[T], values: Any) -> T | None:
+    """Return what another rank has published as a :class:`Member`, :class:`Beat` or :class:`Findings`.
+
+    None if it is nothing of the kind: whoever reaches the store can write anything there.
+    """
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        return None
+    if not all(PUBLISHED[types[name]](value) for name, value in values.items()):
+        return None
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def parsed(text: bytes) -> Any:
+    """Return the value of a JSON text, None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_PUBLISHED
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and (0 <= value < MOST_PUBLISHED or value == math.inf)  # not NaN
+
+
+MOST_PUBLISHED = 10**15
+PUBLISHED: dict[str, Callable[[Any], bool]] = {  # by the type of the field
+    "int": is_count,
+    "float": _is_seconds,
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "tuple[str, ...]": are_texts,
+}
+
 SHOWN = 4  # ranks that are described one by one
 
 
@@ -234,7 +279,8 @@ class Evidence:
     now_unix_s: float
 
     def since(self, rank: int) -> str:
-        return time.strftime("%H:%M:%S", time.localtime(self.now_unix_s - self.still_s[rank]))
+        still_s = min(self.still_s[rank], self.now_unix_s)  # another rank said so: it may be any number
+        return time.strftime("%H:%M:%S", time.localtime(self.now_unix_s - still_s))
 
     def found(self, rank: int) -> Findings:
         return self.findings.get(rank, Findings())

@@ -34,6 +34,8 @@ from yolofleet.parallel.stall import (
     Progress,
     Verdict,
     judge,
+    parsed,
+    received,
     stall_error,
     stall_note,
 )
@@ -58,6 +60,7 @@ DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python i
 ANSWER_WAIT_S = 5.0
 SETTLE_WAIT_S = 60.0  # for a checkpoint being written
 CLOSE_WAIT_S = 2.0
+KINDS = ("silent", "stuck", "waiting", "left", "blind")  # of a verdict
 DEAD = ("T", "t", "X", "Z")  # states of a process that will not answer
 
 
@@ -200,8 +203,10 @@ class Watchdog:
                     self._fetch_beats(store)
                 elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
                     texts = store.multi_get([f"member/{r}" for r in ranks])
-                    self.members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
-                    every_s = self._every_s
+                    found = {r: received(Member, parsed(text)) for r, text in enumerate(texts)}
+                    members = {r: member for r, member in found.items() if member and member.rank == r}
+                    if len(members) == len(ranks):
+                        self.members, every_s = members, self._every_s
                 self._blind_s = 0.0
                 if store.check(["question"]):
                     self._answer(store)
@@ -216,7 +221,8 @@ class Watchdog:
     def _fetch_beats(self, store: Store) -> None:
         others = [r for r in self.members if r != self.world.rank]
         texts = store.multi_get([f"beat/{r}" for r in others])
-        self.beats |= {r: Beat(**json.loads(text)) for r, text in zip(others, texts, strict=True)}
+        beats = {r: received(Beat, parsed(text)) for r, text in zip(others, texts, strict=True)}
+        self.beats |= {r: beat for r, beat in beats.items() if beat}  # the last good one stays
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -231,11 +237,11 @@ class Watchdog:
         with suppress(RuntimeError):
             store.set("question", json.dumps([verdict.missing, verdict.kind]))
             for r in self._arrivals(store, "answer", able, ANSWER_WAIT_S):
-                answer = json.loads(store.get(f"answer/{r}"))
-                saved.add(answer["saved"])
-                for of, what in answer["found"].items():
-                    if int(of) == r or int(of) not in found:  # what a rank says of itself counts most
-                        found[int(of)] = findings_from(what)
+                there_saved, there_found = answer_of(store.get(f"answer/{r}"), self.world.size)
+                saved.add(there_saved)
+                for of, what in there_found.items():
+                    if of == r or of not in found:  # what a rank says of itself counts most
+                        found[of] = what
         self._tell(verdict, found, max(saved))
         self._settle()
         with suppress(RuntimeError):
@@ -245,12 +251,17 @@ class Watchdog:
             store.check(["end"])  # it has been answered: it has arrived
         self._end(verdict)
 
-    def _answer(self, store: Store) -> NoReturn:
-        """Of every other rank that still can."""
+    def _answer(self, store: Store) -> None:
+        """Of every other rank that still can. Returns only if the question is none."""
+        match parsed(store.get("question")):
+            case [[*missing], str(kind)] if kind in KINDS and all(
+                r in range(self.world.size) for r in missing
+            ):
+                verdict = Verdict(tuple(missing), kind, 0.0)
+            case _:
+                return
         self._ending.set()
         rank = self.world.rank
-        missing, kind = json.loads(store.get("question"))
-        verdict = Verdict(tuple(missing), kind, 0.0)
         found = {rank: own_findings()} | self._witness(verdict.missing)
         answer = {"found": {r: vars(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
         with suppress(RuntimeError):
@@ -291,7 +302,7 @@ class Watchdog:
     def _witness(self, ranks: Iterable[int]) -> dict[int, Findings]:
         """What this machine shows of those of its processes."""
         found = {}
-        for r in ranks:
+        for r in set(ranks) & self.members.keys() & self.beats.keys():
             member = self.members[r]
             if r != self.world.rank and self._sees(member):
                 state = state_of(member.pid, member.started_ticks)
@@ -316,7 +327,7 @@ class Watchdog:
     def _end(self, verdict: Verdict) -> NoReturn:
         """End this process, and those of this machine that cannot do it themselves."""
         if verdict.kind == "silent":
-            for r in verdict.missing:
+            for r in set(verdict.missing) & self.members.keys():
                 if self._sees(self.members[r]):
                     kill(self.members[r].pid, self.members[r].started_ticks)
         sys.stdout.flush()
@@ -332,8 +343,16 @@ def own_findings() -> Findings:
     return Findings(state.text(), state.letter, tuple(main_stack()), children)
 
 
-def findings_from(values: Mapping[str, Any]) -> Findings:
-    return Findings(values["state"], values["letter"], tuple(values["stack"]), tuple(values["children"]))
+def answer_of(text: bytes, size: int) -> tuple[str, dict[int, Findings]]:
+    """Return another rank's newest checkpoint, and what it found about which of ``size`` ranks.
+
+    Nothing if that is no answer.
+    """
+    match parsed(text):
+        case {"saved": str(saved), "found": dict(found)}:
+            known = {r: received(Findings, found.get(str(r))) for r in range(size)}
+            return saved, {r: what for r, what in known.items() if what}
+    return "", {}
 
 
 def newest(checkpoints: Path) -> str:
