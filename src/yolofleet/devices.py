@@ -158,24 +158,42 @@ def has_bfloat16(device: torch.device) -> bool:
         return bool(ask(including_emulation=False) if device.type == "cuda" else ask())
 
 
-def full_float32(device: torch.device) -> AbstractContextManager[object]:
-    """Compute float32 convolutions and products in float32 inside the block, not in TensorFloat-32."""
-    return nullcontext() if is_host(device) else _without_tf32()
+def has_tf32(device: torch.device) -> bool:
+    """Return whether ``device`` can multiply float32 numbers as TensorFloat-32 (NVIDIA, from Ampere on)."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] >= 8
+    )
+
+
+def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextManager[object]:
+    """Compute float32 convolutions and products in float32 or, if allowed, TensorFloat-32 inside the block.
+
+    By itself torch uses TensorFloat-32 (10 bits instead of 23) for convolutions.
+    """
+    return nullcontext() if is_host(device) else _tf32(tf32)
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = False
+def _tf32(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    allow_tf32(allowed, allowed)
     try:
         yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before
+        allow_tf32(*before)
 
 
-def choose_kernels(*, deterministic: bool, benchmark: bool) -> None:
+def allow_tf32(convolutions: bool, products: bool) -> None:
+    """Let NVIDIA GPUs use TensorFloat-32 for float32, in this process."""
+    torch.backends.cudnn.allow_tf32 = convolutions
+    torch.backends.cuda.matmul.allow_tf32 = products
+
+
+def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
     """Let cuDNN and MIOpen choose kernels by time (``benchmark``), or only deterministic ones."""
+    allow_tf32(tf32, tf32)
     if deterministic:
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = benchmark

@@ -288,7 +288,7 @@ def _train(
         description, anchors = with_fitting_anchors(description, index, recipe.anchor_t, img, config.seed)
     model = build_network(description, weights, index.names, config.seed, console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.size_low, recipe.size_high)
-    set_kernels(config, sizes_vary=sizes != (1, 1))
+    set_kernels(config, sizes_vary=sizes != (1, 1), tf32=precision == "tf32")
     mark = fingerprint(config, recipe, index, model, world)
     header = WeightsHeader.of(model, img=img)
     loss = family.loss(model, recipe, img)
@@ -478,7 +478,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     else:
         precision = fleet_precision(config.precision, world)
         size_hw = square_of(model, config.img, config.fit)
-        model = fuse(model).to(device)
+        model = cast(Any, fuse(model)).to(device, memory_format=torch.channels_last)
     if model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
             f"{config.weights} detects {model.nc} classes, {config.data} has {len(index.names)}",

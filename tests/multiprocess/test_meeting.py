@@ -100,6 +100,28 @@ def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, 
     ]
 
 
+class Published:
+    """What ranks have told the store."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = [text.encode() for text in texts]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        assert keys == [f"here/{rank}" for rank in range(len(self.texts))]
+        return self.texts
+
+
+def test_two_ranks_that_see_the_same_single_gpu_are_refused() -> None:
+    place = Place(0, 3, 0, 3)
+    both = "cpu:gloo,cuda:nccl"
+    apart = Published(f"{both} a 0", f"{both} b 0", f"{both} b 1")
+    assert world._common_backend(apart, place, both) == both  # type: ignore[arg-type]
+    unbound = Published(f"{both} ", f"{both} ", f"{both} ")
+    assert world._common_backend(unbound, place, both) == both  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="ranks 1 and 2 see the same single device: b 0"):
+        world._common_backend(Published(f"{both} a 0", f"{both} b 0", f"{both} b 0"), place, both)  # type: ignore[arg-type]
+
+
 NCCL_REFUSES = "NCCL error in: ProcessGroupNCCL.cpp:1\nncclInvalidUsage: Duplicate GPU detected"
 
 

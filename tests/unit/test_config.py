@@ -344,6 +344,8 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"sync_bn": True, "reduce": "exact"}, "instead of --sync-bn raise --micro-batch"),
         ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
         ({"deterministic": True, "cudnn_benchmark": "on"}, "cannot stand together"),
+        ({"reduce": "exact", "cudnn_benchmark": "on"}, "cannot stand together"),
+        ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
     ],
 )

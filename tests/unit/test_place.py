@@ -95,11 +95,22 @@ def test_nonsense_of_srun_is_refused(wrong: dict[str, str]) -> None:
         place_from_environment(SRUN | wrong)
 
 
-def test_a_task_that_sees_only_its_own_gpu() -> None:
-    own = SRUN | {"SLURMD_TRES_BIND": "gpu:per_task:1", "CUDA_VISIBLE_DEVICES": "1"}
-    assert place_from_environment(own).sees_one_device
-    assert not place_from_environment(own | {"CUDA_VISIBLE_DEVICES": "0,1"}).sees_one_device
-    assert not place_from_environment(without(own, "SLURMD_TRES_BIND")).sees_one_device
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+    ],
+    ids=["srun", "mpirun", "torchrun"],
+)  # fmt: skip
+def test_a_process_that_sees_only_its_own_gpu(launcher: dict[str, str]) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        assert place_from_environment(launcher | {name: "1"}).only_device == "1"
+        assert place_from_environment(launcher | {name: "GPU-5a"}).only_device == "GPU-5a"
+        assert place_from_environment(launcher | {name: "0,1"}).only_device == ""
+    assert place_from_environment(launcher).only_device == ""
+    assert place_from_environment({"CUDA_VISIBLE_DEVICES": "1"}).only_device == "", "alone it uses --device"
 
 
 @pytest.mark.parametrize(

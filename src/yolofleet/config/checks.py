@@ -101,6 +101,14 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         raise _clash(
             config, "deterministic", "cudnn_benchmark", "timing may choose other kernels", "leave one out"
         )
+    if c.reduce == "exact" and c.cudnn_benchmark == "on":
+        raise _clash(
+            config,
+            "reduce",
+            "cudnn_benchmark",
+            "kernels chosen by timing differ from run to run, and so do their last bits",
+            "leave out --cudnn-benchmark",
+        )
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)
@@ -188,9 +196,10 @@ def _either(numbers: list[int]) -> str:
 
 
 def _check_precision(config: Resolved[Any]) -> None:
-    if config.value.precision == "fp16" and config.value.device.startswith("cpu"):
+    precision = config.value.precision
+    if precision in ("fp16", "tf32") and config.value.device.startswith("cpu"):
         raise _clash(
-            config, "precision", "device", "CPUs do not compute in fp16", "--precision fp32, or bf16"
+            config, "precision", "device", f"CPUs do not compute in {precision}", "--precision fp32, or bf16"
         )
 
 

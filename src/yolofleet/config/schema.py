@@ -177,8 +177,10 @@ class TrainConfig(WhereAll):
     shares: str = setting(
         "", "micro-batches per rank, as 2,1,1; auto = by measured speed; default equal", group="where"
     )
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
-        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
+        "auto",
+        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
+        group="where",
     )
     channels_last: bool = setting(True, "memory layout of images and weights", group="where")
     deterministic: bool = setting(False, "deterministic kernels only (slower on GPUs)", group="where")
@@ -253,8 +255,10 @@ class ValConfig(WhereAll):
     iou: Unit = setting(0.6, "NMS overlap", group="how")
     max_det: Natural = setting(300, "most boxes per image", group="how")
     batch: Natural = setting(32, "images per batch (fixed list, the same on every fleet)", group="how")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
-        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
+        "auto",
+        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
+        group="where",
     )
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
     stall_s: float = setting(
@@ -300,8 +304,10 @@ class PredictConfig(Where):
     agnostic_nms: bool = setting(False, "NMS over all classes together", group="how")
     vid_stride: Natural = setting(1, "every Nth video frame", group="how")
     batch: Natural = setting(1, "images per forward pass", group="how")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
-        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
+        "auto",
+        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
+        group="where",
     )
     save: Literal["images", "none"] = setting("images", "write annotated pictures", group="keeping")
     save_txt: bool = setting(False, "write YOLO txt files", group="keeping")
@@ -330,8 +336,10 @@ class SelftestConfig(Frozen):
         group="where",
         pattern=DEVICE,
     )
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
-        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
+        "auto",
+        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
+        group="where",
     )
     json_out: str = setting(
         "",
@@ -465,8 +473,10 @@ class BenchConfig(Frozen):
     passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")
     device: str = setting("auto", "auto | cpu | mps | one CUDA id", group="where", pattern=DEVICE)
     threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="where")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
-        "auto", "auto: fp16 on CUDA, fp32 elsewhere", group="where"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
+        "auto",
+        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
+        group="where",
     )
     json_out: str = setting(
         "",

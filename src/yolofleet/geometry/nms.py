@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from yolofleet.devices import is_host
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.geometry.iou import iou_matrix
 
@@ -93,7 +94,7 @@ def nms(
 
     kept = order.new_empty(0)  # positions in `order`
     positions = torch.arange(len(order), device=order.device)
-    for block in positions.split(BLOCK_CPU if order.device.type == "cpu" else BLOCK_GPU):
+    for block in positions.split(BLOCK_CPU if is_host(order.device) else BLOCK_GPU):
         block = block[~_suppresses(boxes, groups, kept, block, iou).any(0)]
         rivals = _suppresses(boxes, groups, block, block, iou).triu(
             1

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.devices import to_device
+
 ATSS_NEAREST = 9  # cells of each level
 ANCHOR_STRIDES = 5  # side of the square that stands for a cell in ATSS
 ALIGNED_BEST = 13  # cells of each label
@@ -220,7 +222,7 @@ def task_aligned(
     rivals = iou_pairs(boxes_xyxy_px[images], predicted_xyxy_px[chosen[contested], None])  # [contested, G]
     owners[contested] = images * per_image + rivals.argmax(1)
 
-    borders = torch.tensor(grid.borders, device=device)
+    borders = to_device(torch.tensor(grid.borders), device)
     sizes = tuple(torch.searchsorted(chosen, borders).diff().tolist())
     merits, ious = merit(chosen, owners, sizes)
     score = merits / (_highest(merits, owners, len(boxes)) + 1e-9) * _highest(ious, owners, len(boxes))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from yolofleet.devices import is_host
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.losses.assign import (
     Grid,
@@ -181,7 +182,7 @@ class _Varifocal(torch.autograd.Function):
         x = logits.float().contiguous()
         slopes = torch.empty_like(x)
         # on a CPU in parts that stay in its cache
-        part = max(1, len(x) if x.is_cuda else 2**18 // x.shape[1])
+        part = max(1, 2**18 // x.shape[1] if is_host(x.device) else len(x))
         sums = []
         for values, out in zip(x.split(part), slopes.split(part), strict=True):
             losses, slope = _negatives(values)

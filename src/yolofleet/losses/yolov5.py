@@ -202,7 +202,7 @@ class Yolov5Loss:
 
     def _binary(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
         """Cross entropy of each element; focal (arXiv:1708.02002) when ``fl_gamma`` is set."""
-        weight = None if positive_weight == 1 else logits.new_tensor(positive_weight)
+        weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
         loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none", pos_weight=weight)
         if self.recipe.fl_gamma > 0:
             probability = logits.sigmoid()

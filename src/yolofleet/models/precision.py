@@ -24,6 +24,11 @@ def resolve_precision(asked: str, device: torch.device) -> str:
         raise ConfigError(
             "--precision fp16 needs a GPU; this process runs on the CPU", hint="--precision fp32"
         )
+    if asked == "tf32" and not devices.has_tf32(device):
+        raise ConfigError(
+            f"--precision tf32: {devices.name_of(device)} has no TensorFloat-32",
+            hint="--precision fp32; NVIDIA GPUs have it from the Ampere generation on",
+        )
     if asked == "bf16" and not devices.is_host(device) and not devices.has_bfloat16(device):
         raise ConfigError(
             f"--precision bf16: {devices.name_of(device)} cannot compute in bfloat16",
@@ -34,8 +39,8 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context of the forward pass. ``cache_enabled`` stays on: weights are cast once per pass."""
-    if precision == "fp32":
-        return devices.full_float32(device)
+    if precision in ("fp32", "tf32"):
+        return devices.float32_products(device, tf32=precision == "tf32")
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 

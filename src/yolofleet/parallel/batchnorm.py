@@ -85,7 +85,7 @@ class GroupBatchNorm(torch.autograd.Function):
         wide = x.float()
         count = x.numel() // channels
         sums = torch.cat(
-            [wide.sum((0, 2, 3)), (wide * wide).sum((0, 2, 3)), wide.new_tensor([float(count)])]
+            [wide.sum((0, 2, 3)), (wide * wide).sum((0, 2, 3)), wide.new_full((1,), float(count))]
         ).double()
         world.all_reduce_(sums)
         total = sums[-1].clamp(min=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from yolofleet.errors import ConfigError
@@ -25,7 +25,8 @@ class Place:
 
     Attributes:
         address, port: where rank 0, or torchrun's agent beside it, waits for the others.
-        sees_one_device: the launcher hides the devices of the other processes of this machine.
+        only_device: the one device that the launcher shows to this process, if it is one of several on its machine;
+            else "".
     """
 
     rank: int = 0
@@ -35,7 +36,7 @@ class Place:
     source: str = "alone"
     address: str = ""
     port: int = 0
-    sees_one_device: bool = False
+    only_device: str = ""
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:
@@ -46,6 +47,11 @@ def place_from_environment(environment: Mapping[str, str]) -> Place:
     Raises:
         ConfigError: the variables contradict each other, or a launcher's are incomplete.
     """
+    place = _place(environment)
+    return replace(place, only_device=_only_device(environment)) if place.local_size > 1 else place
+
+
+def _place(environment: Mapping[str, str]) -> Place:
     torchrun = _torchrun(environment)
     if torchrun and "TORCHELASTIC_RUN_ID" in environment:
         return torchrun
@@ -186,7 +192,6 @@ def _srun(environment: Mapping[str, str]) -> Place | None:
         source="srun",
         address=address,
         port=_port(environment, job + 1009 * step),
-        sees_one_device=_sees_one_gpu(environment),
     )
     return _checked(place)
 
@@ -213,15 +218,11 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     )
 
 
-def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
-    """``--gpus-per-task`` and ``--gpu-bind`` leave each task its own; else all tasks of a node see all."""
-    bound = (
-        "gpu:" in environment.get("SLURMD_TRES_BIND", "")
-        or "SLURM_GPUS_PER_TASK" in environment
-        or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
-        or environment.get("SLURM_GPU_BIND", "").startswith(("single", "per_task", "map_gpu", "mask_gpu"))
-    )
-    return bound and re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", "")) is not None
+def _only_device(environment: Mapping[str, str]) -> str:
+    """Return the device that a launcher leaves to this process alone (``srun --gpus-per-task``, wrappers of mpirun)."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    visible = next((environment[name] for name in names if environment.get(name)), "")
+    return "" if "," in visible else visible
 
 
 _RANGES = r"\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\]"

@@ -28,7 +28,7 @@ def prepare_process(where: Where, place: Place) -> torch.device:
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
-    return devices.device_of(where.device, 0 if place.sees_one_device else place.local_rank)
+    return devices.device_of(where.device, 0 if place.only_device else place.local_rank)
 
 
 def usable_cores() -> int:
@@ -37,11 +37,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def set_kernels(config: TrainConfig, *, sizes_vary: bool = False) -> None:
+def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = False) -> None:
     """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels.
 
     Args:
         sizes_vary: images differ in size from step to step.
+        tf32: TensorFloat-32 is allowed.
     """
     deterministic = config.deterministic or config.reduce == "exact"
     if deterministic:
@@ -51,7 +52,7 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False) -> None:
     benchmark = config.cudnn_benchmark == "on" or (
         config.cudnn_benchmark == "auto" and not deterministic and not sizes_vary
     )
-    devices.choose_kernels(deterministic=deterministic, benchmark=benchmark)
+    devices.choose_kernels(deterministic=deterministic, benchmark=benchmark, tf32=tf32)
 
 
 def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:

@@ -72,12 +72,14 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"yolofleet/{attempt}", store)
 
 
-def _missing_ranks(store: dist.Store, place: Place, where: str, backend: str, timeout_s: float) -> str:
-    """Wait until every rank has published its backend; return the names of those that are late, else "".
+def _missing_ranks(
+    store: dist.Store, place: Place, where: str, backend: str, only_device: str, timeout_s: float
+) -> str:
+    """Wait until every rank has published its backend and device; return the names of those that are late, else "".
 
     Rank 0 prints whom it waits for when that takes long.
     """
-    store.set(f"here/{place.rank}", backend)
+    store.set(f"here/{place.rank}", f"{backend} {only_device}")
     keys = {rank: f"here/{rank}" for rank in range(place.size)}
     for wait_s in (min(SAY_MISSING_S, timeout_s), max(timeout_s - SAY_MISSING_S, 0.1)):
         try:
@@ -97,9 +99,20 @@ def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
     """Return the backend that every rank can use: its own if all have the same, else gloo.
 
     GPUs that sum through NCCL and CPUs that sum through gloo would wait for each other for ever.
+
+    Raises:
+        ClusterError: two ranks see the same single GPU.
     """
-    published = {text.decode() for text in store.multi_get([f"here/{rank}" for rank in range(place.size)])}
-    if published == {mine}:
+    texts = store.multi_get([f"here/{rank}" for rank in range(place.size)])
+    published = [text.decode("utf-8", "replace").partition(" ") for text in texts]
+    first: dict[str, int] = {}
+    for rank, (_, _, only_device) in enumerate(published):
+        if only_device and first.setdefault(only_device, rank) != rank:
+            raise ClusterError(
+                f"ranks {first[only_device]} and {rank} see the same single device: {only_device}",
+                hint="start one process for each device, or let each process see all (CUDA_VISIBLE_DEVICES)",
+            )
+    if {backend for backend, _, _ in published} == {mine}:
         return mine
     if place.rank == 0:
         echo("ranks have different kinds of devices: all sums go through gloo", to=sys.stderr)
@@ -141,12 +154,14 @@ class World:
         is_guest = dist.is_initialized()  # Ray has met them already
         if place.size > 1 and not is_guest:
             backend = devices.collective_backend(device)
+            shares_host = place.only_device and not devices.is_host(device)
+            only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
             where = f"{place.address}:{place.port}"
             began_s = time.monotonic()
             try:
                 store = _meeting_store(place, timeout_s)
                 left_s = timeout_s - (time.monotonic() - began_s)
-                missing = _missing_ranks(store, place, where, backend, left_s)
+                missing = _missing_ranks(store, place, where, backend, only_device, left_s)
                 if not missing:
                     dist.init_process_group(
                         _common_backend(store, place, backend),

@@ -1,0 +1,170 @@
+"""The module that knows kinds of devices: nothing beside it does, and it works on a machine without a GPU."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import yolofleet
+from yolofleet import devices
+from yolofleet.errors import ConfigError
+from yolofleet.models.precision import autocast, resolve_precision
+
+SOURCE = Path(yolofleet.__file__).resolve().parent
+KNOW_DEVICES = ("devices.py", "doctor", "export")  # export writes for runtimes that have devices of their own
+OF_ONE_KIND = ("cuda", "xpu", "mps", "hip", "cudnn", "mkldnn", "npu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def knowledge_of_devices(tree: ast.AST) -> list[tuple[int, str]]:
+    """Lines that name one kind of device: torch.cuda, t.is_cuda, t.cuda(), device.type == "cuda"."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            of_part = isinstance(node.value, ast.Attribute) and node.value.attr in ("backends", "version")
+            if (of_torch or of_part) and node.attr in OF_ONE_KIND:
+                found.append((node.lineno, ast.unparse(node)))
+            if node.attr in ("is_cuda", "is_xpu", "is_mps") or (node.attr == "accelerator" and of_torch):
+                found.append((node.lineno, ast.unparse(node)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            found.append((node.lineno, ast.unparse(node)))
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides):
+                kinds = (*OF_ONE_KIND, "cpu", "meta")
+                words = {n.value for side in sides for n in ast.walk(side) if isinstance(n, ast.Constant)}
+                if words & set(kinds):
+                    found.append((node.lineno, ast.unparse(node)))
+    return found
+
+
+def test_no_other_module_knows_a_kind_of_device():
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        inside = path.relative_to(SOURCE)
+        if inside.parts[0] not in KNOW_DEVICES:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            wrong += [f"{inside}:{line}: {what}" for line, what in knowledge_of_devices(tree)]
+    assert not wrong, "use yolofleet/devices.py:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.cuda.synchronize()",
+        "torch.backends.cudnn.benchmark = True",
+        "torch.accelerator.synchronize()",
+        "x = t.is_cuda",
+        "t.cuda()",
+        'x = device.type == "cuda"',
+        'x = "cpu" != t.device.type',
+        'x = device.type in ("cuda", "xpu")',
+    ],
+)
+def test_that_check_sees(code: str):
+    assert knowledge_of_devices(ast.parse(code))
+
+
+def test_the_cpu_needs_no_waiting_and_no_pinning():
+    assert devices.is_host(CPU) and not devices.can_pin(CPU) and devices.peak_memory_bytes(CPU) == 0
+    devices.synchronize(CPU)
+    devices.wait_for(CPU)
+    devices.select(CPU)
+    with devices.selected(CPU):
+        pass
+    t = torch.tensor([1.0, 2.0])
+    assert devices.to_device(t, CPU) is t
+    copy = devices.HostCopy(t)
+    t.zero_()
+    assert copy.read().tolist() == [1.0, 2.0]
+
+
+def test_backends_of_process_groups(monkeypatch: pytest.MonkeyPatch):
+    assert devices.collective_backend(CPU) == "gloo"
+    monkeypatch.setattr(devices.dist, "is_backend_available", lambda name: True)
+    assert devices.collective_backend(GPU) == "cpu:gloo,cuda:nccl"
+    assert devices.collective_backend(torch.device("meta")) == "gloo"
+    monkeypatch.setattr(devices.dist, "is_backend_available", lambda name: False)
+    assert devices.collective_backend(GPU) == "gloo"
+
+
+def an_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda: kind)
+    monkeypatch.setattr(devices, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
+def test_devices_of_a_machine_with_an_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str):
+    an_accelerator(monkeypatch, kind, 3)
+    assert devices.device_of("auto", 2) == torch.device(kind, 2)
+    assert devices.device_of("2,0", 1) == torch.device(kind, 0)
+    assert devices.device_of("cpu:2", 1) == CPU
+    with pytest.raises(ConfigError, match=rf"--device 1,3: no {kind.upper()} device 3; torch sees 3"):
+        devices.device_of("1,3", 0)
+    with pytest.raises(ConfigError, match="process 3 of this machine has no device"):
+        devices.device_of("auto", 3)
+
+
+def test_metal_is_taken_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch):
+    an_accelerator(monkeypatch, "mps", 1)
+    assert devices.device_of("auto", 0) == CPU
+    assert devices.device_of("mps", 0).type == "mps"
+    an_accelerator(monkeypatch, "", 0)
+    assert devices.device_of("auto", 0) == CPU
+    with pytest.raises(ConfigError, match="no Metal device"):
+        devices.device_of("mps", 0)
+    with pytest.raises(ConfigError, match="no CUDA device 0; torch sees 0"):
+        devices.device_of("0", 0)
+
+
+def test_emulated_bfloat16_is_refused_and_the_right_device_is_asked(monkeypatch: pytest.MonkeyPatch):
+    """V100 and T4 emulate it; torch asks the current device, which need not be ours."""
+    current = [0]
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+    asked = []
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        asked.append(current[0])
+        return including_emulation
+
+    module = SimpleNamespace(
+        is_bf16_supported=is_bf16_supported, get_device_name=lambda device: "Tesla T4", __name__="cuda"
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    with pytest.raises(ConfigError, match="--precision bf16: Tesla T4 cannot compute in bfloat16"):
+        resolve_precision("bf16", GPU)
+    assert asked == [1] and current == [0]
+
+
+def test_float32_is_float32_unless_tf32_is_asked_for():
+    def now() -> list[bool]:
+        return [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
+
+    before = now()
+    try:
+        devices.allow_tf32(True, False)  # torch's own defaults
+        with autocast("fp32", GPU):
+            assert now() == [False, False]
+        with autocast("tf32", GPU):
+            assert now() == [True, True]
+        assert now() == [True, False]
+        with autocast("fp32", CPU):
+            assert now() == [True, False], "nothing to say on a CPU"
+    finally:
+        devices.allow_tf32(*before)
+    with pytest.raises(ConfigError, match="--precision tf32: cpu has no TensorFloat-32"):
+        resolve_precision("tf32", CPU)
+
+
+def test_what_a_device_lacks_is_no_error():
+    meta = torch.device("meta")
+    assert devices.peak_memory_bytes(meta) == 0
+    assert devices.name_of(meta) == "meta"
+    assert not devices.has_fused(torch.optim.SGD, meta)
+    assert devices.has_fused(torch.optim.AdamW, CPU)
