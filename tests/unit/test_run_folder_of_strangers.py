@@ -6,8 +6,9 @@ import base64
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -140,6 +141,30 @@ def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
     with folder.locked():
         assert (tmp_path / ".lock").exists()
     assert not (tmp_path / ".lock").exists()
+
+
+class OneRank:
+    """What `shared_folder` needs of a World of one process."""
+
+    is_main = True
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return content
+
+
+def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> None:
+    from yolofleet.worker import shared_folder
+
+    world, where = cast(Any, OneRank()), TrainConfig(project=tmp_path, exist_ok=True)
+    with ExitStack() as lock:
+        made = shared_folder(world, "train", where, None, lock)
+        assert made.path == tmp_path / "exp" and (made.path / ".lock").exists()
+        for given in (made, None):  # a second --resume, a second --exist-ok
+            with pytest.raises(ConfigError, match="another process writes into"), ExitStack() as second:
+                shared_folder(world, "train", where, given, second)
+    with ExitStack() as lock:
+        assert shared_folder(world, "train", where, made, lock) == made
+    made.discard_unless_used()
 
 
 def test_the_lock_is_not_taken_through_a_link(tmp_path: Path, victim: Path) -> None:

@@ -16,7 +16,10 @@ import pytest
 
 import yolofleet
 from yolofleet.cli.app import run
+from yolofleet.cli.commands import Verbs
 from yolofleet.data.labels import Problem
+from yolofleet.doctor.findings import Finding
+from yolofleet.errors import ClusterError, DataError, StorageError
 from yolofleet.report.console import Console, ScreenTable
 from yolofleet.text import RelayedText, echo, screen_line, screen_text
 
@@ -223,6 +226,23 @@ def test_a_source_and_a_command_line_are_shown_as_text(
         assert run(words)
         shown = capsys.readouterr()
         assert not obeyed(shown.out + shown.err), words
+
+
+def test_errors_and_findings_about_a_hosts_words_are_clean() -> None:
+    for kind in (ClusterError, DataError, StorageError):
+        assert not obeyed(kind(EVIL, source=EVIL, hint=EVIL).render())
+    assert not obeyed(Finding("ssh-down", "fault", EVIL, EVIL, EVIL, EVIL).render())
+
+
+def test_too_little_memory_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Verbs, ctx: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(Verbs, "invoke", fail)
+    assert run(["data", "list"]) == 3
+    assert "too little memory" in capsys.readouterr().err
 
 
 # -- standard output that cannot be written
