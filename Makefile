@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # one worker a core, at least two; tests that share files run in the same worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-slow test-gpu test-export test-cluster contract lint bench clean
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster contract lint bench clean
 
 env: $(VENV)/.made
 
@@ -37,7 +37,11 @@ test: env
 	$(PY) -m mypy
 	$(PYTEST) -m "not slow and not gpu and not cluster"
 
-# kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
+# the quick tests as processors with fewer vector instructions run them
+test-cpus: env
+	$(PY) tests/cpus.py
+
+# well-conditioned comparisons, kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600
 

@@ -39,7 +39,7 @@ class Outcome:
 def environment(folder: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ours = {"YOLOFLEET_CACHE": str(folder / "cache"), "YOLOFLEET_OFFLINE": "1"}
-    return env | ours | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {"OMP_NUM_THREADS": "1"} | env | ours | {"PYTHONUNBUFFERED": "1"}
 
 
 def yolofleet(

@@ -36,7 +36,7 @@ FAMILIES = {
     "yolov5": YOLOV5,
     "yolov3": ["--model", "yolov3-tiny"],
     "darknet": ["--model", "darknet-yolov3-tiny"],
-    "ppyoloe": ["--model", "ppyoloe-s", "--set", "assigner_switch=0.1"],  # both assigners within a few steps
+    "ppyoloe": ["--model", "ppyoloe-s", "--set", "assigner_switch=0.05"],  # both assigners within a few steps
 }
 ALONE: list[str] = ["--device", "cpu"]
 FLEETS = {
@@ -74,12 +74,21 @@ def trained(folder: Path, name: str, steps: int, *more: str) -> str:
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_hash_for_one_three_unequal_and_dataparallel(folder: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "fleets"),
+    [
+        ("yolov5", ["1,5,2", "dataparallel"]),
+        pytest.param("yolov3", ["7,1"], marks=pytest.mark.slow),  # blocks of yolov5, the loss of yolov5
+        ("darknet", ["7,1"]),
+        ("ppyoloe", ["7,1"]),
+        pytest.param("ppyoloe", ["1,5,2", "dataparallel"], marks=pytest.mark.slow),
+    ],
+)
+def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fleets: list[str]) -> None:
     model = [*FAMILIES[family], "--img", "64"]
-    alone = trained(folder, f"{family} alone", 4, *model, *ALONE)
-    for name in ("1,5,2", "dataparallel"):
-        assert trained(folder, f"{family} {name}", 4, *model, *FLEETS[name]) == alone, name
+    alone = trained(folder, f"{family} alone {fleets}", 3, *model, *ALONE)
+    for name in fleets:
+        assert trained(folder, f"{family} {name}", 3, *model, *FLEETS[name]) == alone, name
 
 
 @pytest.mark.slow

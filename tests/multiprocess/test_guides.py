@@ -60,7 +60,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return guide_folder(made / "yolov5", small_shapes(made, images=8, val_images=2))
 
 
-@pytest.mark.parametrize("name", GUIDES)
+# one command of each launcher, and the remaining ones in the longer suite
+QUICK = ("one GPU", "DataParallel", "DDP, SyncBN, chosen GPUs, another port", "the old launcher", "fleetrun")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in GUIDES]
+)
 def test_commands_for_one_machine(folder: Path, name: str) -> None:
     guide = GUIDES[name]
     port = str(free_port())

@@ -67,7 +67,9 @@ def test_two_processes_learn_what_one_learns_up_to_rounding(whole: dict[str, Pat
 
 
 @needs_proc
-@pytest.mark.parametrize(("name", "device"), [("one", "cpu"), ("two", "cpu:2")])
+@pytest.mark.parametrize(
+    ("name", "device"), [pytest.param("one", "cpu", marks=pytest.mark.slow), ("two", "cpu:2")]
+)
 def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     folder: Path, data: Path, whole: dict[str, Path], name: str, device: str
 ) -> None:
@@ -113,34 +115,25 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     assert figures[0][2] == 10
 
 
-def test_the_old_and_the_new_torch_launchers_start_the_same_run(
-    folder: Path, data: Path, whole: dict[str, Path]
+@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.slow)])
+def test_the_old_and_the_new_torch_launcher_start_the_same_run(
+    folder: Path, data: Path, whole: dict[str, Path], launcher: str
 ) -> None:
     script = Path(__file__).resolve().parents[2] / "train.py"
-    for module, name in (("torch.distributed.run", "run"), ("torch.distributed.launch", "launch")):
-        command = [
-            sys.executable,
-            "-m",
-            module,
-            "--nproc_per_node",
-            "2",
-            "--master_port",
-            str(free_port()),
-            str(script),
-        ]
-        command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
-        command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", name, "--weights", ""]
-        done = subprocess.run(
-            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert weights_of(folder / "runs" / "train" / name) == weights_of(whole["two"])
+    command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port()), str(script)]
+    command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
+    command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", launcher, "--weights", ""]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])
 
 
 def test_sync_batchnorm_and_unequal_shares_train(folder: Path, data: Path) -> None:
     for name, more in (
-        ("sync", ["--sync-bn"]),
-        ("shares", ["--shares", "3,1"]),
+        ("sync and shares", ["--sync-bn", "--shares", "3,1"]),
         ("idle", ["--shares", "1,0"]),
     ):
         yolofleet(folder, *train_args(data, "--device", "cpu:2", "--max-steps", "3", "--name", name, *more))
