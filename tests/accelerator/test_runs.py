@@ -1,0 +1,105 @@
+"""Whole runs on the accelerator: training, resuming, validation and prediction give what the CPU gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import small_shapes
+from miniature import Accelerator
+
+from yolofleet import Trainer, load_model
+from yolofleet.config.load import resolve_val
+from yolofleet.errors import ConfigError
+from yolofleet.worker import run as run_here
+
+MODEL = """
+nc: 80
+depth_multiple: 1.0
+width_multiple: 0.125
+anchors: [[10,14, 23,27, 37,58], [81,82, 135,169, 344,319]]
+backbone:
+  - [-1, 1, Conv, [64, 3, 2]]
+  - [-1, 1, Conv, [128, 3, 2]]
+  - [-1, 1, Conv, [256, 3, 2]]
+  - [-1, 1, Conv, [512, 3, 2]]
+head:
+  - [-1, 1, Conv, [512, 3, 2]]
+  - [[3, 4], 1, Detect, [nc, anchors]]
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(MODEL)
+    data = small_shapes(tmp_path)
+    return {
+        **{"data": str(data), "model": "small.yaml", "img": 64, "batch": 8, "nominal_batch": 8},
+        **{"micro_batch": 2, "plots": False, "threads": 1, "epochs": 2, "precision": "fp32"},
+    }
+
+
+def fitted(name: str, **settings: Any) -> dict[str, Any]:
+    Trainer(name=name, **settings).fit()
+    return json.loads(Path("runs/train", name, "results.json").read_text())
+
+
+def figures(name: str, data: str, device: str) -> dict[str, Any]:
+    given = {"weights": "runs/train/cpu/weights/last.safetensors", "data": data, "img": 64, "device": device}
+    run_here(resolve_val({**given, "name": name, "conf": 0.0001, "plots": False, "precision": "fp32"}))
+    return json.loads(Path("runs/val", name, "results.json").read_text())
+
+
+def test_a_run_resumed_validated_and_used_on_the_accelerator(
+    settings: dict[str, Any], accelerator: Accelerator
+):
+    cpu = fitted("cpu", **settings, device="cpu")
+    assert fitted("there", **settings, device="0")["weights_sha256"] == cpu["weights_sha256"]
+    assert accelerator.launched() > 1000
+
+    # interrupted after the first epoch, and continued on the other device
+    fitted("resumed", **settings, device="0", max_steps=3, save_steps=1)
+    Trainer(resume="runs/train/resumed", device="1", max_steps=5).fit()
+    resumed = json.loads(Path("runs/train/resumed/results.json").read_text())
+    assert resumed["weights_sha256"] == cpu["weights_sha256"]
+
+    there, here = figures("there", settings["data"], "1"), figures("here", settings["data"], "cpu")
+    assert there["metrics"] == here["metrics"]
+
+    pictures = sorted(Path(settings["data"]).parent.glob("images/val/*"))
+    # block sizes of suppression differ between devices, its result must not
+    found = [
+        load_model("runs/train/cpu", device=device, conf=0.0001, precision="fp32").predict(pictures)
+        for device in ("0", "cpu")
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        assert len(mine) == len(theirs) > 0
+        np.testing.assert_array_equal(mine.boxes_xyxy_px, theirs.boxes_xyxy_px)
+        np.testing.assert_array_equal(mine.scores, theirs.scores)
+
+
+def test_exact_sums_on_two_devices_of_one_process(settings: dict[str, Any]):
+    settings |= {"reduce": "exact"}
+    one = fitted("one", **settings, device="0")
+    two = fitted("two", **settings, device="0,1", parallel="dp")
+    assert (
+        two["weights_sha256"]
+        == one["weights_sha256"]
+        == fitted("cpu", **settings, device="cpu")["weights_sha256"]
+    )
+
+
+def test_too_little_memory_is_reported_with_a_smaller_micro_batch(
+    settings: dict[str, Any], accelerator: Accelerator
+):
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + 3 * 2**20
+    with pytest.raises(ConfigError, match="mini:0 has too little memory for --micro-batch 2") as caught:
+        fitted("full", **settings, device="0")
+    assert "--micro-batch 1" in (caught.value.hint or "")
+    assert torch.ones(2, device="mini:0").tolist() == [1, 1]

@@ -1,0 +1,141 @@
+"""The real training step on the accelerator: the CPU's bits, no drained device, a bounded number of operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from miniature import Accelerator
+from small_training import SmallRun, small_run
+
+from yolofleet.checkpoint.store import Snapshot
+
+ZERO, BOTH = ("mini:0",), ("mini:0", "mini:1")
+PPYOLOE = {"model": "ppyoloe-narrow", "images": 4}
+# places where a steady step copies pageable memory: the labels' targets, once a micro-batch
+TARGETS = ("yolov5.py:<genexpr>", "ppyoloe.py:<listcomp>", "ppyoloe.py:_sums", "assign.py:<genexpr>")
+
+
+def assert_equal(there: SmallRun, here: SmallRun) -> None:
+    mine, theirs = there.tensors(), here.tensors()
+    assert mine.keys() == theirs.keys()
+    assert not [name for name, t in mine.items() if not torch.equal(t, theirs[name])]
+
+
+def restored(run: SmallRun, **settings: object) -> SmallRun:
+    """A new run that continues from the state of ``run``, which passes through host memory."""
+    snapshot: Snapshot = run.state.snapshot({})
+    fresh = small_run(**settings)  # type: ignore[arg-type]
+    fresh.state.restore(snapshot)
+    fresh.step, fresh.progress = run.step, run.progress
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("settings", "progress"),
+    [
+        ({"model": "yolov5n", "images": 4}, 0.0),
+        ({"exact": True, "optimizer": "Adam"}, 0.0),
+        ({**PPYOLOE, "optimizer": "AdamW"}, 0.0),
+        ({**PPYOLOE, "exact": True}, 0.9),
+    ],
+    ids=["yolov5n", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact"],
+)
+def test_one_device_gives_the_bits_of_the_cpu(settings: dict, progress: float):
+    there, here = small_run(devices=ZERO, pin=True, **settings), small_run(**settings)
+    for run in (there, here):
+        run.progress = progress
+        run.do(2)
+    assert_equal(there, here)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_devices_give_the_bits_of_two_threads_of_the_cpu(exact: bool):
+    there = small_run(devices=BOTH, exact=exact, pin=True)
+    here = small_run(devices=("cpu", "cpu"), exact=exact)
+    for run in (there, here):
+        run.do(2)
+    assert_equal(there, here)
+    if exact:
+        alone = small_run(exact=True)
+        alone.do(2)
+        assert_equal(there, alone)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
+    settings = {"devices": ZERO, "optimizer": optimizer, "images": 2, "pin": True}
+    whole = small_run(**settings)  # type: ignore[arg-type]
+    whole.do(3)
+    first = small_run(**settings)  # type: ignore[arg-type]
+    first.do(1)
+    resumed = restored(first, **settings)
+    resumed.do(2)
+    assert_equal(resumed, whole)
+    elsewhere = restored(first, **{**settings, "devices": ("cpu",), "pin": False})
+    elsewhere.do(2)
+    assert_equal(elsewhere, whole)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_convolutions_compute_in_the_precision_that_was_asked_for(accelerator: Accelerator, precision: str):
+    run = small_run(devices=ZERO, precision=precision, images=2, pin=True)
+    run.do(1)
+    asked = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    assert {dtype for name, dtype in accelerator.seen_dtypes if "convolution" in name} == {asked}
+    assert all(t.isfinite().all() for t in run.tensors().values())
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
+    run = small_run(devices=ZERO, precision="fp16", optimizer=optimizer, images=2, pin=True)
+    before = run.tensors()
+    run.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
+    run.do(1)
+    after = run.tensors()
+    assert run.state.scaler.state_dict()["scale"] == 2.0**125
+    assert not [name for name, t in before.items() if not torch.equal(t, after[name])]
+    run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    run.do(2)
+    assert all(t.isfinite().all() for t in run.tensors().values())
+    assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
+
+
+STEADY = {
+    "yolov5n": ({"model": "yolov5n"}, 0.0),
+    "exact": ({"exact": True}, 0.0),
+    "bf16": ({"precision": "bf16"}, 0.0),
+    "two-devices": ({"devices": BOTH}, 0.0),
+    "ppyoloe-atss": (PPYOLOE, 0.0),
+    "ppyoloe-aligned": (PPYOLOE, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_the_host_never_waits_for_the_work_of_the_same_step(accelerator: Accelerator, name: str):
+    settings, progress = STEADY[name]
+    run = small_run(**{"devices": ZERO, "images": 4, "pin": True, **settings})
+    run.progress = progress
+    run.do(3)
+    accelerator.reset()
+    before = accelerator.devices[0].operations
+    run.do(1)
+    step = accelerator.devices[0].operations - before
+    draining = Counter(wait.where for wait in accelerator.waits if wait.behind < step)
+    aligned = {"assign.py:task_aligned"} if name == "ppyoloe-aligned" else set()
+    assert set(draining) <= {*TARGETS, *aligned}, draining
+    assert {wait.where for wait in accelerator.unpinned} <= set(TARGETS)
+    old = [wait for wait in accelerator.waits if wait.behind >= step]
+    assert [(wait.what, wait.where) for wait in old] == [("event", "devices.py:read")]
+
+
+def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
+    from yolofleet.worker import is_out_of_memory
+
+    run = small_run(devices=ZERO, images=4, pin=True)
+    run.do(1)
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + 2**16
+    with pytest.raises(RuntimeError) as caught:
+        run.do(1)
+    assert is_out_of_memory(caught.value)
