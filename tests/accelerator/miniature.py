@@ -760,6 +760,8 @@ def replace_functions() -> None:
     torch.accelerator.set_device_index = Module.set_device
     torch.accelerator.device_index = device_index  # type: ignore[assignment, misc]
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
+    optimizers: Any = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer hides it
+    optimizers._group_tensors_by_device_and_dtype = grouping(optimizers._group_tensors_by_device_and_dtype)
     torch.Tensor.pin_memory = lambda self, device=None: ACCELERATOR.pin(self)  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lambda self, device=None: ACCELERATOR.is_pinned(self)  # type: ignore[method-assign, assignment]
     for name in (
@@ -774,6 +776,19 @@ def replace_functions() -> None:
         "as_tensor",
     ):
         setattr(torch, name, factory(getattr(torch, name), is_data=name in ("tensor", "as_tensor")))
+
+
+def grouping(group: Callable[..., Any]) -> Callable[..., Any]:
+    """The C++ function that groups an optimizer's tensors by device, told about the second device."""
+
+    def grouped(lists: Any, with_indices: bool = False) -> Any:
+        found = group(lists, with_indices)
+        return {
+            (next(t for part in value[0] for t in part if t is not None).device, dtype): value
+            for (_, dtype), value in found.items()
+        }
+
+    return grouped
 
 
 def factory(make: Callable[..., Any], *, is_data: bool) -> Callable[..., Any]:
