@@ -19,6 +19,7 @@ from web import Web, item_of, status, web, whole
 from yolofleet import config
 from yolofleet.checkpoint import catalogue as weights_catalogue
 from yolofleet.checkpoint.catalogue import find_or_download, import_weights, known_weights
+from yolofleet.cli import main
 from yolofleet.config.suggest import nearest
 from yolofleet.data import catalogue
 from yolofleet.data.catalogue import Part, PublicDataset, datasets, download_dataset
@@ -135,6 +136,51 @@ def test_coco128_comes_to_where_its_name_is_looked_for(server, monkeypatch):
     assert not Path("datasets/coco128/downloads/coco128.zip").exists()  # unpacked
     get("coco128")
     assert len(server.asked) == 1
+
+
+class Terminal(io.StringIO):
+    """A keyboard or screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_data_set_is_downloaded_when_the_user_says_so_and_never_silently(server, monkeypatch, capsys):
+    files = {f"coco128/images/train2017/{i}.jpg": image(i) for i in range(2)}
+    files |= {f"coco128/labels/train2017/{i}.txt": b"0 0.5 0.5 0.5 0.5\n" for i in range(2)}
+    publish(server, monkeypatch, "coco128", {"coco128.zip": zip_of(files)})
+    # an unknown model ends the run after its data set was read
+    train = ["train", "--data", "coco128.yaml", "--model", "none-such", "--device", "cpu"]
+    assert main(train) == 3  # no terminal here: the message says how
+    assert "yolofleet data download coco128, or --download" in capsys.readouterr().err
+    assert not server.asked and not Path("datasets").exists()
+    assert main([*train, "--download"]) == 2
+    assert "unknown model" in capsys.readouterr().err and len(server.asked) == 1
+    assert main([*train, "--download"]) == 2 and len(server.asked) == 1  # it is here
+    assert main(["train", "--data", "shapes", "--model", "yolov5n", "--download"]) == 2
+    assert "shapes is not one of them" in capsys.readouterr().err
+
+
+def test_at_a_terminal_a_download_is_offered(server, monkeypatch):
+    publish(
+        server, monkeypatch, "coco128", {"coco128.zip": zip_of({"coco128/images/train2017/0.jpg": image(0)})}
+    )
+
+    def answered(text: str) -> tuple[int, str]:
+        screen = Terminal()
+        monkeypatch.setattr("sys.stdin", Terminal(text))
+        monkeypatch.setattr("sys.stderr", screen)
+        return main(
+            ["val", "--weights", "none-such", "--data", "coco128", "--device", "cpu"]
+        ), screen.getvalue()
+
+    for answer in ("n\n", "\n"):
+        code, said = answered(answer)
+        assert code == 3 and "is not here. Download" in said and "[y/N]" in said
+        assert not Path("datasets").exists()
+    answered("y\n")
+    assert Path("datasets/coco128/images/train2017/0.jpg").is_file()
+    assert "[y/N]" not in answered("")[1]  # it is here
 
 
 def coco_files() -> dict[str, bytes]:

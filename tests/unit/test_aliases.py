@@ -78,6 +78,17 @@ def test_train_flags_that_mean_the_same_change_silently(line, becomes):
         ("train", "--cache-images", "--cache=ram", "--cache-images is now --cache ram"),
         ("train", "--ips 10.0.0.1,b", "--hosts=10.0.0.1,b", "--ips 10.0.0.1,b is now --hosts 10.0.0.1,b"),
         ("val", "--selected_gpu 0,1", "--device=0,1", "--selected_gpu 0,1 is now --device 0,1"),
+        ("train", "-c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml",
+         "--model=ppyoloe-s --recipe=ppyoloe-300e --epochs=300 --data=coco.yaml",
+         "-c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml is now --model ppyoloe-s --recipe ppyoloe-300e --epochs 300 "
+         "--data coco.yaml"),
+        ("train", "-c ppyoloe_plus_crn_l_80e_coco.yml",
+         "--model=ppyoloe-plus-l --recipe=ppyoloe-plus-80e --epochs=80 --data=coco.yaml",
+         "-c ppyoloe_plus_crn_l_80e_coco.yml is now --model ppyoloe-plus-l --recipe ppyoloe-plus-80e --epochs 80 "
+         "--data coco.yaml"),
+        ("train", "--eval", "", "--eval has no effect: every epoch is validated (--val-period)"),
+        ("export", "--inplace", "", "--inplace has no effect: it changes nothing that is computed"),
+        ("export", "--verbose", "", "--verbose has no effect: TensorRT says what is worth knowing"),
         ("train", "--artifact_alias best", "", "--artifact_alias has no effect: there is no artifact store"),
         ("val", "--conf-thres 0.1", "--conf=0.1", "--conf-thres 0.1 is now --conf 0.1"),
         ("val", "--iou-thres=0.5", "--iou=0.5", "--iou-thres 0.5 is now --iou 0.5"),
@@ -97,6 +108,13 @@ def test_renamed_flags_say_their_new_name_once(verb, line, becomes, note):
     assert words(verb, f"{line} {line}")[1] == ([note] if note else [])
 
 
+def test_flags_win_over_a_configuration_of_paddledetection_wherever_they_stand():
+    for line in ("--epochs 3 -c ppyoloe_crn_s_300e_coco.yml", "-c ppyoloe_crn_s_300e_coco.yml --epochs 3"):
+        assert words("train", line)[0].startswith("--model=ppyoloe-s ") and words("train", line)[0].endswith(
+            "--epochs=3"
+        )
+
+
 @pytest.mark.parametrize(
     ("verb", "line", "says"),
     [
@@ -109,6 +127,12 @@ def test_renamed_flags_say_their_new_name_once(verb, line, becomes, note):
             "--image_weights: drawing images by class accuracy is not available yet",
         ),
         ("train", "--quad", "it changes the loss"),
+        (
+            "train",
+            "-c configs/yolov3/yolov3_darknet53_270e_coco.yml",
+            "only those of PP-YOLOE on COCO are known",
+        ),
+        ("train", "-c --eval", "-c needs a value"),
         ("train", "--bucket gs://x", "not to a bucket"),
         ("train", "--entity me", "Weights & Biases"),
         ("train", "--batch -1", "finding the batch by itself is not available yet"),
@@ -150,6 +174,8 @@ def test_every_new_spelling_is_a_flag_of_its_verb():
             if spelling.refusal:
                 continue
             values = {"none": [], "maybe": [], "one": ["1"], "some": ["1"]}[spelling.values]
+            if flag == "-c":
+                values = ["ppyoloe_crn_s_300e_coco.yml"]
             for argument in spelling.to(values):
                 assert argument.partition("=")[0] in FLAGS[verb], f"{verb} {flag} -> {argument}"
 

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -340,3 +341,35 @@ def test_any_yaml_and_json_gives_a_data_set_or_our_error(tmp_path):
         except YolofleetError as error:
             outcomes.add(type(error).__name__)
     assert outcomes == {"read", "ConfigError", "DataError"}
+
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+def test_the_folder_data_has_the_descriptions_that_come_with_yolofleet():
+    built_in = Path(sources.__file__).resolve().parents[1] / "config" / "datasets"
+    assert {f.name: f.read_bytes() for f in DATA.iterdir()} == {
+        f.name: f.read_bytes() for f in built_in.iterdir()
+    }
+
+
+def test_a_copy_of_a_description_is_found_by_name_and_finds_the_images_as_the_original(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/coco_profile.yaml").write_bytes((DATA / "coco.yaml").read_bytes())
+    assert sources.built_in_of("coco_profile.yaml") == sources.built_in_of("data/coco.yaml") == "coco"
+    with pytest.raises(DataError) as caught:
+        load_dataset("coco_profile.yaml")
+    assert "yolofleet data download coco" in str(caught.value.hint)
+    for split in ("train2017", "val2017"):
+        Path("datasets/coco").mkdir(parents=True, exist_ok=True)
+        Path(f"datasets/coco/{split}.txt").write_text("./images/0.jpg\n")
+    spec = load_dataset("coco_profile.yaml")
+    assert (
+        spec.name == "coco_profile"
+        and spec.sources("train")[0].path == tmp_path / "datasets/coco/train2017.txt"
+    )
+    with Path("data/coco_profile.yaml").open("a") as file:
+        file.write("# mine\n")
+    assert sources.built_in_of("coco_profile.yaml") == ""
+    assert load_dataset("coco_profile.yaml").sources("val")[0].path == tmp_path / "datasets/coco/val2017.txt"

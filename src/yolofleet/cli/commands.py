@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from yolofleet.config.schema import Frozen
 
+DOWNLOAD = click.Option(
+    ["--download"],
+    is_flag=True,
+    help="fetch a public data set (coco128, coco, voc) that is not here, verified",
+)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 

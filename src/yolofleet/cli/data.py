@@ -17,6 +17,7 @@ from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import echo
 
 if TYPE_CHECKING:
+    from yolofleet.config.schema import TrainConfig, ValConfig
     from yolofleet.data.index import DataIndex
     from yolofleet.data.labels import Problem
     from yolofleet.data.sources import DatasetSpec
@@ -349,6 +350,51 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
         return 0
     echo(download_dataset(name, Path(out), parts=_listed(parts), keep_archives=keep_archives))
     return 0
+
+
+def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
+    """Fetch a public data set of which ``splits`` are not here, if the user wants it.
+
+    Args:
+        agreed: the user said --download; else they are asked at a terminal, and nowhere else.
+
+    Raises:
+        ConfigError: --download cannot apply.
+        YolofleetError: of the download.
+    """
+    from yolofleet.data.catalogue import DATASETS_FOLDER, datasets, download_dataset
+    from yolofleet.data.sources import built_in_of, load_dataset
+    from yolofleet.launch.start import is_worker
+    from yolofleet.text import size_text
+
+    name = built_in_of(settings.data)
+    known = next((dataset for dataset in datasets() if dataset.name == name), None)
+    alone = not (settings.hosts or settings.fleet or is_worker())
+    if agreed and (known is None or not alone):
+        why = (
+            f"{settings.data} is not one of them"
+            if known is None
+            else "this is one of several processes or hosts"
+        )
+        raise ConfigError(
+            f"--download fetches public data sets to this machine, and {why}",
+            source="command line",
+            hint="leave it out; yolofleet data list shows them, yolofleet data download NAME fetches one",
+        )
+    at_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    if known is None or not alone or not (agreed or at_terminal):
+        return
+    try:
+        spec = load_dataset(settings.data)
+        for split in splits:
+            spec.sources(split)
+        return
+    except DataError:
+        pass
+    size = known.size_bytes()
+    what = f"{known.title} is not here. Download {size_text(size) if size else 'it'} to {DATASETS_FOLDER / known.folder}"
+    if agreed or click.confirm(f"{what}? Licence: {known.licence}.", default=False, err=True):
+        download_dataset(name)
 
 
 # what the verbs share

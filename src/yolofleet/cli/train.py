@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
+from yolofleet.cli.data import offer_download
 from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
@@ -17,6 +18,7 @@ from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.config.suggest import shown
+from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
@@ -24,8 +26,12 @@ from yolofleet.parallel.place import place_from_environment
 from yolofleet.text import echo
 
 
-def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str]) -> int:
+def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str], download: bool) -> int:
     if job:
+        if download:
+            raise ConfigError(
+                "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
+            )
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
@@ -36,6 +42,7 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
         echo(plan(config, recipe))
         rehearse(config)
         return 0
+    offer_download(config.value, ("train", "val"), agreed=download)
     return start(config, recipe)
 
 
@@ -114,6 +121,7 @@ command = SchemaCommand(
         click.Option(
             ["--dry-run"], is_flag=True, help="show every setting, where it came from and what would run"
         ),
+        DOWNLOAD,
         job_option("--slurm", SlurmSettings, "submit as a batch job"),
     ],
     help="Train a detector. One of --model, --cfg and --weights says which.",

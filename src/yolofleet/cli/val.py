@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
+from yolofleet.cli.data import offer_download
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 
 
-def run(given: dict[str, Any], config_file: str) -> int:
+def run(given: dict[str, Any], config_file: str, download: bool) -> int:
     config = resolve_val(given, config_file=config_file)
     say(config.notes)
     from yolofleet.launch.start import start_val
 
+    offer_download(config.value, (config.value.split,), agreed=download)
     return start_val(config)
 
 
 command = SchemaCommand(
-    "val", ValConfig, run, help="Measure the accuracy of weights on a data set, by COCO's protocol."
+    "val",
+    ValConfig,
+    run,
+    extra_options=[DOWNLOAD],
+    help="Measure the accuracy of weights on a data set, by COCO's protocol.",
 )

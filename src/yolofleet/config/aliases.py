@@ -113,6 +113,19 @@ def _one_format(values: list[str]) -> list[str]:
     return [f"--format={names.get(values[0], values[0])}"]
 
 
+def _paddle_config(values: list[str]) -> list[str]:
+    """Return what the name of a PP-YOLOE configuration of PaddleDetection says: model, recipe, epochs and data set."""
+    name = values[0].replace("\\", "/").rpartition("/")[2]
+    match = re.fullmatch(r"ppyoloe_(plus_)?crn_([smlx])_(\d{1,4})e_coco(?:\.ya?ml)?", name)
+    if match is None:
+        raise ConfigError(
+            f"-c {shown(values[0])}: of PaddleDetection's configurations only those of PP-YOLOE on COCO are known",
+            hint="--model, --data, --epochs and --recipe say the same; --config FILE has settings of yolofleet",
+        )
+    family, recipe = ("ppyoloe-plus", "ppyoloe-plus-80e") if match[1] else ("ppyoloe", "ppyoloe-300e")
+    return [f"--model={family}-{match[2]}", f"--recipe={recipe}", f"--epochs={match[3]}", "--data=coco.yaml"]
+
+
 LATER = "is not available yet"
 EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
 TTA = refused(f"test-time augmentation {LATER}", "leave it out")
@@ -147,9 +160,15 @@ MACHINES = {
     ),
 }
 
+FLEETRUN = {  # PaddleDetection's tools/train.py
+    "-c": Spelling("one", _paddle_config, note=True),
+    "--eval": Spelling("none", note="has no effect: every epoch is validated (--val-period)"),
+}
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "train": {
         **MACHINES,
+        **FLEETRUN,
         "--img": IMG,
         "--imgsz": IMG,
         "--img-size": IMG,
@@ -237,8 +256,8 @@ SPELLINGS["export"] = {
     "--conf-thres": now("--conf"),
     "--iou-thres": now("--iou"),
     "--opset": refused("files have opset 17", "leave it out", "one"),
-    "--inplace": Spelling(note="has no effect: it changes nothing that is computed"),
-    "--verbose": Spelling(note="has no effect: TensorRT says what is worth knowing"),
+    "--inplace": Spelling("none", note="has no effect: it changes nothing that is computed"),
+    "--verbose": Spelling("none", note="has no effect: TensorRT says what is worth knowing"),
     "--device": refused("files are written on the CPU; TensorRT takes the first GPU", "leave it out", "one"),
     "--optimize": refused(
         "there is no form of TorchScript for phones any more", "--format ncnn, tflite or coreml"
@@ -279,7 +298,7 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
         if token == "--":  # what follows is no option of ours
             result += [token, *rest]
             break
-        if not token.startswith("--"):
+        if not token.startswith("--") and token not in known:
             result.append(token)
             continue
         spelled, equals, value = token.partition("=")
@@ -291,7 +310,8 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
         values = _values(spelled, spelling.values, [value] if equals else None, rest)
         became = spelling.to(values)
-        result += became
+        at = 0 if spelled == "-c" else len(result)  # the command's own flags, which come later, win
+        result[at:at] = became
         if isinstance(spelling.note, str):
             notes.append(f"{spelled} {spelling.note}")
         elif spelling.note:
@@ -323,7 +343,9 @@ def _values(flag: str, wanted: Values, attached: list[str] | None, rest: list[st
 
 def _unknown(verb: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigError:
     usable = [
-        flag[2:] for flag, spelling in known.items() if not spelling.refusal and spelling is not LAUNCHED
+        flag[2:]
+        for flag, spelling in known.items()
+        if flag.startswith("--") and not spelling.refusal and spelling is not LAUNCHED
     ]
     near = nearest(spelled.replace("_", "-")[2:], usable)
     hint = f"did you mean --{near}?" if near else f"yolofleet {verb} --help lists them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -79,7 +80,7 @@ def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
     if builtin is not None:
         with resources.as_file(resources.files("yolofleet.config") / "recipes" / f"{builtin}.yaml") as file:
             return {key: Sourced(e.value, f"recipe {builtin}") for key, e in read_yaml(file).items()}
-    if not path.is_file():
+    if not _is_file(name_or_path):
         raise ConfigError(
             f"recipe {shown(name_or_path)} is neither built in nor a file",
             hint=did_you_mean(name_or_path, recipe_names()) or f"built in: {', '.join(recipe_names())}",
@@ -95,8 +96,12 @@ def _builtin_name(name_or_path: str) -> str | None:
     path = PurePosixPath(name_or_path.replace("\\", "/"))
     name = path.name.removeprefix("hyp.").removesuffix(".yaml")
     if path.suffix == ".yaml" and name in names and str(path.parent) in YOLOV5_FOLDERS:
-        return None if Path(name_or_path).is_file() else name
+        return None if _is_file(name_or_path) else name
     return None
+
+
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113  (Path.is_file raises where a name is too long)
 
 
 def _without_obsolete(values: Mapping[str, Located], path: Path, notes: list[str]) -> dict[str, Sourced]:

@@ -24,6 +24,7 @@ from yolofleet.files.lock import exclusive
 from yolofleet.text import size_text
 
 DOWNLOADS = "downloads"  # folder of a data set where archives lie until they are unpacked
+DATASETS_FOLDER = Path("datasets")  # below the folder where the user works
 ARCHIVES = (".zip", ".tar", ".tar.gz")
 
 
@@ -88,7 +89,7 @@ def datasets() -> tuple[PublicDataset, ...]:
 
 def download_dataset(
     name: str,
-    folder: Path = Path("datasets"),
+    folder: Path = DATASETS_FOLDER,
     *,
     parts: Sequence[str] = (),
     keep_archives: bool = False,

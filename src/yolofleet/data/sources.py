@@ -22,6 +22,7 @@ from yolofleet.data import cocojson, odgt, vocxml
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.files.atomic import whole_folder
+from yolofleet.files.foreign import read_foreign
 
 SPLITS = ("train", "val", "test")
 SHAPES_IMAGES = 256
@@ -104,15 +105,12 @@ def load_dataset(data: str) -> DatasetSpec:
     if shapes:
         return _from_yaml(_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
     try:
-        path = Path(data).expanduser()
-        kept = Path("data", path.name)  # guides: cp ... data/mine.yaml, then --data mine.yaml
-        if path.suffix == ".yaml" and path.parent == Path() and not path.exists() and kept.is_file():
-            path = kept
+        path = _placed(data)
         if path.is_dir():
             return _from_folder(path)
         if path.is_file():
             if path.suffix.lower() in (".yaml", ".yml"):
-                return _from_yaml(path)
+                return _from_yaml(path, built_in=_copied(path))
             if path.suffix.lower() in _ANNOTATIONS:
                 return _from_annotations(path)
             raise ConfigError(
@@ -122,14 +120,49 @@ def load_dataset(data: str) -> DatasetSpec:
         raise ConfigError(f"data set {data!r} cannot be opened: {error}") from None
     built_in = sorted(file.stem for file in _BUILT_IN.glob("*.yaml"))
     stem = path.name.removesuffix(".yaml")
-    if stem in built_in and path.parent.name in ("", "data"):  # guides write --data data/coco128.yaml
-        return _from_yaml(_BUILT_IN / f"{stem}.yaml", is_built_in=True)
+    if _is_built_in_name(path):
+        return _from_yaml(_BUILT_IN / f"{stem}.yaml", built_in=stem)
     ending = ".yaml" if path.suffix == ".yaml" else ""  # suggested as the person writes it
     names = [*_neighbours(path), *(name + ending for name in built_in), "shapes"]
     known = {Path(name).stem: name for name in names}
     near = nearest(stem, known)
     hint = f"{known[near]}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
+
+
+def built_in_of(data: str) -> str:
+    """Return the name of the description of ``data`` that comes with yolofleet; "" when it is a user's own."""
+    try:
+        path = _placed(data)
+        if path.suffix.lower() in (".yaml", ".yml") and path.is_file():
+            return _copied(path)
+        return path.name.removesuffix(".yaml") if not path.exists() and _is_built_in_name(path) else ""
+    except (OSError, ValueError, RuntimeError):  # load_dataset reports it
+        return ""
+
+
+def _placed(data: str) -> Path:
+    """Return the path of ``data``; guides copy a file to data/mine.yaml and then say --data mine.yaml."""
+    path = Path(data).expanduser()
+    kept = Path("data", path.name)
+    is_kept = path.suffix == ".yaml" and path.parent == Path() and not path.exists() and kept.is_file()
+    return kept if is_kept else path
+
+
+def _is_built_in_name(path: Path) -> bool:
+    """Return whether ``coco128``, ``coco128.yaml`` or ``data/coco128.yaml`` names a built-in description."""
+    return (
+        path.parent.name in ("", "data") and (_BUILT_IN / f"{path.name.removesuffix('.yaml')}.yaml").is_file()
+    )
+
+
+def _copied(path: Path) -> str:
+    """Return the built-in description of which a file is a copy; "" when it is none."""
+    for built_in in sorted(_BUILT_IN.glob("*.yaml")):
+        content = built_in.read_bytes()
+        if path.stat().st_size == len(content) and read_foreign(path, limit_bytes=len(content)) == content:
+            return built_in.stem
+    return ""
 
 
 def _neighbours(path: Path) -> list[str]:
@@ -173,13 +206,19 @@ class _Description:
         return [item for item in values if item]
 
 
-def _from_yaml(path: Path, *, name: str = "", is_built_in: bool = False) -> DatasetSpec:
+def _from_yaml(path: Path, *, name: str = "", built_in: str = "") -> DatasetSpec:
+    """Read a YAML description.
+
+    Args:
+        name: of the data set, if not the file's.
+        built_in: the description that comes with yolofleet and that this file is, or is a copy of.
+    """
     file = _Description(path)
     _check_keys(file)
     notes: list[str] = []
     if "download" in file.content:
         notes.append("its download: is not executed; yolofleet never runs what a data set says")
-    bases = _bases(file, is_built_in)
+    bases = _bases(file, is_built_in=bool(built_in))
 
     splits: dict[str, tuple[SplitSource, ...]] = {}
     missing: dict[str, YolofleetError] = {}
@@ -187,8 +226,8 @@ def _from_yaml(path: Path, *, name: str = "", is_built_in: bool = False) -> Data
         try:
             found = tuple(_source(entry, split, bases, file) for entry in file.texts(split))
         except DataError as error:
-            if is_built_in:
-                error.hint = f"yolofleet data download {path.stem}; {error.hint}"
+            if built_in:
+                error.hint = f"yolofleet data download {built_in}, or --download; {error.hint}"
             missing[split] = error
             continue
         if found:
@@ -221,7 +260,7 @@ def _check_keys(file: _Description) -> None:
             )
 
 
-def _bases(file: _Description, is_built_in: bool) -> list[Path]:
+def _bases(file: _Description, *, is_built_in: bool) -> list[Path]:
     """Folders that relative entries may start from: ``path`` first, if it exists anywhere."""
     here = file.path.absolute().parent
     texts = file.texts("path")
