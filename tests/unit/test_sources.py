@@ -261,7 +261,7 @@ def test_voc_folders_bring_their_names_and_lists(tmp_path):
     spec = load_dataset(str(root))
     assert spec.names == ("ant", "zebra")
     assert [source.kind for source in spec.sources("train")] == ["voc"]
-    with pytest.raises(DataError, match="no list of its test images"):
+    with pytest.raises(ConfigError, match="has no split 'test'"):
         spec.sources("test")
     assert load_dataset(str(root)).names == spec.names  # from the cache this time
 
