@@ -395,7 +395,7 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
 
 @pytest.mark.parametrize("launcher", ["run", "launch"])
 def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
-    argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--master_port=0"]
+    argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
     argv += [
         str(ROOT / "train.py"),
         "--batch",
