@@ -11,9 +11,12 @@ import socket
 import sys
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+# in torch 2.6 only the older server takes a socket; clients are the same for both
+LIBUV_TAKES_SOCKETS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def has_libuv() -> bool:
@@ -54,7 +57,7 @@ def host_store(listener: socket.socket, timeout_s: float) -> dist.TCPStore:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
-        use_libuv=has_libuv(),
+        use_libuv=LIBUV_TAKES_SOCKETS and has_libuv(),
     )
 
 
