@@ -129,6 +129,13 @@ def test_a_graph_that_the_runtime_refuses_is_our_error(onnx_model, tmp_path):
     assert "operations of 'com.example'" in refusal(tmp_path / "a.onnx")
 
 
+@pytest.mark.parametrize("operation", ["Loop", "Scan"])
+def test_a_graph_that_repeats_is_refused(onnx_model, tmp_path, operation):
+    onnx_model.graph.node[3].op_type = operation
+    (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
+    assert f"has a {operation}" in refusal(tmp_path / "a.onnx")
+
+
 def test_a_file_that_lies_about_itself_is_refused_when_it_runs(onnx_model, tmp_path):
     model = network()
     model.names = (*NAMES, "another")

@@ -178,8 +178,8 @@ GETATTR_CHAIN = PROTO + b"cbuiltins\ngetattr\n(c__builtin__\neval\n" + text("__c
         (PROTO + b"(.", "damaged"),
         (PROTO + b".", "damaged"),
         (PROTO + b"(K\x01(00.", "empty stack"),  # pops below a mark
-        (PROTO + b"X\xff\xff\xff\xffabc.", "16777216 bytes"),
-        (PROTO + b"\x8d" + b"\xff" * 8 + b"abc.", "16777216 bytes"),
+        (PROTO + b"X\xff\xff\xff\xffabc.", "4194304 bytes"),
+        (PROTO + b"\x8d" + b"\xff" * 8 + b"abc.", "4194304 bytes"),
         (PROTO + b"X\x00\x00\x10\x00abc.", "too early"),
         (PROTO + b"\x8b\xff\xff\xff\x7f.", "whole number of"),
         (PROTO + b"\x8b\xff\xff\xff\xff.", "whole number of"),
@@ -216,10 +216,10 @@ def test_deep_nesting_does_not_overflow(tmp_path):
 def test_copies_in_a_loop_are_counted(tmp_path):
     long = b"(" + b"N" * 100_000 + b"tq\x00"
     loop = b"ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R" * 100_000
-    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "16777216")
+    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "4194304")
     long = text("x" * 1_000_000) + b"q\x00"
     loop = b"c_codecs\nencode\nq\x01" + text("latin1") + b"q\x02" + b"h\x01h\x00h\x02\x86R" * 100_000
-    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "16777216")
+    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "4194304")
 
 
 def test_a_doubling_graph_costs_nothing_to_refuse(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,19 @@ from yolofleet.checkpoint.format import DIGEST, read_tensors
 from yolofleet.checkpoint.paddle import read_arrays
 from yolofleet.checkpoint.pickle_machine import PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
-from yolofleet.checkpoint.reader import DARKNET_CUT, read_weights
+from yolofleet.checkpoint.reader import DARKNET_CUT, first_bytes, read_weights
 from yolofleet.checkpoint.reader import PADDLE as PADDLE_SUFFIXES
 from yolofleet.checkpoint.weights import HEADER, Weights
 from yolofleet.errors import CheckpointError
 from yolofleet.files.fetch import digest_of
+from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.models.description import ModelDescription
+from yolofleet.text import screen_line
 
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
-MAX_OBJECTS = 100_000  # looked at in a pickle
+MAX_OBJECTS = 100_000  # visited in a pickle
+MAX_ONNX_BYTES = 2**31 - 1  # protobuf's own limit
+MAX_WAY = 500  # characters of the way to a tensor in a pickle
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch < 1.6 wrote first
 OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
 TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
@@ -97,17 +101,7 @@ def kind_of(path: Path) -> str:
     Raises:
         CheckpointError: missing or empty.
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(16)
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
-    if not start:
-        raise CheckpointError(
-            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
-        )
+    start = first_bytes(path)
     if start[8:9] == b"{":
         metadata = _safetensors_header(path).get("__metadata__")
         if not isinstance(metadata, dict) or DIGEST not in metadata:
@@ -168,15 +162,21 @@ def _listing(path: Path, kind: str, problem: CheckpointError | None) -> tuple[Sh
 
 def _is_entry(entry: Any) -> bool:
     shape = entry.get("shape") if isinstance(entry, dict) else None
-    return isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    return isinstance(shape, list) and _is_shape(shape)
+
+
+def _is_shape(sizes: Sequence[Any]) -> bool:
+    """Whether these are the sizes of a tensor that can exist, so that their product can be told."""
+    whole = len(sizes) <= 64 and all(type(n) is int and 0 <= n < 2**40 for n in sizes)
+    return whole and math.prod(sizes) < 2**63
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
     broken = CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy")
     try:
-        with path.open("rb") as file:
+        with open_foreign(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8) or length < 2:
                 raise broken
             header = json.loads(file.read(length))
     except OSError as problem:
@@ -189,23 +189,30 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def _torch_shapes(root: Any) -> Shapes:
-    """Every tensor of a pickled value by the way that leads to it."""
+    """Every tensor of a pickled value by the way that leads to it, up to a number of visits."""
     shapes: Shapes = {}
     waiting: list[tuple[str, Any]] = [("", root)]
     visited = 0
-    while waiting and visited < MAX_OBJECTS:
+    while waiting:
         way, value = waiting.pop()
-        visited += 1
         if isinstance(value, StoredTensor):
             shapes[way] = list(value.shape)
             continue
         if isinstance(value, PickledObject):
             value = value.state
-        if isinstance(value, (list, tuple)):
-            value = dict(enumerate(value))
-        if isinstance(value, dict) and way.count(".") < 32:
-            inner = [(f"{way}.{_word(key)}" if way else _word(key), item) for key, item in value.items()]
-            waiting += [(name, item) for name, item in inner[::-1] if isinstance(item, _NESTED)]
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        inner = []
+        for key, item in items if len(way) < MAX_WAY else ():
+            visited += 1
+            if visited > MAX_OBJECTS:
+                break
+            if isinstance(item, _NESTED):
+                inner.append((f"{way}.{_word(key)}" if way else _word(key), item))
+        waiting += inner[::-1]
     return shapes
 
 
@@ -251,8 +258,10 @@ def _plain(value: Any) -> str | float | None:
 
 
 def _word(value: Any) -> str:
-    """Without what a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in str(value)[:200])
+    """A value in one short line, without what a terminal would obey."""
+    if isinstance(value, (bytes, tuple)) or (isinstance(value, int) and abs(value) >= 2**63):
+        return type(value).__name__
+    return screen_line(value[:200] if isinstance(value, str) else value, limit=200)
 
 
 # -- ONNX ------------------------------------------------------------------------------------------------------
@@ -266,7 +275,9 @@ def _onnx(path: Path) -> Contents:
             ONNX, problem=CheckpointError("it is an export", hint="pip install onnx shows more of it")
         )
     try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.load_model_from_string(read_foreign(path, limit_bytes=MAX_ONNX_BYTES))
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
     except Exception as problem:  # protobuf's own kinds
         raise CheckpointError(f"{path} is not an ONNX model ({type(problem).__name__})") from None
     graph = model.graph
@@ -274,9 +285,9 @@ def _onnx(path: Path) -> Contents:
     def text(way: str, value: Any) -> str:
         kind = value.type.tensor_type
         sizes = [_word(d.dim_param) or str(d.dim_value) for d in kind.shape.dim]
-        return (
-            f"{way} {_word(value.name)} {onnx.TensorProto.DataType.Name(kind.elem_type)} [{', '.join(sizes)}]"
-        )
+        known = kind.elem_type in onnx.TensorProto.DataType.values()
+        element = onnx.TensorProto.DataType.Name(kind.elem_type) if known else f"type {kind.elem_type}"
+        return f"{way} {_word(value.name)} {element} [{', '.join(sizes)}]"
 
     inner = {tensor.name for tensor in graph.initializer}
     return Contents(
@@ -284,7 +295,9 @@ def _onnx(path: Path) -> Contents:
         problem=CheckpointError(
             "it is an export", hint="train and validate with the weights it was made from"
         ),
-        shapes={_word(tensor.name): list(tensor.dims) for tensor in graph.initializer},
+        shapes={
+            _word(tensor.name): list(tensor.dims) for tensor in graph.initializer if _is_shape(tensor.dims)
+        },
         training={_word(entry.key): _word(entry.value) for entry in model.metadata_props},
         interface=(
             *(text("input", value) for value in graph.input if value.name not in inner),

@@ -24,6 +24,7 @@ from torch import Tensor
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.files.atomic import write_atomically
+from yolofleet.files.foreign import open_foreign
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
 from yolofleet.models.darknet_sections import MAX_CLASSES, Convolutional
 
@@ -100,7 +101,7 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
     """
     source = str(path)
     try:
-        with path.open("rb") as file:
+        with open_foreign(path) as file:
             if description is None:
                 description = _beside(path)
             origin = Origin.read(file, source)

@@ -28,12 +28,14 @@ from yolofleet.checkpoint.weights import (
     WeightsHeader,
     as_fp32,
     check_fit,
+    check_values,
     class_names,
     misfits,
 )
 from yolofleet.errors import CheckpointError
 from yolofleet.families import outline
 from yolofleet.files.atomic import write_atomically
+from yolofleet.files.foreign import open_foreign
 from yolofleet.models import ppyoloe_config
 from yolofleet.models.checked import short
 from yolofleet.models.description import ModelDescription
@@ -82,11 +84,7 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     if description is None:
         description = _description_by_shapes(given, nc, source)
     check_fit(given, description, nc, source)
-    for name, t in given.items():
-        if not torch.isfinite(t).all():
-            raise CheckpointError(
-                f"{source}: {name} is not finite", hint="the training diverged; use other weights"
-            )
+    check_values(given, source)
     strides = outline(description, nc).strides
     return Weights(given, WeightsHeader(description, nc, class_names(None, nc), strides, DEFAULT_IMG))
 
@@ -144,7 +142,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         return CheckpointError(f"{path} {what}", hint=hint)
 
     try:
-        with path.open("rb") as file:
+        with open_foreign(path) as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
             root = _ArrayMachine(file, size, error).run()

@@ -9,13 +9,17 @@ a budget of bytes, of which every byte read and every copy is paid.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from yolofleet.errors import CheckpointError
 
-MAX_PICKLE_BYTES = 16 * 2**20  # tensors are beside it; a training checkpoint of yolov5n has 0.17 MB
+MAX_PICKLE_BYTES = 4 * 2**20  # tensors are beside it; a training checkpoint of yolov5n has 0.17 MB
+MAX_OBJECT_BYTES = 128 * 2**20  # memory of what the pickle makes; that checkpoint needs 6 MB
+OPERATION_BYTES = 16  # what each operation pays: a place on the stack
+ENTRY_BYTES = 100  # what an entry of a dict or set pays, and one of the memo
 MAX_DIMENSIONS = 16
 MAX_INTEGER_BYTES = 32
 PYTHON2_BUILTINS = "__builtin__."  # what protocol 2 writes for `builtins`
@@ -142,20 +146,25 @@ class Machine:
         self._inert_packages = inert_packages
         self._allowed = budget
         self._budget = budget
+        self._object_bytes = MAX_OBJECT_BYTES
 
     def run(self) -> Any:
         """The value of the pickle at the stream's position."""
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        while True:
-            code = self.take(1)
-            if code == b".":
-                return self.stack.pop()
-            operation = OPERATIONS.get(code)
-            if operation is None:
-                raise self._error(f"uses pickle opcode 0x{code.hex()}, which no weights need")
-            operation(self)
+        try:
+            while (code := self.take(1)) != b".":
+                operation = OPERATIONS.get(code)
+                if operation is None:
+                    raise self._error(f"uses pickle opcode 0x{code.hex()}, which no weights need")
+                operation(self)
+                made = sys.getsizeof(self.stack[-1]) if code in MAKERS else 0
+                self.spend_memory(OPERATION_BYTES + made)
+            return self.stack.pop()
+        except BaseException:
+            self.stack, self.memo = [], {}  # the error's traceback would keep them in memory
+            raise
 
     # -- input ------------------------------------------------------------------------------------
 
@@ -171,6 +180,11 @@ class Machine:
         self._budget -= n
         if self._budget < 0:
             raise ValueError(f"its pickle needs more than {self._allowed} bytes")
+
+    def spend_memory(self, n: int) -> None:
+        self._object_bytes -= n
+        if self._object_bytes < 0:
+            raise ValueError(f"its pickle makes objects of more than {MAX_OBJECT_BYTES} bytes")
 
     def number(self, form: str) -> int:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
@@ -205,12 +219,14 @@ class Machine:
         target = self.stack[-1]
         if type(target) is not list:
             raise ValueError(f"items for a {type(target).__name__}")
+        self.spend_memory(OPERATION_BYTES * len(items))
         target.extend(items)
 
     def update(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError(f"pairs for a {type(target).__name__}")
+        self.spend_memory(ENTRY_BYTES * len(items))
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[_key(key)] = value
 
@@ -218,6 +234,7 @@ class Machine:
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError(f"members for a {type(target).__name__}")
+        self.spend_memory(ENTRY_BYTES * len(items))
         target.update(_key(v) for v in items)
 
     # -- names and objects --------------------------------------------------------------------------
@@ -268,6 +285,7 @@ class Machine:
         self.push(self.take(length).decode("utf-8"))
 
     def put(self, at: int) -> None:
+        self.spend_memory(ENTRY_BYTES)
         self.memo[at] = self.stack[-1]
 
 
@@ -320,3 +338,6 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
     b"h": lambda m: m.push(m.memo[m.number("<B")]),
     b"j": lambda m: m.push(m.memo[m.number("<I")]),
 }
+MAKERS = frozenset(
+    b"R\x81tl]})\x8f\x91\x85\x86\x87JKM\x8a\x8bG\x8cX\x8dCB\x8e"[i : i + 1] for i in range(24)
+)  # operations that make a value

@@ -123,6 +123,9 @@ class TorchFile:
         self._places: dict[str, zipfile.ZipInfo | tuple[int, int]] = {}  # legacy: offset and length in bytes
         self._storages: dict[str, _Storage] = {}
         self._zip: zipfile.ZipFile | None = None
+        self._used: set[str] = set()  # storages that a tensor was made of
+        self._kept: dict[str, Tensor] = {}  # storages that a second tensor was made of
+        self._given_bytes = 0
         try:
             self._file: BinaryIO = open_foreign(path)
         except OSError as problem:
@@ -168,20 +171,35 @@ class TorchFile:
             numel *= n
         if numel > storage.numel:
             raise self._error(f"has a tensor of {numel} elements in a storage of {storage.numel}")
+        self._given_bytes += numel * storage.dtype.itemsize
+        if self._given_bytes > 2 * self._bytes:
+            raise self._error(
+                "makes more tensors of its storages than it has bytes: not written by torch.save"
+            )
         try:
             if numel == 0:
                 return torch.empty(stored.shape, dtype=stored.dtype)
-            place = self._places[stored.storage]
-            if isinstance(place, zipfile.ZipInfo):
-                assert self._zip is not None
-                data = self._zip.read(place)
-            else:
-                self._file.seek(place[0])
-                data = self._file.read(place[1])
-            flat = torch.frombuffer(bytearray(data), dtype=stored.dtype, count=storage.numel)
+            flat = self._flat(storage)
             return flat.as_strided(stored.shape, stored.stride, stored.offset).clone()
         except DAMAGE as problem:
             raise self._error(f"is damaged ({first_line(problem)})") from None
+
+    def _flat(self, storage: _Storage) -> Tensor:
+        """All elements of a storage. One that several tensors share is read twice at most, then kept."""
+        if storage.key in self._kept:
+            return self._kept[storage.key]
+        place = self._places[storage.key]
+        if isinstance(place, zipfile.ZipInfo):
+            assert self._zip is not None
+            data = self._zip.read(place)
+        else:
+            self._file.seek(place[0])
+            data = self._file.read(place[1])
+        flat = torch.frombuffer(bytearray(data), dtype=storage.dtype, count=storage.numel)
+        if storage.key in self._used:
+            self._kept[storage.key] = flat
+        self._used.add(storage.key)
+        return flat
 
     @property
     def members(self) -> list[str]:

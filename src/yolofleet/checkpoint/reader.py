@@ -11,11 +11,13 @@ from safetensors import SafetensorError
 
 from yolofleet.checkpoint import darknet, paddle, yolov5_pt
 from yolofleet.checkpoint.catalogue import resolve_weights
-from yolofleet.checkpoint.format import DIGEST, decode_tensors
-from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit
+from yolofleet.checkpoint.format import DIGEST, decode_tensors, read_whole
+from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
 from yolofleet.errors import CheckpointError
+from yolofleet.files.foreign import open_foreign
 from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
+from yolofleet.text import screen_line
 
 DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # the first layers of a network, such as darknet53.conv.74
 PADDLE = (".pdparams", ".pdema", ".pdopt")
@@ -30,17 +32,7 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
     Raises:
         CheckpointError: missing, damaged, unsafe, of another family, not finite; says which.
     """
-    try:
-        with path.open("rb") as f:
-            start = f.read(16)
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
-    if not start:
-        raise CheckpointError(
-            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
-        )
+    start = first_bytes(path)
     if start[8:9] == b"{":  # 8 bytes of length, then JSON
         return _read_safetensors(path, description)
     if path.suffix == ".weights" or DARKNET_CUT.search(path.name):
@@ -55,6 +47,25 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
     return yolov5_pt.read(path, description)
 
 
+def first_bytes(path: Path) -> bytes:
+    """Return the first 16 bytes of a regular file.
+
+    Raises:
+        CheckpointError: missing, unreadable, empty, or no regular file.
+    """
+    try:
+        with open_foreign(path) as file:
+            start = file.read(16)
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        words = getattr(problem, "strerror", None) or problem
+        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
+    if not start:
+        raise CheckpointError(
+            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
+        )
+    return start
+
+
 def load_weights(name: str, cfg: str = "") -> Weights:
     """Weights by path or name, of a network that ``cfg`` describes when the file does not.
 
@@ -65,12 +76,12 @@ def load_weights(name: str, cfg: str = "") -> Weights:
 
 
 def _read_safetensors(path: Path, description: ModelDescription | None) -> Weights:
+    content = read_whole(path)
     try:
-        content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+        if not isinstance(metadata, dict):
+            raise ValueError("metadata that are no mapping")
     except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy") from None
     if DIGEST in metadata:
@@ -85,12 +96,13 @@ def _read_safetensors(path: Path, description: ModelDescription | None) -> Weigh
             )
         header = WeightsHeader.from_dict(values[HEADER], source=str(path))
         check_fit(tensors, header.description, header.nc, str(path))
+        check_values(tensors, str(path))
         return Weights({name: as_fp32(t) for name, t in tensors.items()}, header)
     try:
         tensors = safetensors.torch.load(content)
     except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({str(problem).splitlines()[0][:160]})",
+            f"{path} is not a whole safetensors file ({screen_line(problem, limit=160)})",
             hint="use another copy",
         ) from None
     return yolov5_pt.from_state_dict(tensors, {}, description, str(path))

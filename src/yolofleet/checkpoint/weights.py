@@ -20,6 +20,7 @@ from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import outline
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
+from yolofleet.text import screen_line
 
 HEADER = "weights"  # key of the header in a file of ours
 FORMAT_VERSION = 1
@@ -227,6 +228,29 @@ def check_fit(
         if folded
         else "the file belongs to another model",
     )
+
+
+def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse values that no training gives, with which every prediction would be wrong without a word.
+
+    Raises:
+        CheckpointError: a tensor is not finite, holds something else than real numbers, or is a negative variance.
+    """
+    for name, t in tensors.items():
+        if name.endswith(UNCOUNTED):
+            continue
+        if not t.is_floating_point():
+            raise CheckpointError(f"{source}: {screen_line(name)} holds {t.dtype} instead of real numbers")
+        if not torch.isfinite(t).all():
+            raise CheckpointError(
+                f"{source}: {screen_line(name)} is not finite",
+                hint="the training diverged; use other weights",
+            )
+        if name.endswith("running_var") and t.numel() and t.min() < 0:
+            raise CheckpointError(
+                f"{source}: {screen_line(name)}, a variance, is negative",
+                hint="the file is damaged, or belongs to another model; use another copy",
+            )
 
 
 def class_names(value: Any, nc: int) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from yolofleet.checkpoint.weights import (
     WeightsHeader,
     as_fp32,
     check_fit,
+    check_values,
     class_names,
     misfits,
 )
@@ -27,7 +28,8 @@ from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import MAX_CLASSES
 from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers, preset, preset_names
 
-MAX_MODULES = 100_000
+MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
+MAX_NAME = 1000  # characters of a tensor's name
 DEFAULT_IMG = 640
 UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
 READABLE = (
@@ -107,9 +109,10 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
     visited = 0
     while waiting:
         prefix, module = waiting.pop()
-        visited += 1
         state = module.state
-        if visited > MAX_MODULES or prefix.count(".") > 32 or not isinstance(state, dict):
+        groups = ("_parameters", "_buffers", "_modules")
+        visited += 1 + (sum(_size(state.get(group)) for group in groups) if isinstance(state, dict) else 0)
+        if visited > MAX_VISITS or len(prefix) > MAX_NAME or not isinstance(state, dict):
             raise CheckpointError(f"{source} holds no network: its modules have no state or no end")
         kind = module.class_path.rsplit(".", 1)[-1]
         if prefix.endswith("act.") and kind != "SiLU":
@@ -127,6 +130,10 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
         ]
         waiting += children[::-1]
     return tensors, root.state
+
+
+def _size(group: Any) -> int:
+    return len(group) if isinstance(group, dict) else 0
 
 
 def named(group: Any) -> Iterator[tuple[str, Any]]:
@@ -170,10 +177,7 @@ def from_state_dict(
             assert file is not None
             t = file.tensor(t)
         tensors[name] = as_fp32(t)
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(
-                f"{source}: {name} is not finite", hint="the training diverged; use other weights"
-            )
+    check_values(tensors, source)
     model = outline(description, nc)
     last = len(description.rows) - 1
     grid = tensors[f"model.{last}.anchors"]

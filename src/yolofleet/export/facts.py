@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from yolofleet import __version__
@@ -14,6 +15,8 @@ VERSION = 1
 MAX_TEXT = 16 * 2**20  # characters
 MAX_CLASSES = 100_000
 MAX_SIDE_PX = 100_000
+MAX_BATCH = 4096
+MAX_PIXELS = 2**27  # of all images that a file takes at once: 1.5 GiB as float32
 IMAGES, DECODED, BOXES = "images", "decoded", "boxes"  # names of the input and of the outputs
 COMPUTES = {
     DECODED: "images [N, 3, H, W] float32 RGB in 0..1 -> decoded [N, K, 5 + C] float32: cx, cy, w, h in pixels of the "
@@ -99,12 +102,14 @@ class ExportFacts:
                 size_hw=None
                 if size is None
                 else (_whole(size[0], MAX_SIDE_PX), _whole(size[1], MAX_SIDE_PX)),
-                batch=None if batch is None else _whole(batch, 65_536),
+                batch=None if batch is None else _whole(batch, MAX_BATCH),
                 half=values["half"] is True,
                 nms=None if nms is None else _suppression(nms),
             )
             if not 1 <= len(facts.strides) <= 16:
                 raise ValueError(f"{len(facts.strides)} strides")
+            if (facts.batch or 1) * prod(facts.size_hw or (1,)) > MAX_PIXELS:
+                raise ValueError(f"images of more than {MAX_PIXELS:,} pixels at once")
             return facts
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as problem:
             raise CheckpointError(

@@ -10,10 +10,12 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from yolofleet.errors import CheckpointError
+from yolofleet.files.foreign import read_foreign
 
-MAX_FILE = 2**31  # bytes, protobuf's limit
+MAX_FILE = 2**31 - 1  # bytes, protobuf's limit
 MAX_NODES = 200_000
 MAX_DEPTH = 8  # of graphs inside nodes
+ENDLESS = ("Loop", "Scan")  # operations that repeat a graph as often as the file says
 DOMAINS = ("", "ai.onnx", "com.microsoft")  # operations of onnxruntime itself
 
 
@@ -26,10 +28,10 @@ def checked_model(path: Path) -> Any:
     import onnx
 
     try:
-        size = path.stat().st_size
-        if not 0 < size < MAX_FILE:
-            raise CheckpointError(f"{path} has {size:,} bytes; an ONNX file has 1 to {MAX_FILE:,}")
-        model = onnx.load_model_from_string(path.read_bytes())
+        content = read_foreign(path, limit_bytes=MAX_FILE)
+        if not content:
+            raise CheckpointError(f"{path} is empty (0 bytes)", hint="use another copy")
+        model = onnx.load_model_from_string(content)
     except OSError as problem:
         raise CheckpointError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
@@ -49,6 +51,11 @@ def checked_model(path: Path) -> Any:
             raise CheckpointError(
                 f"{path} needs operations of {node.domain[:80]!r}",
                 hint="export it without operations of its own",
+            )
+        if node.op_type in ENDLESS:
+            raise CheckpointError(
+                f"{path} has a {node.op_type}, which no export of a detector needs: it may never end",
+                hint="export it again, with suppression by NonMaxSuppression or without",
             )
     for tensor in _tensors(model.graph, path):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

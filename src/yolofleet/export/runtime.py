@@ -16,7 +16,7 @@ from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.facts import MAX_PIXELS, ExportFacts
 from yolofleet.export.formats import format_of, need
 from yolofleet.models.detector import Detector
 
@@ -56,6 +56,12 @@ class Runtime:
         ), f"{self.path} takes {self.facts.size_hw}, not {size_hw}"
         pixels = np.ascontiguousarray(images.cpu().numpy(), np.float32)
         at_once = self.facts.batch or len(pixels)
+        if at_once * size_hw[0] * size_hw[1] > max(MAX_PIXELS, pixels[:, 0].size):
+            raise CheckpointError(
+                f"{self.path} takes {at_once} images at once, which at {size_hw[0]} x {size_hw[1]} px is more than "
+                f"{MAX_PIXELS:,} pixels",
+                hint="export it for a smaller batch",
+            )
         parts = []
         for start in range(0, len(pixels), at_once):
             part = pixels[start : start + at_once]

@@ -7,6 +7,7 @@ from pathlib import Path
 from yolofleet.errors import CheckpointError
 from yolofleet.export.facts import KEY, MAX_TEXT, ExportFacts
 from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import read_foreign_text
 
 
 def sidecar_of(path: Path) -> Path:
@@ -25,12 +26,11 @@ def read_sidecar(path: Path) -> ExportFacts:
     """
     file = sidecar_of(path)
     try:
-        if file.stat().st_size > 4 * MAX_TEXT:
-            raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: it is not ours")
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        text = read_foreign_text(file, limit_bytes=4 * MAX_TEXT, encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        words = getattr(problem, "strerror", None) or "it is no text in UTF-8"
         raise CheckpointError(
-            f"{path} has no description: {file} cannot be read",
+            f"{path} has no description: {file} cannot be read: {words}",
             hint="copy it together with its file, or export the weights with yolofleet export",
         ) from None
     return ExportFacts.from_json(text, source=str(file))

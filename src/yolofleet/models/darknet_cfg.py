@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError
+from yolofleet.files.foreign import read_foreign
 from yolofleet.models.checked import nearest, short
 from yolofleet.models.darknet_sections import (
     MAX_CHANNELS,
@@ -130,14 +131,10 @@ def read_cfg(path: Path) -> DarknetDescription:
         ConfigError: see :func:`parse_cfg`; or the file cannot be read.
     """
     try:
-        with path.open("rb") as f:
-            content = f.read(MAX_CFG_BYTES + 1)
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
-    if len(content) > MAX_CFG_BYTES:
-        raise _too_large(str(path))
+        content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        words = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"cannot read {path}: {words}", hint="check the path") from None
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
     return parse_cfg(text, name=path.stem[:200], source=str(path))
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.models import darknet_cfg, ppyoloe_config, rows
 from yolofleet.models.checked import nearest, short
@@ -27,7 +26,7 @@ FORMS: dict[str, Any] = {  # by family
     "ppyoloe": PpyoloeDescription,
 }
 PRESETS = (rows, darknet_cfg, ppyoloe_config)  # modules with preset(name) and preset_names()
-MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 
 
 def preset_names() -> list[str]:
@@ -60,8 +59,9 @@ def describe(name_or_file: str) -> ModelDescription:
         return darknet_cfg.read_cfg(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return preset(name_or_file)
-    if path.is_file():
-        return rows.from_yolov5_mapping(read_yaml(path), name=path.stem, source=str(path))
+    if path.exists():
+        values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
+        return rows.from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
     try:
         return preset(path.stem)
     except ConfigError:
@@ -84,21 +84,3 @@ def description_from_dict(values: Any, *, source: str = "model description") -> 
             hint=f"this version knows {', '.join(FORMS)}",
         )
     return FORMS[family].from_dict(values, source=source)
-
-
-def read_yaml(path: Path) -> Any:
-    """Plain values of a model description file."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path} is larger than {MAX_FILE_BYTES} bytes: not a model description",
-                hint="is it the right file?",
-            )
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"cannot read {path}: {problem}", hint="a text file in UTF-8 is needed") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise ConfigError(
-            f"{path} is not YAML: {' '.join(str(problem).split())[:200]}",
-            hint="a text with : # or brackets in it needs quotes; lines of one level start in one column",
-        ) from None

@@ -300,8 +300,13 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
         per_level = int(check.number("anchors", anchors, 1, MAX_ANCHORS))
         detect = check.rows("head", values["head"], first=0)[-1]
         anchors = [[(1, 1)] * per_level] * len(detect.inputs)
-    elif isinstance(anchors, list) and all(
-        isinstance(level, list) and len(level) % 2 == 0 for level in anchors
+    elif (  # a pickled description may name one long list many times: compare lengths before anything is built
+        isinstance(anchors, list)
+        and len(anchors) <= MAX_LEVELS
+        and all(
+            isinstance(level, list) and len(level) % 2 == 0 and len(level) <= 2 * MAX_ANCHORS
+            for level in anchors
+        )
     ):
         anchors = [list(zip(level[::2], level[1::2], strict=True)) for level in anchors]
     description = RowDescription.from_dict(

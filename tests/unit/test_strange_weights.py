@@ -1,0 +1,317 @@
+"""Weights, checkpoints and descriptions that somebody made to exhaust memory or time, or to end in a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from exported import NAMES, facts_of, network
+from safetensors.torch import save
+
+from yolofleet.checkpoint import format as file_format
+from yolofleet.checkpoint.contents import contents
+from yolofleet.checkpoint.pickles import TorchFile
+from yolofleet.checkpoint.reader import read_weights
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.cli.app import run
+from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.export.facts import ExportFacts
+from yolofleet.models.description import describe
+
+PROTO = b"\x80\x02"
+SPARE_MIB = 700
+BOUNDED = """
+import json, resource, sys
+import onnx, torch  # their libraries count as address space
+from yolofleet.cli.app import run
+from yolofleet.checkpoint import contents, reader
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv[1]) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for words in json.loads(sys.argv[2]):
+    print("code", run(words), flush=True)
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the limit on the address space")
+
+
+def bounded(*commands: list[str]) -> list[tuple[int, str]]:
+    """Exit code and output of commands in one process that gets SPARE_MIB beyond its libraries."""
+    done = subprocess.run(
+        [sys.executable, "-c", BOUNDED, str(SPARE_MIB), json.dumps(commands)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    parts = done.stdout.split("code ")
+    assert len(parts) == len(commands) + 1, done.stdout
+    return [(int(after.split()[0]), before) for before, after in itertools.pairwise(parts)]
+
+
+def pickled(path: Path, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+    return path
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def get(n: int) -> bytes:
+    return b"j" + struct.pack("<I", n)
+
+
+def put(n: int) -> bytes:
+    return b"r" + struct.pack("<I", n)
+
+
+def module(state: bytes) -> bytes:
+    """A pickled object of YOLOv5 with this ``__dict__``."""
+    return b"cmodels.yolo\nModel\n)\x81" + state + b"b"
+
+
+def fan_out(levels: int, width: int, wrap: str) -> bytes:
+    """One dict of ``width`` entries that all mean the same dict below, ``levels`` deep: width ** levels ways."""
+    content = PROTO + b"}" + put(0)
+    for level in range(1, levels + 1):
+        entries = b"".join(text(f"k{i}") + get(level - 1) for i in range(width))
+        inside = b"}(" + entries + b"u"
+        if wrap == "modules":
+            inside = module(b"}(" + text("_modules") + inside + b"u")
+        content += b"0" + inside + put(level)
+    return content + b"."
+
+
+@linux
+def test_small_files_need_little_memory_and_end_in_a_message(tmp_path: Path) -> None:
+    bombs = {
+        "ways.pt": fan_out(6, 3000, "dicts"),
+        "modules.pt": fan_out(6, 3000, "modules"),
+        "sets.pt": PROTO + b"(" + b"\x8f" * (1 << 20) + b"l.",
+        "lists.pt": PROTO + b"(" + b"]" * (2 << 20) + b"l.",
+        "memo.pt": PROTO + b"N" + b"\x94" * (2 << 20) + b".",
+        "anchors.pt": PROTO
+        + module(
+            b"}("
+            + text("yaml")
+            + b"}("
+            + text("depth_multiple") + b"K\x01" + text("width_multiple") + b"K\x01" + text("head") + b"]"
+            + text("backbone") + b"]"
+            + text("anchors") + b"](" + b"](" + b"K\x01" * 200_000 + b"e" + put(7) + get(7) * 200_000 + b"eu"
+            + text("_modules") + b"}u"
+        )
+        + b".",
+    }  # fmt: skip
+    commands = []
+    for name, content in bombs.items():
+        path = str(pickled(tmp_path / name, content))
+        commands.append(["weights", "inspect", path])
+    (tmp_path / "merge.yaml").write_text(
+        "a: &a {x0: 1}\n"
+        + "".join(
+            f"b{i}: &b{i} {{<<: [{', '.join(['*' + (f'b{i - 1}' if i else 'a')] * 9)}]}}\n" for i in range(12)
+        )
+    )
+    (tmp_path / "sixty.yaml").write_text("nc: " + "1" + ":1" * 49_000 + "\n")
+    deep = tmp_path / "deep.yaml"
+    deep.write_text("nc: " + "[" * 40_000 + "\n")
+    for file in ("merge", "sixty", "deep"):
+        commands.append(["weights", "inspect", commands[0][2], "--cfg", str(tmp_path / f"{file}.yaml")])
+    for words, (code, said) in zip(commands, bounded(*commands), strict=True):
+        assert code in (0, 2, 3), words
+        assert "Traceback" not in said and "too little memory" not in said, (words, said)
+
+
+def test_many_tensors_of_one_storage_are_read_twice_and_not_more_than_the_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = torch.arange(100_000.0)
+    torch.save({f"t{i}": base[i * 1000 : (i + 1) * 1000] for i in range(100)}, tmp_path / "views.pt")
+    reads = []
+    read = zipfile.ZipFile.read
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *a, **k: reads.append(a[1]) or read(*a, **k))
+    with TorchFile(tmp_path / "views.pt") as file:
+        opened = len(reads)
+        for i in range(100):
+            assert torch.equal(file.tensor(file.root[f"t{i}"]), base[i * 1000 : (i + 1) * 1000])
+        assert len(reads) - opened <= 2
+    torch.save({f"t{i}": base for i in range(100)}, tmp_path / "same.pt")
+    with TorchFile(tmp_path / "same.pt") as file, pytest.raises(CheckpointError, match="than it has bytes"):
+        for stored in file.root.values():
+            file.tensor(stored)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!bool foo",
+        "!!int ''",
+        "!!float ''",
+        "!!timestamp foo",
+        "!!python/object:os.system {}",
+        "&a [*a]",
+        "1:1:1",
+    ],
+)
+def test_yaml_that_asks_for_more_than_plain_values_is_a_message(tmp_path: Path, value: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"nc: 3\ndepth_multiple: {value}\n")
+    with pytest.raises(ConfigError):
+        describe(str(tmp_path / "a.yaml"))
+
+
+def test_yaml_descriptions_of_other_programs_are_read(tmp_path: Path) -> None:
+    rows = "[[-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [8, 3, 2]]]"
+    head = "[[-1, 1, nn.Upsample, [None, 2, 'nearest']], [-1, 1, Conv, [8, 3, 2]], [[-1], 1, Detect, [nc, anchors]]]"
+    (tmp_path / "a.yaml").write_text(
+        f"# a comment\nnc: 80\ndepth_multiple: 1e0\nwidth_multiple: 1\nanchors:\n  - [10,13, 16,30, 33,23]\n"
+        f"backbone: {rows}\nhead: {head}\n"
+    )
+    assert describe(str(tmp_path / "a.yaml")).name == "a"
+
+
+def safetensors_file(path: Path, header: object) -> Path:
+    content = json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"__metadata__": 5},
+        {"__metadata__": True},
+        {"__metadata__": []},
+        {"w": {"dtype": "F32", "shape": [2**39] * 400, "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"w": 5},
+        [],
+    ],
+)
+def test_headers_of_safetensors_that_make_no_sense_are_messages(tmp_path: Path, header: object) -> None:
+    path = safetensors_file(tmp_path / "a.safetensors", header)
+    with pytest.raises(CheckpointError):
+        read_weights(path)
+    assert run(["weights", "inspect", str(path)]) in (0, 3)
+
+
+def test_onnx_with_impossible_types_and_sizes_is_listed(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    value = onnx.helper.make_tensor_value_info("x\x1b[2J", 1, [2**62, 2**62])
+    value.type.tensor_type.elem_type = 999
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [value])
+    tensor = graph.initializer.add()
+    tensor.name, tensor.data_type = "w", 1
+    tensor.dims.extend([2**62] * 300)
+    path = tmp_path / "a.onnx"
+    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    found = contents(path)
+    assert "type 999" in found.interface[0] and "\x1b" not in "".join(found.interface)
+    assert found.values == 0
+    assert run(["weights", "inspect", str(path)]) in (0, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+@pytest.mark.parametrize(
+    "name", ["a.pt", "a.safetensors", "a.weights", "a.pdparams", "a.onnx", "a.torchscript"]
+)
+def test_named_pipes_are_refused_and_do_not_block(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError):
+        read_weights(tmp_path / name)
+    for words in (
+        ["weights", "inspect", str(tmp_path / name)],
+        ["predict", "--weights", str(tmp_path / name), "x"],
+    ):
+        assert run(words) in (2, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_a_named_pipe_in_place_of_a_description_is_refused(tmp_path: Path) -> None:
+    for name in ("a.cfg", "a.yaml"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ConfigError, match="named pipe"):
+            describe(str(tmp_path / name))
+    (tmp_path / "a.weights").write_bytes(bytes(1000))
+    with pytest.raises(CheckpointError):
+        read_weights(tmp_path / "a.weights")
+    folder = tmp_path / "a_ncnn"
+    folder.mkdir()
+    (folder / "model.ncnn.param").write_bytes(b"7767517\n")
+    os.mkfifo(folder / "yolofleet.json")
+    from yolofleet.export.sidecar import read_sidecar
+
+    with pytest.raises(CheckpointError, match="named pipe"):
+        read_sidecar(folder)
+
+
+# -- our own form ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    model = network()
+    return Weights(model.state_dict(), WeightsHeader.of(model, img=64))
+
+
+def test_weights_get_the_mode_of_the_umask(tmp_path: Path, weights: Weights) -> None:
+    write_weights(tmp_path / "a.safetensors", weights)
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinity", "negative variance", "complex", "bool", "whole numbers"])
+def test_values_that_no_training_gives_are_refused(tmp_path: Path, weights: Weights, kind: str) -> None:
+    tensors = {name: t.clone() for name, t in weights.tensors.items()}
+    name = next(n for n in tensors if n.endswith("running_var"))
+    if kind in ("nan", "infinity"):
+        tensors[name][0] = float("nan" if kind == "nan" else "inf")
+    elif kind == "negative variance":
+        tensors[name][0] = -1
+    else:
+        types = {"complex": torch.complex64, "bool": torch.bool, "whole numbers": torch.int64}
+        tensors[name] = tensors[name].to(types[kind])
+    header = {"weights": json.dumps(weights.header.to_dict(), sort_keys=True)}
+    digest = file_format.tensors_sha256(tensors, header)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(save(tensors, {**header, file_format.DIGEST: digest}))
+    with pytest.raises(CheckpointError, match="running_var"):
+        read_weights(path)
+
+
+def test_names_of_a_file_cannot_command_a_terminal(tmp_path: Path, weights: Weights, capfd) -> None:
+    values = weights.header.to_dict()
+    values["names"] = [*NAMES[:2], "\x1b[2J\u202e"]
+    values["description"] = {**values["description"], "name": "a\x1b]0;title\x07\nb"}
+    values["extra"] = {"partial": "\x1b[2J", "\x1b[1m": "\x1b[2J"}
+    header = {"weights": json.dumps(values, sort_keys=True)}
+    digest = file_format.tensors_sha256(weights.tensors, header)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(save(dict(weights.tensors), {**header, file_format.DIGEST: digest}))
+    for words in (["weights", "inspect"], ["weights", "verify"], ["predict", "--source", "x", "--weights"]):
+        run([*words, str(path)])
+    said = "".join(capfd.readouterr())
+    assert "title" in said and not any(mark in said for mark in "\x1b\x07\u202e")
+
+
+# -- what an exported file says of itself ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 65536}, {"size_hw": [100_000, 100_000]}, {"batch": 4096, "size_hw": [640, 640]}]
+)
+def test_exported_files_that_ask_for_endless_images_are_refused(change: dict) -> None:
+    values = json.loads(facts_of(network()).to_json()) | change
+    with pytest.raises(YolofleetError):
+        ExportFacts.from_json(json.dumps(values), source="a.onnx")
