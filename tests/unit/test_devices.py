@@ -5,14 +5,27 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import yolofleet
-from yolofleet import devices
+from yolofleet import devices, worker
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.config.load import resolve_val
+from yolofleet.config.schema import Recipe
+from yolofleet.data.shapes import make_shapes
 from yolofleet.errors import ConfigError
+from yolofleet.families import build_model
+from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.models.description import describe
 from yolofleet.models.precision import autocast, resolve_precision
+from yolofleet.parallel.world import World
+from yolofleet.report.folder import RunFolder
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = ("devices.py", "doctor", "export")  # export writes for runtimes that have devices of their own
@@ -168,3 +181,59 @@ def test_what_a_device_lacks_is_no_error():
     assert devices.name_of(meta) == "meta"
     assert not devices.has_fused(torch.optim.SGD, meta)
     assert devices.has_fused(torch.optim.AdamW, CPU)
+
+
+def test_waiting_means_the_named_device_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    """Else --device 1 would open a context on GPU 0, of some hundred MB."""
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    devices.synchronize(GPU)
+    assert waited == [GPU]
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from the CPU to another device, by whether the host waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking = self.free = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            if source.device.type == "cpu" and out.device.type != "cpu":
+                free = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2])
+                self.free, self.blocking = self.free + bool(free), self.blocking + (not free)
+        return out
+
+
+def test_the_loss_makes_no_copy_that_the_host_waits_for():
+    recipe = Recipe(obj_pw=2.0, cls_pw=0.5, label_smoothing=0.1, fl_gamma=1.5)
+    model = build_model(describe("yolov5n"), 3)
+    loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=64)
+    labels = np.array([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 2, 0.3, 0.6, 0.4, 0.2]], np.float32)
+    targets = loss.match(labels, 2, (64, 64))
+    raws = [torch.zeros(2, 3, 64 // s, 64 // s, 8, device="meta") for s in (8, 16, 32)]
+    with Copies() as copies:
+        loss.sums(raws, targets)
+    assert (copies.blocking, copies.free) == (0, 6), "six arrays of targets"
+
+
+def test_validation_uses_the_memory_layout_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_shapes(tmp_path / "set", images=2, val_images=2, img=64, seed=0)
+    model = build_model(describe("yolov5n"), 4)
+    weights = tmp_path / "w.safetensors"
+    write_weights(weights, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    given: list[nn.Module] = []
+
+    def evaluate(model: nn.Module, *_: object, **__: object) -> None:
+        given.append(model)
+        raise InterruptedError
+
+    monkeypatch.setattr(worker, "evaluate", evaluate)
+    config = resolve_val({"weights": str(weights), "data": str(tmp_path / "set/data.yaml"), "img": 64})
+    with pytest.raises(InterruptedError):
+        worker.validate(config.value, World.single(), RunFolder(tmp_path))
+    kernels = [p for p in given[0].parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
+    assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
