@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # one worker a core, at least two; tests that share files run in the same worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster contract lint bench clean
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster contract fuzz lint bench clean
 
 env: $(VENV)/.made
 
@@ -61,6 +61,11 @@ test-export: env
 # one hash for every fleet: the whole matrix
 contract: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/multiprocess/test_contract.py -s --timeout 3600
+
+# broken and hostile files for every reader: make fuzz MINUTES=30 SEED=1 (without SEED: a new one, which is shown)
+MINUTES ?= 10
+fuzz: env
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py

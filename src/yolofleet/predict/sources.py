@@ -93,7 +93,8 @@ class Source:
         name = str(item) if isinstance(item, Path) else f"camera {item}"
         if isinstance(item, Path):
             _check_regular(item)
-        capture = cv2.VideoCapture(name if isinstance(item, Path) else item)
+        # FFmpeg alone: OpenCV's own AVI reader prints bytes of the file, and its picture reader takes "%d" for a pattern
+        capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG) if isinstance(item, Path) else cv2.VideoCapture(item)
         try:
             if not capture.isOpened():
                 raise DataError(f"{name} cannot be opened as a video")

@@ -1,0 +1,380 @@
+"""Good files of every kind that yolofleet reads, small, made once and only copied by the cases."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tarfile
+import types
+import warnings
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cv2
+import torch
+from exported import facts_of, job_of, network, small
+from small_data import encoded, picture, with_exif_jpeg, with_exif_png
+
+from yolofleet.checkpoint import darknet, paddle
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.cli import main
+from yolofleet.data.shapes import NAMES, make_shapes
+from yolofleet.families import build_model
+from yolofleet.models.darknet_cfg import parse_cfg
+
+TINY_YAML = """\
+nc: 4
+depth_multiple: 0.33
+width_multiple: 0.125
+anchors:
+  - [10,13, 16,30, 33,23]
+  - [30,61, 62,45, 59,119]
+backbone:
+  - [-1, 1, Conv, [64, 6, 2, 2]]
+  - [-1, 1, Conv, [128, 3, 2]]
+  - [-1, 1, C3, [128]]
+  - [-1, 1, Conv, [256, 3, 2]]
+  - [-1, 1, C3, [256]]
+  - [-1, 1, Conv, [512, 3, 2]]
+  - [-1, 1, SPPF, [512, 5]]
+head:
+  - [[4, 6], 1, Detect, [nc, anchors]]
+"""
+TINY_CFG = """\
+[net]
+width=64
+height=64
+channels=3
+[convolutional]
+batch_normalize=1
+filters=4
+size=3
+stride=2
+pad=1
+activation=leaky
+[convolutional]
+batch_normalize=1
+filters=8
+size=3
+stride=2
+pad=1
+activation=leaky
+[shortcut]
+from=-1
+activation=linear
+[maxpool]
+size=2
+stride=2
+[route]
+layers=-1,-1
+[upsample]
+stride=2
+[convolutional]
+filters=27
+size=1
+stride=1
+pad=1
+activation=linear
+[yolo]
+mask=0,1,2
+anchors=8,9,16,30,33,23
+classes=4
+num=3
+"""
+RECIPE = "lr0: 0.01\nlrf: 0.1\nmomentum: 0.9\nweight_decay: 0.0005\nwarmup_epochs: 3.0\nbox: 0.05\ncls: 0.5\nobj: 1.0\nmosaic: 1.0\nfliplr: 0.5\n"
+FLEET = """\
+port: 29600
+silence_s: 30
+grace_s: 5
+defaults:
+  python: /usr/bin/python3
+  env: {NCCL_DEBUG: WARN, A: 1}
+  gpus: 2
+hosts:
+  - node-a
+  - b:0+2
+  - host: c
+    device: cpu:4
+    interface: ib0
+    folder: ~/work
+    data: /fast/coco.yaml
+    env: {A: off}
+"""
+TRAIN = ["--img", "64", "--batch", "4", "--nominal-batch", "4", "--micro-batch", "2", "--no-plots", "--threads", "1",
+         "--workers", "0", "--epochs", "1", "--device", "cpu"]  # fmt: skip
+
+
+class Corpus:
+    """Files below ``folder``, each made when it is first asked for.
+
+    Methods named after a file or folder return its path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str) -> Path:
+        """Return the file or folder ``name``, made by the method of that name without its suffix."""
+        path = self.folder / name
+        if not path.exists():
+            make: Callable[[Path], None] = getattr(self, "_" + name.replace(".", "_").replace("-", "_"))
+            make(path)
+        return path
+
+    def read(self, name: str) -> bytes:
+        return self.get(name).read_bytes()
+
+    def make_all(self) -> None:
+        """Make everything, so that no case pays for it."""
+        for name in ALL:
+            self.get(name)
+        for name in EXPORTS:
+            if _can_write(name):
+                self.get(EXPORTS[name])
+
+    # -- data sets
+
+    def _set(self, path: Path) -> None:
+        make_shapes(path, images=4, val_images=2, img=64, seed=3)
+
+    def _convert(self, path: Path, to: str) -> None:
+        self._quietly(
+            "data", "convert", str(self.get("set")), "--to", to, "--out", str(path), "--images", "copy"
+        )
+
+    def _coco(self, path: Path) -> None:
+        self._convert(path, "coco")
+
+    def _voc(self, path: Path) -> None:
+        self._convert(path, "voc")
+
+    def _crowd(self, path: Path) -> None:
+        person = {"tag": "person", "fbox": [-16, 12, 48, 24], "vbox": [0, 12, 16, 24], "hbox": [4, 12, 8, 6]}
+        ignored = {**person, "extra": {"ignore": 1, "occ": 1}, "head_attr": {"ignore": 0}}
+        (path / "Images").mkdir(parents=True)
+        lines = []
+        for number, name in enumerate(("273271,c9db", "282555,1ac")):
+            (path / "Images" / f"{name}.jpg").write_bytes(encoded(picture(64, 48, number)))
+            lines.append(json.dumps({"ID": name, "gtboxes": [person, ignored, {**person, "tag": "mask"}]}))
+        for split in ("train", "val"):
+            (path / f"annotation_{split}.odgt").write_text("\n".join(lines) + "\n")
+
+    # -- weights
+
+    def _trained(self) -> Any:
+        model = network(nc=len(NAMES))
+        model.names = NAMES
+        return model
+
+    def _best_safetensors(self, path: Path) -> None:
+        model = self._trained()
+        write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+
+    def _plain_safetensors(self, path: Path) -> None:
+        """Of a stranger: names of YOLOv5, no header of ours."""
+        import safetensors.torch
+
+        safetensors.torch.save_file(_first_of_yolov5n(), str(path), {"format": "pt"})
+
+    def _module_pt(self, path: Path) -> None:
+        self._torch_file(path, legacy=False)
+
+    def _legacy_pt(self, path: Path) -> None:
+        self._torch_file(path, legacy=True)
+
+    def _torch_file(self, path: Path, *, legacy: bool) -> None:
+        """A checkpoint with module objects, as YOLOv5 saves it."""
+        with _yolov5_module(build_model(small("yolov5n"), 3, seed=1).eval()) as module:
+            content = {
+                "epoch": 7,
+                "model": None,
+                "ema": module,
+                "optimizer": {
+                    "state": {0: {"momentum_buffer": torch.zeros(3)}},
+                    "param_groups": [{"lr": 0.1}],
+                },
+                "opt": {"imgsz": 416, "device": ""},
+            }
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the old format wants source code
+                torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+
+    def _state_pt(self, path: Path) -> None:
+        torch.save(_first_of_yolov5n(), path)
+
+    def _tiny_cfg(self, path: Path) -> None:
+        path.write_text(TINY_CFG)
+
+    def _tiny_weights(self, path: Path) -> None:
+        description = parse_cfg(TINY_CFG, name="tiny", source="tiny.cfg")
+        model = build_model(description, 4, seed=1)
+        self.get("tiny.cfg")
+        darknet.write(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+
+    def _ppyoloe_pdparams(self, path: Path) -> None:
+        model = build_model(small("ppyoloe-s"), 3, seed=1)
+        paddle.write(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+
+    # -- exported files
+
+    def _export(self, path: Path, name: str) -> None:
+        from yolofleet.export.formats import FORMATS
+
+        model = self._trained()
+        FORMATS[name].module.write(job_of(model, facts_of(model)), path)
+
+    def _model_onnx(self, path: Path) -> None:
+        self._export(path, "onnx")
+
+    def _model_torchscript(self, path: Path) -> None:
+        self._export(path, "torchscript")
+
+    def _model_openvino(self, path: Path) -> None:
+        self._export(path, "openvino")
+
+    def _model_ncnn(self, path: Path) -> None:
+        self._export(path, "ncnn")
+
+    def _model_tflite(self, path: Path) -> None:
+        self._export(path, "tflite")
+
+    # -- a run
+
+    def _run(self, path: Path) -> None:
+        (self.folder / "tiny.yaml").write_text(TINY_YAML)
+        argv = ["train", "--data", str(self.get("set")), "--cfg", str(self.folder / "tiny.yaml"), *TRAIN]
+        self._quietly(*argv, "--project", str(path.parent), "--name", path.name)
+
+    def _tiny_yaml(self, path: Path) -> None:
+        path.write_text(TINY_YAML)
+
+    # -- pictures and videos
+
+    def _pictures(self, path: Path) -> None:
+        path.mkdir()
+        image = picture(40, 30)
+        for suffix in (".jpg", ".png", ".bmp", ".webp", ".tiff", ".jp2", ".gif"):
+            with contextlib.suppress(cv2.error, AssertionError):  # a format that this OpenCV does not write
+                (path / f"a{suffix}").write_bytes(encoded(image, suffix))
+        (path / "turned.jpg").write_bytes(with_exif_jpeg(encoded(image), 6))
+        (path / "turned.png").write_bytes(with_exif_png(encoded(image, ".png"), 6))
+        (path / "gray16.png").write_bytes(encoded(image[..., 0].astype("uint16") * 257, ".png"))
+        done, data = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+        assert done
+        (path / "progressive.jpg").write_bytes(data.tobytes())
+
+    def _videos(self, path: Path) -> None:
+        path.mkdir()
+        for name, code in (("a.avi", "MJPG"), ("a.mp4", "mp4v")):
+            video = cv2.VideoWriter(str(path / name), cv2.VideoWriter.fourcc(*code), 5.0, (64, 48))
+            for seed in range(3):
+                video.write(picture(64, 48, seed))
+            video.release()
+
+    # -- archives
+
+    def _archives(self, path: Path) -> None:
+        path.mkdir()
+        files = {"set/images/a.jpg": b"a" * 1000, "set/labels/a.txt": b"0 .5 .5 1 1\n", "set/x": b"x" * 512}
+        with zipfile.ZipFile(path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in files.items():
+                file.writestr(zipfile.ZipInfo(name), content)
+        for kind in ("tar", "tar.gz"):
+            with tarfile.open(path / f"a.{kind}", "w:gz" if kind == "tar.gz" else "w") as file:
+                for name, content in files.items():
+                    info = tarfile.TarInfo(name)
+                    info.size = len(content)
+                    file.addfile(info, io.BytesIO(content))
+
+    def _quietly(self, *argv: str) -> None:
+        """Run a command line; its words are shown only if it fails."""
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _variables(self.folder):
+            code = main(list(argv))
+        assert code == 0, said.getvalue()
+
+
+ALL = ("set", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+       "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
+EXPORTS = {
+    "onnx": "model.onnx",
+    "torchscript": "model.torchscript",
+    "openvino": "model_openvino",
+    "ncnn": "model_ncnn",
+    "tflite": "model.tflite",
+}
+
+
+def _can_write(name: str) -> bool:
+    from yolofleet.export.formats import FORMATS
+
+    return all(find_spec(module) for module in (*FORMATS[name].writes, *FORMATS[name].runs))
+
+
+def exports() -> list[str]:
+    """Return the formats that can be written and run here."""
+    return [name for name in EXPORTS if _can_write(name)]
+
+
+@contextlib.contextmanager
+def _variables(folder: Path) -> Any:
+    before = dict(os.environ)
+    os.environ["YOLOFLEET_CACHE"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _first_of_yolov5n() -> dict[str, torch.Tensor]:
+    return dict(build_model(small("yolov5n"), 3, seed=1).state_dict())
+
+
+@contextlib.contextmanager
+def _yolov5_module(model: torch.nn.Module) -> Any:
+    """YOLOv5's module object around ``model``: same tensors, the class paths of its releases, their ``yaml`` mapping."""
+    modules = {name: types.ModuleType(name) for name in ("models", "models.yolo", "models.common")}
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        made = {
+            name: type(name, (torch.nn.Module,), {"__module__": where})
+            for where, name in (
+                ("models.yolo", "Detector"),
+                ("models.common", "Conv"),
+                ("models.common", "C3"),
+            )
+        }
+        for where, name in (("models.yolo", "Detector"), ("models.common", "Conv"), ("models.common", "C3")):
+            setattr(modules[where], name, made[name])
+        values = model.description.to_dict()  # type: ignore[union-attr, operator]
+        anchors = [[v for pair in level for v in pair] for level in values.pop("anchors_px")]
+        root = made["Detector"]()
+        root.model = torch.nn.Sequential()
+        for name, tensor in model.state_dict().items():
+            *way, leaf = name.removeprefix("model.").split(".")
+            at: Any = root.model
+            for depth, part in enumerate(way):
+                if part not in at._modules:
+                    at.add_module(part, made["Conv" if depth else "C3"]())
+                at = at._modules[part]
+            at.register_buffer(leaf, tensor.half() if tensor.is_floating_point() else tensor)
+        root.model._modules["0"].act = torch.nn.SiLU()
+        kept = {key: values[key] for key in values if key not in ("family", "name")}
+        root.yaml, root.yaml_file = {"nc": 80, "anchors": anchors, **kept}, "small.yaml"
+        root.names, root.nc = ["ape", "bird", "cat"], 3
+        yield root
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
