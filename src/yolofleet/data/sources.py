@@ -80,7 +80,9 @@ class DatasetSpec:
             raise ConfigError(
                 f"data set {self.name} has no split {split!r} (it has: {has})",
                 source=self.origin,
-                hint=f"{split}: images/{split}",
+                hint=f"{split}: images/{split}"
+                if self.origin.endswith((".yaml", ".yml"))
+                else f"add a list or annotations of the {split} images",
             )
         return self.splits[split]
 
