@@ -33,6 +33,7 @@ MAY_OPEN = {
         "new files in a folder that we have just made",
     ),
     "data/convert.py:_place": "copies an image that the index has opened; the copy is new",
+    "data/sources.py:_copied": "a description that comes with this package",
     "doctor/facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("data/memory.py:_text", "doctor/machine.py:text_of", "launch/processes.py:variable",
