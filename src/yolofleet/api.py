@@ -28,8 +28,13 @@ from yolofleet.errors import (
 )
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
-from yolofleet.launch.fleet import fleet_of
-from yolofleet.launch.start import is_worker, processes_to_start, resumed_folder, run_processes
+from yolofleet.launch.start import (
+    check_start,
+    is_worker,
+    processes_to_start,
+    resumed_folder,
+    run_processes,
+)
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.report.folder import RunFolder
 
@@ -109,7 +114,7 @@ class Trainer:
             )
         settings = self.config.value
         resumed = resumed_folder(settings)
-        fleet = fleet_of(self.config)
+        fleet = check_start(self.config)
         if fleet is not None:
             from yolofleet.launch.ssh import run_on_fleet
 

@@ -207,7 +207,7 @@ lrf: 0.1
 iou_t: 0.20  # IoU training threshold
 anchor_t: 4.0
 # anchors: 3
-copy_paste: 0.0
+copy_paste: 0.1
 fl_gamma: 0.0
 mixup: 0.2
 """
@@ -218,13 +218,12 @@ def test_a_yolov5_hyp_file_is_read_and_what_has_no_effect_is_said_once(written):
     recipe = load_recipe(str(file))
     assert (recipe.value.lrf, recipe.value.mixup, recipe.value.box) == (0.1, 0.2, 0.05)
     assert recipe.sources["mixup"] == f"{file}:9" and recipe.sources["box"] == "default"
-    assert [note.split()[0] for note in recipe.notes] == ["iou_t", "copy_paste:"]
+    assert [note.split()[0] for note in recipe.notes] == ["iou_t", "copy_paste"]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("copy_paste: 0.1\n", "it needs segments"),
         ("anchors: 3\n", "anchors come from the model"),
         ("giou: 0.05\nbox: 0.05\n", "giou is the old name of box"),
         ("lr_0: 0.1\n", "did you mean lr0?"),
@@ -259,7 +258,7 @@ def test_single_values_override_the_recipe():
         ({"set": ["lr1=3"]}, "did you mean lrf?"),
         ({"set": ["lr0"]}, "is not key=value"),
         ({"set": ["=3"]}, "is not key=value"),
-        ({"set": ["lr0=0"]}, "--lr0 0 is not above 0"),
+        ({"set": ["lr0=0"]}, "--set lr0=0 is not above 0"),
         ({"set": ["lr0=[1]"]}, "is not a finite number"),
         ({"set": ["lr0={a: 1}"]}, "is not a finite number"),
         ({"set": ["lr0=*x"]}, "not YAML"),
@@ -376,24 +375,50 @@ def test_settings_that_can_stand_together_pass(given):
     [
         (resolve_val, {"data": "d"}, "--weights is missing"),
         (resolve_val, {"weights": "w"}, "--data is missing"),
-        (
-            resolve_val,
-            {"weights": "w", "data": "d", "save_conf": True},
-            "--save-conf has no effect without --save-txt",
-        ),
-        (resolve_val, {"weights": "w", "data": "d", "precision": "fp16", "device": "cpu"}, "fp16"),
         (resolve_predict, {"weights": "w"}, "--source is missing"),
-        (
-            resolve_predict,
-            {"weights": "w", "source": "s", "txt_format": "voc"},
-            "has no effect without --save-txt",
-        ),
     ],
 )
 def test_val_and_predict_are_checked_too(resolver, given, says):
     with pytest.raises(ConfigError) as caught:
         resolver(given)
     assert says in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("resolver", "given", "note"),
+    [
+        (resolve_val, {"data": "d", "save_conf": True}, "--save-conf has no effect without --save-txt"),
+        (
+            resolve_val,
+            {"data": "d", "precision": "fp16", "device": "cpu"},
+            "--precision fp16 has no effect on a CPU",
+        ),
+        (
+            resolve_predict,
+            {"source": "s", "txt_format": "voc"},
+            "--txt-format voc has no effect without --save-txt",
+        ),
+    ],
+)
+def test_what_cannot_apply_and_harms_nothing_is_a_note(resolver, given, note):
+    config = resolver({"weights": "w", **given})
+    assert len(config.notes) == 1 and config.notes[0].startswith(note)
+    assert config.value.precision == ("fp32" if "precision" in given else "auto")
+    assert resolver({"weights": "w", **given, "save_txt": True, "device": "0"}).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "says", "hint"),
+    [
+        ({"optimizer": "RMSProp"}, "--optimizer RMSProp is not one of SGD, Adam, AdamW", "--optimizer SGD"),
+        ({"set": ("nosuch=1",)}, "the recipe has no nosuch", "it has lr0, lrf, momentum"),
+        ({"set": ("anchor_t=0",)}, "--set anchor_t=0 is", "allowed: "),
+    ],
+)
+def test_the_hint_of_a_wrong_value_can_be_typed(given, says, hint):
+    with pytest.raises(ConfigError) as caught:
+        train(**given)
+    assert says in caught.value.what and hint in str(caught.value.hint)
 
 
 # -- config.yaml

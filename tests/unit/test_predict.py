@@ -3,6 +3,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -418,6 +419,15 @@ def test_a_trainer_trains_and_returns_what_predict_takes(tmp_path, monkeypatch, 
     assert result.folder == tmp_path / "runs" / "exp" and 0 <= result.metrics["mAP50"] <= 1
     assert load_model(result.weights, device="cpu").names == ("box",)
     assert (result.folder / "config.yaml").is_file() and (result.folder / "results.csv").is_file()
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may")
+def test_a_trainer_is_examined_before_it_starts_as_the_command_is(tmp_path):
+    from yolofleet import Trainer
+
+    with pytest.raises(ConfigError, match="no NVIDIA GPU here"):
+        Trainer(data="shapes", model="yolov5n", device="0,1", project=tmp_path / "runs").fit()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_trainer_under_torchrun_is_refused_with_what_to_do(monkeypatch):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import (
@@ -127,21 +128,18 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         )
 
 
-def check_val(config: Resolved[ValConfig]) -> None:
-    """As :func:`check_train`."""
+def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
+    """As :func:`check_train`; returns the settings with notes on what has no effect."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    _check_precision(config)
-    _only_with(config, "save_conf", "save_txt")
+    return _without_effect(config, "save_conf")
 
 
-def check_predict(config: Resolved[PredictConfig]) -> None:
-    """As :func:`check_train`."""
+def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
+    """As :func:`check_val`."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
-    _check_precision(config)
-    _only_with(config, "save_conf", "save_txt")
-    _only_with(config, "txt_format", "save_txt")
+    return _without_effect(config, "save_conf", "txt_format")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
@@ -193,6 +191,21 @@ def _either(numbers: list[int]) -> str:
     """``8, 10 or 20``."""
     *first, last = map(str, numbers)
     return " or ".join([", ".join(first), last]) if first else last
+
+
+T = TypeVar("T", ValConfig, PredictConfig)
+
+
+def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
+    """Note what cannot apply and harms nothing: settings ``of_txt`` without --save-txt, and fp16 on a CPU."""
+    value, notes = config.value, list(config.notes)
+    for name in of_txt:
+        if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:
+            notes.append(f"{config.spelled(name)} has no effect without --save-txt")
+    if value.precision == "fp16" and value.device.startswith("cpu"):
+        notes.append("--precision fp16 has no effect on a CPU, which computes in fp32; bf16 is possible")
+        value = value.model_copy(update={"precision": "fp32"})
+    return replace(config, value=value, notes=tuple(notes))
 
 
 def _check_precision(config: Resolved[Any]) -> None:

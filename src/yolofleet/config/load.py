@@ -154,7 +154,7 @@ def resolve_doctor(
 def _one(
     verb: str,
     model: type[T],
-    check: Callable[[Resolved[T]], None] | None,
+    check: Callable[[Resolved[T]], Resolved[T] | None] | None,
     given: Mapping[str, Any],
     config_file: str,
     source: str,
@@ -162,9 +162,7 @@ def _one(
     """Resolve and check the settings of a verb without a recipe."""
     file, _, notes = _files(verb, model, config_file)
     config = resolve(model, [file, layer_of(given, source)], notes)
-    if check is not None:
-        check(config)
-    return config
+    return (check(config) if check is not None else None) or config
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:

@@ -22,9 +22,9 @@ YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 # with a note; a value that has one is refused.
 WITHOUT_EFFECT = {
     "iou_t": "no trainer reads it; labels are matched by anchor_t",
+    "copy_paste": "it needs outlines, and labels are read as boxes; YOLOv5 does nothing either when labels are boxes",
 }
 ONLY_ZERO = {
-    "copy_paste": "it needs segments, which are not read yet; YOLOv5 does nothing either when labels are boxes",
     "anchors": "anchors come from the model description",
 }
 RENAMED = {"giou": "box"}
@@ -145,7 +145,7 @@ def _overrides(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
             raise ConfigError(
                 f"--set {shown(text)}: the recipe has no {shown(key)}",
                 source=source,
-                hint=did_you_mean(key, Recipe.model_fields),
+                hint=did_you_mean(key, Recipe.model_fields) or f"it has {', '.join(Recipe.model_fields)}",
             )
         parsed: Any = read_scalar(value, source)
         found[key] = Sourced(parsed, source)

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.schema import flag_of
+from yolofleet.config.schema import Recipe, flag_of
 from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError
 
@@ -115,7 +115,7 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
     elif kind == "literal_error":
         choices = [str(c) for c in get_args(field.annotation)]
         what = f"is not one of {', '.join(choices)}"
-        hint = did_you_mean(str(entry.value), choices) or f"{field.description}"
+        hint = did_you_mean(str(entry.value), choices) or _written(name, field, entry.source, choices[0])
     else:
         what, hint = f"is not {_kind(field)}", f"expected: {field.description}"
     if len(names) > 1:
@@ -124,12 +124,19 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
 
 
 def _refused(name: str, field: FieldInfo, entry: Sourced, what: str, hint: str | None = None) -> ConfigError:
-    label = flag_of(name, field) if entry.source == COMMAND_LINE else f"{name}:"
     return ConfigError(
-        f"{label} {shown(entry.value)} {what}",
+        f"{_written(name, field, entry.source, shown(entry.value))} {what}",
         source=entry.source,
         hint=hint or f"expected: {field.description}",
     )
+
+
+def _written(name: str, field: FieldInfo, source: str, value: str) -> str:
+    """Return a setting as its source has it: ``--batch 3``, ``--set lr0=3`` or, in a file, ``batch: 3``."""
+    if source != COMMAND_LINE:
+        return f"{name}: {value}"
+    is_recipes = Recipe.model_fields.get(name) is field
+    return f"--set {name}={value}" if is_recipes else f"{flag_of(name, field)} {value}"
 
 
 def _kind(field: FieldInfo) -> str:

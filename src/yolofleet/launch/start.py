@@ -44,19 +44,11 @@ def _start(
     verb: str, config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None
 ) -> int:
     settings = config.value
-    fleet = fleet_of(config)
-    if fleet is not None and is_worker():
-        raise ConfigError(
-            "--hosts and --fleet start all processes, and this one is one of several already",
-            hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
-        )
-    check_shares(settings, fleet)
+    fleet = check_start(config)
     if fleet is not None:
         from yolofleet.launch.ssh import run_on_fleet
 
         return run_on_fleet(config, recipe, fleet, resumed_folder(settings))[0]
-    if not is_worker():
-        look_first(settings)
     processes = processes_to_start(settings)
     if processes == 1 or is_worker():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
@@ -72,6 +64,24 @@ def _start(
         else RunFolder.create(verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok)
     )
     return run_processes(config, recipe, folder, processes)
+
+
+def check_start(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
+    """Check what the launcher can check before it starts processes; return the hosts, None for this machine alone.
+
+    Raises:
+        ConfigError, ClusterError: the run could not start, or would end at once.
+    """
+    fleet = fleet_of(config)
+    if fleet is not None and is_worker():
+        raise ConfigError(
+            "--hosts and --fleet start all processes, and this one is one of several already",
+            hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
+        )
+    check_shares(config.value, fleet)
+    if fleet is None and not is_worker():
+        look_first(config.value)
+    return fleet
 
 
 def rehearse(config: Resolved[TrainConfig]) -> None:
