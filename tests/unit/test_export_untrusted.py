@@ -366,6 +366,23 @@ def test_broken_ncnn_files_are_refused(tmp_path):
     assert "wrong description" in refusal(folder)
 
 
+CRASHING = [  # a changed number each; ncnn 1.0.20261020 ends with SIGSEGV
+    "7767517\n2 2\nInput in0 0 1 in0\nReshape c 1 1 in0 out0 0=99999999 1=8\n",
+    "7767517\n2 3\nInput in0 0 1 in0\nSlice c 1 2 in0 a out0 -23300=2,1,1000 1=0\n",
+]
+
+
+@pytest.mark.parametrize("param", CRASHING)
+def test_an_ncnn_file_on_which_ncnn_crashes_is_a_message(tmp_path, param):
+    pytest.importorskip("ncnn")
+    folder = tmp_path / "a_ncnn"
+    folder.mkdir()
+    (folder / "model.ncnn.param").write_text(param)
+    (folder / "model.ncnn.bin").write_bytes(bytes(1000))
+    (folder / "yolofleet.json").write_text(facts_of(network()).to_json(), encoding="utf-8")
+    assert "ncnn crashed on it" in refusal(folder)
+
+
 def test_a_runtime_that_is_not_here_is_named(tmp_path):
     (tmp_path / "a.engine").write_bytes(b"")
     with pytest.raises(ConfigError, match="needs tensorrt") as caught:

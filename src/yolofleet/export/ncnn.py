@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from yolofleet.errors import CheckpointError
+from yolofleet.export import ncnn_network
 from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.graph import ExportJob
 from yolofleet.export.runtime import Runtime, cpu_only
 from yolofleet.export.sidecar import read_sidecar, write_sidecar
+from yolofleet.files.foreign import open_foreign
 
 PARAM, BIN = FORMATS["ncnn"].marker, "model.ncnn.bin"
 DEADLINE_S = 1800
@@ -64,16 +66,12 @@ class NcnnRuntime(Runtime):
         self._net = net
 
     def _run(self, images: np.ndarray) -> np.ndarray:
-        import ncnn
-
         outputs = []
         for image in images:  # ncnn knows no batches
-            extractor = self._net.create_extractor()
-            extractor.input(self._net.input_names()[0], ncnn.Mat(image).clone())
-            code, output = extractor.extract(self._net.output_names()[0])
-            if code:
-                raise CheckpointError(f"ncnn cannot run {self.path} (code {code})", hint="export it again")
-            outputs.append(np.array(output))
+            output = ncnn_network.run(self._net, image)
+            if isinstance(output, int):
+                raise CheckpointError(f"ncnn cannot run {self.path} (code {output})", hint="export it again")
+            outputs.append(output)
         return np.stack(outputs)
 
 
@@ -87,14 +85,14 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     cpu_only(device, "ncnn")
     folder = path if path.is_dir() else path.parent
     facts = read_sidecar(folder)
-    with (folder / PARAM).open("rb") as file:
+    with open_foreign(folder / PARAM) as file:
         whole = file.read(len(MAGIC)) == MAGIC
     if not whole or not (folder / BIN).is_file():
         raise CheckpointError(f"{folder} is not a whole ncnn network", hint="use another copy")
-    net = ncnn.Net()
-    net.opt.num_threads = threads
-    for option in ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_storage"):
-        setattr(net.opt, option, facts.half and option != "use_bf16_storage")
-    if net.load_param(str(folder / PARAM)) or net.load_model(str(folder / BIN)):
+    side = facts.stride
+    parts = folder / PARAM, folder / BIN
+    ncnn_network.try_in_child(*parts, facts.size_hw or (side, side), threads, facts.half)
+    net = ncnn_network.load(*parts, threads, facts.half)
+    if net is None:
         raise CheckpointError(f"ncnn refuses {folder}", hint="use another copy, or export it again")
     return NcnnRuntime(folder, facts, net, f"ncnn {ncnn.__version__}, CPU")
