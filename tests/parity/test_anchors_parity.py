@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from conditioning import compare, perturbed
 from reference import reference
 
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, anchor_fitness, better_anchors
@@ -29,25 +30,33 @@ def sizes_px(name, img):
 def test_recall_and_anchors_per_label_are_the_originals(case, scale):
     answer = answers()[case]
     name, img = case.split("_")[:2]
-    sizes = sizes_px(name, int(img))
+    sizes = perturbed(sizes_px(name, int(img)))
     anchors = np.asarray(describe("yolov5n").anchors_px).reshape(-1, 2) * scale
-    recall, per_label = anchor_fit(sizes, anchors, 4.0)
-    assert recall == pytest.approx(answer["bpr"], abs=1e-6)
-    assert per_label == pytest.approx(answer["aat"], abs=1e-6)
+    anchors = perturbed(anchors)
+    # Sides of whole pixels can be exactly four times an anchor's: such labels may count either way.
+    fewest, most = (anchor_fit(sizes, anchors, 4.0 * (1 + change)) for change in (-1e-5, 1e-5))
+    original = (answer["bpr"], answer["aat"])
+    compare(np.clip(original, fewest, most), original, atol=1e-6)
     if scale == 1:
         assert len(sizes) == answer["n_labels"]
         assert answer["threshold_for_rerun"] == GOOD_ENOUGH
 
 
 @pytest.mark.parametrize("name", ["coco128", "bccd"])
+def test_the_originals_anchors_have_its_fitness(name):
+    answer = answers()[f"{name}_kmeans_ga"]
+    sizes = perturbed(sizes_px(name, answer["img_size"]))
+    theirs = np.array(answer["anchors"])
+    seen = sizes[(sizes >= 2).any(1)]  # those it measured its own fitness on
+    compare(anchor_fitness(seen, theirs, answer["thr"]), answer["fitness_final"], atol=2e-5)
+    compare(anchor_fit(sizes, theirs, answer["thr"]), (answer["bpr"], answer["aat"]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["coco128", "bccd"])
 def test_anchors_found_are_at_least_as_good_as_the_originals(name):
     answer = answers()[f"{name}_kmeans_ga"]
     sizes = sizes_px(name, answer["img_size"])
-    theirs = np.array(answer["anchors"])
-    seen = sizes[(sizes >= 2).any(1)]  # those it measured its own fitness on
-    assert anchor_fitness(seen, theirs, answer["thr"]) == pytest.approx(answer["fitness_final"], abs=2e-5)
-    assert anchor_fit(sizes, theirs, answer["thr"]) == pytest.approx((answer["bpr"], answer["aat"]), abs=1e-6)
-
+    seen = sizes[(sizes >= 2).any(1)]
     given = np.array(describe("yolov5n").anchors_px)
     for seed in range(3):
         found = better_anchors(sizes, given, answer["thr"], seed).reshape(-1, 2)

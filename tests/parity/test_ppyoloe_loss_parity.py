@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conditioning import compare, perturbed, worst
 from formula import fill_by_formula
 from reference import parity, reference
 from ties import for_each_order
@@ -72,10 +73,12 @@ def loss_and_targets(case, numbers):
 
 def raws_of(case, numbers):
     """The head's output; probabilities are given, so logits are their inverse."""
-    probabilities = numbers(case, "pred_scores").astype(np.float64)
+    probabilities = perturbed(numbers(case, "pred_scores").astype(np.float64))
     logits = np.log(probabilities / (1 - probabilities)).astype(np.float32)
     borders = np.cumsum(CELLS)[:-1]
-    levels = zip(np.split(logits, borders, 1), np.split(numbers(case, "pred_dist"), borders, 1), strict=True)
+    levels = zip(
+        np.split(logits, borders, 1), np.split(perturbed(numbers(case, "pred_dist")), borders, 1), strict=True
+    )
     return [torch.from_numpy(part.copy()).requires_grad_() for level in levels for part in level]
 
 
@@ -94,19 +97,17 @@ def test_cells_get_the_originals_labels_boxes_and_scores(case, numbers):
     cells, labels = matches.cells.numpy(), matches.labels.numpy()
     classes = np.full(images * sum(CELLS), NC)
     classes[cells] = targets.classes[labels]
-    np.testing.assert_array_equal(by_image(classes, images), numbers(case, "assigned_labels"))
+    compare(by_image(classes, images), numbers(case, "assigned_labels"))
 
     boxes = np.zeros((len(classes), 4), np.float32)
     boxes[cells] = targets.boxes_xyxy_px.reshape(-1, 4)[labels]
     is_matched = numbers(case, "assigned_labels") != NC
     expected = numbers(case, "assigned_bboxes_px") * is_matched[..., None]
-    np.testing.assert_allclose(by_image(boxes, images), expected, atol=2e-5)
+    compare(by_image(boxes, images), expected, atol=2e-5)
 
     scores = np.zeros((len(classes), NC), np.float32)
     scores[cells, targets.classes[labels]] = matches.scores
-    np.testing.assert_allclose(
-        by_image(scores, images), numbers(case, "assigned_scores"), rtol=2e-5, atol=1e-6
-    )
+    compare(by_image(scores, images), numbers(case, "assigned_scores"), rtol=6e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,17 +119,17 @@ def test_value_and_gradient_are_the_originals(case, numbers):
     items.sum().backward()
 
     expected = CASES[case]
-    np.testing.assert_allclose(divisor.item(), expected["assigned_scores_sum"], rtol=3e-6)
+    compare(divisor.item(), expected["assigned_scores_sum"], rtol=1.5e-5)
     by_name = [expected[name] for name in ("loss_cls", "loss_iou", "loss_dfl")]
-    np.testing.assert_allclose(items.detach() / loss.gains, by_name, rtol=3e-6)
-    np.testing.assert_allclose(items.sum().item(), expected["loss"], rtol=3e-6)
+    compare(items.detach() / loss.gains, by_name, rtol=1.5e-5)
+    compare(items.sum().item(), expected["loss"], rtol=1.5e-5)
 
     probabilities = numbers(case, "pred_scores").astype(np.float64)
     slope = probabilities * (1 - probabilities)  # from probabilities, as the original has it, to logits
     for name, parts, factor in (("grad_scores", raws[0::2], slope), ("grad_dist", raws[1::2], 1)):
         gradient = torch.cat([part.grad for part in parts], 1).numpy()
         original = numbers(case, name) * factor
-        np.testing.assert_allclose(gradient, original, rtol=1e-5, atol=1e-5 * np.abs(original).max())
+        compare(gradient, original, rtol=4e-5, atol=4e-5 * np.abs(original).max())
 
 
 def whole_network(name):
@@ -147,19 +148,15 @@ def whole_network(name):
     return model.train().to(memory_format=torch.channels_last)
 
 
-def worst(actual, expected, rtol, atol):
-    """Return the greatest difference, in tolerances."""
-    return (np.abs(np.subtract(actual, expected)) / (atol + rtol * np.abs(expected))).max()
-
-
 @pytest.mark.parametrize("phase", ["atss", "tal"])
 @pytest.mark.parametrize("name", ["s", "plus_s"])
 def test_loss_and_gradient_norms_of_a_whole_network_are_the_originals(name, phase):
     expected = WHOLE[f"{name}.{phase}"]
-    model = whole_network("ppyoloe-plus-s" if name == "plus_s" else "ppyoloe-s")
+    model = perturbed(whole_network("ppyoloe-plus-s" if name == "plus_s" else "ppyoloe-s"))
     r = np.random.RandomState(7)
     cells = r.randint(0, 200, (2, 3, SIZE_HW[0] // 8, SIZE_HW[1] // 8)).repeat(8, 2).repeat(8, 3)
     images = torch.from_numpy((cells + r.randint(0, 56, (2, 3, *SIZE_HW))).astype(np.float32)) / 255
+    images = perturbed(images)
 
     loss = PpyoloeLoss(strides=STRIDES).at(0 if phase == "atss" else 200 / 300)
     rows = label_rows(WHOLE_BOXES, WHOLE_CLASSES, WHOLE_BOXES.any(-1))
@@ -180,14 +177,20 @@ def test_loss_and_gradient_norms_of_a_whole_network_are_the_originals(name, phas
         parameters = dict(model.named_parameters())
         return items.detach().numpy(), [parameters[key].grad.norm().item() for key in expected["grad_l2"]]
 
-    by_name = [expected[key] for key in ("loss_cls", "loss_iou", "loss_dfl")]
-    original = list(expected["grad_l2"].values())
+    original = expected["grad_l2"]
+    norms = np.array(list(original.values()))
+    atol = np.full(len(norms), 1e-5)
+    for place, key in enumerate(original):
+        if key.endswith(".alpha"):
+            # A sum over channels that add up to as little as a twentieth of their norm, which is that of the
+            # normalisation before it: the tolerance is relative to the terms.
+            weight, bias = (original[key.replace("alpha", f"conv2.bn.{name}")] for name in ("weight", "bias"))
+            atol[place] += 1e-3 * np.hypot(weight, bias)
+    near = {"rtol": 1e-3, "atol": atol}
     # plus-s has a near tie under its pooling windows: gradients may go either way, as long as they go the original's
-    items, norms = min(
-        for_each_order(items_and_gradients), key=lambda both: worst(both[1], original, 1e-3, 1e-5)
-    )
-    np.testing.assert_allclose(items, by_name, rtol=1e-5)
-    np.testing.assert_allclose(norms, original, rtol=1e-3, atol=1e-5)
+    items, found = min(for_each_order(items_and_gradients), key=lambda both: worst(both[1], norms, **near))
+    compare(items, [expected[key] for key in ("loss_cls", "loss_iou", "loss_dfl")], rtol=5e-5)
+    compare(found, norms, **near)
 
 
 def test_of_equally_near_cells_the_first_is_taken():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conditioning import compare, paired, perturbed
 from reference import parity
 from torch import nn
 
@@ -120,60 +121,62 @@ def test_tensor_names_and_shapes_are_the_originals(name):
     [n if n.endswith(("_s", "_m")) else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
 )
 def test_outputs_are_the_originals(name, outputs):
-    model = by_formula(name, FACTS["models"][name]["gain"])
+    model = perturbed(by_formula(name, FACTS["models"][name]["gain"]))
     with torch.no_grad():
-        raws = model(formula_images(1, 128, 96, 7))
+        raws = model(perturbed(formula_images(1, 128, 96, 7)))
     assert [tuple(r.shape) for r in raws] == [
         (1, 128 // s, 96 // s, n) for s in (32, 16, 8) for n in (80, 68)
     ]
     scores = torch.cat([r.flatten(1, 2) for r in raws[::2]], 1).sigmoid().transpose(1, 2)  # [N, C, K]
     ltrb = torch.cat([distances_cells(r.flatten(1, 2)) for r in raws[1::2]], 1)
-    assert np.abs(scores.reshape(-1).numpy()[::7] - outputs[f"{name}.scores.every7"]).max() < 1e-4
-    assert np.abs(ltrb[0].numpy() - outputs[f"{name}.ltrb"]).max() < 2e-4
+    compare(scores.reshape(-1)[::7], outputs[f"{name}.scores.every7"], atol=1e-4)
+    compare(ltrb[0], outputs[f"{name}.ltrb"], atol=2e-4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("size", ["s", "plus_s"])
 def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
     expected = {name.removeprefix(f"e2e.{size}."): v for name, v in outputs.items() if f"e2e.{size}." in name}
-    model = by_formula_mild(f"ppyoloe_{size}").to(memory_format=layout)
-    images = formula_images(2, 128, 160, 7).to(memory_format=layout)
+    model = perturbed(by_formula_mild(f"ppyoloe_{size}")).to(memory_format=layout)
+    images = perturbed(formula_images(2, 128, 160, 7)).to(memory_format=layout)
     with torch.no_grad():
         fine, _, coarse = model.backbone(images)
         neck = model.neck(model.backbone(images))
         decoded = model.decode(model(images))
     maps = {"backbone_s8": fine, "backbone_s32": coarse, "neck_s8": neck[2], "neck_s32": neck[0]}
     for name, found in maps.items():  # channels 0, 2, 4, 6 of the first image
-        error = np.abs(found[0, :8:2].numpy() - expected[name])
-        assert error.max() < 3e-5 * np.abs(expected[name]).max()
+        compare(found[0, :8:2], expected[name], atol=3e-5 * np.abs(expected[name]).max())
     scores = decoded[..., 5:].transpose(1, 2)[:, :, ::3]
-    assert np.abs(scores.reshape(-1).numpy()[::5] - expected["scores.every5"]).max() < 2e-5
+    compare(scores.reshape(-1)[::5], expected["scores.every5"], atol=2e-5)
     assert (decoded[..., 4] == 1).all()
     boxes = xyxy_from_cxcywh(decoded[..., :4]).numpy()
-    assert np.abs(boxes - expected["boxes"]).max() < 0.005  # of up to 556 pixels
+    compare(boxes, expected["boxes"], atol=0.005)  # of up to 556 pixels
 
     found, _ = detections(decoded, conf=0.01, iou=0.7, max_det=300, multi_label=True)
-    assert [len(rows) for rows in found] == expected["nms_num"].tolist()
+    compare([len(rows) for rows in found], expected["nms_num"])
     y, x = FACTS["e2e"][size]["scale_factor_yx"]  # their boxes are in pixels of the original image
     first = 0
     for rows in found:
         ours = (rows / torch.tensor([x, y, x, y, 1, 1])).numpy()
-        assert largest_difference(ours, expected["nms"][first : first + len(rows)]) < 0.005
+        theirs = expected["nms"][first : first + len(rows)]
+        compare(nearest(ours, theirs), theirs, atol=0.005)
         first += len(rows)
 
 
 @pytest.mark.parametrize("size", ["s", "plus_s"])
 def test_folding_changes_rounding_only(size):
-    model = by_formula_mild(f"ppyoloe_{size}")
+    model = perturbed(by_formula_mild(f"ppyoloe_{size}"))
     fused = fuse(model)
     assert not [m for m in fused.modules() if isinstance(m, nn.BatchNorm2d)]
-    images = formula_images(2, 128, 160, 7)
+    images = perturbed(formula_images(2, 128, 160, 7))
     with torch.no_grad():
         plain, folded = model(images), fused(images)
     for before, after in zip(plain[1::2], folded[1::2], strict=True):
-        assert (distances_cells(before) - distances_cells(after)).abs().max() < 1.5e-4  # theirs: up to 6.6e-5
+        change = distances_cells(after) - distances_cells(before)
+        compare(change, torch.zeros_like(change), atol=1.5e-4)  # theirs: up to 6.6e-5
     for before, after in zip(plain[::2], folded[::2], strict=True):
-        assert (before.sigmoid() - after.sigmoid()).abs().max() < 5e-6  # theirs: up to 2.6e-6
+        change = after.sigmoid() - before.sigmoid()
+        compare(change, torch.zeros_like(change), atol=1e-5)  # theirs: up to 2.6e-6
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -186,12 +189,9 @@ def test_folded_blocks_have_as_many_numbers_as_the_originals(name):
     assert numbers(model) + facts["use_alpha_tensors"] == facts["numel_deploy"]
 
 
-def largest_difference(ours, theirs):
-    """Between rows x1, y1, x2, y2, score, class and class, score, x1, y1, x2, y2 in any order: the distance of the
-    row that is farthest from its nearest partner."""
-    theirs = np.concatenate([theirs[:, 2:], theirs[:, 1:2], theirs[:, :1]], 1)
-    distances = np.abs(ours[:, None] - theirs).max(2)
-    return max(distances.min(0).max(), distances.min(1).max())
+def nearest(ours, theirs):
+    """Return our rows x1, y1, x2, y2, score, class as class, score, x1, y1, x2, y2 in the order of theirs."""
+    return paired(ours[:, [5, 4, 0, 1, 2, 3]], theirs)
 
 
 @pytest.mark.parametrize("case", list(FACTS["multiclass_nms"]))
@@ -200,7 +200,7 @@ def test_suppression_is_theirs(case):
     counterpart, and changes nothing here."""
     options = FACTS["multiclass_nms"][case]
     with np.load(parity("ppyoloe_model/nms.npz")) as file:
-        boxes, scores = torch.from_numpy(file["bboxes"]), torch.from_numpy(file["scores"])
+        boxes, scores = (torch.from_numpy(perturbed(file[name])) for name in ("bboxes", "scores"))
         expected, counts = file[f"{case}.out_cls_score_xyxy"], file[f"{case}.num"]
     decoded = torch.cat([cxcywh_from_xyxy(boxes), torch.ones(*boxes.shape[:2], 1), scores.transpose(1, 2)], 2)
     found, _ = detections(
@@ -210,28 +210,29 @@ def test_suppression_is_theirs(case):
         max_det=options["keep_top_k"],
         multi_label=True,
     )
-    assert [len(rows) for rows in found] == counts.tolist()
+    compare([len(rows) for rows in found], counts)
     for rows, theirs in zip(found, np.split(expected, [counts[0]]), strict=True):
-        assert largest_difference(rows.numpy(), theirs) < 1e-4
+        compare(nearest(rows.numpy(), theirs), theirs, atol=1e-4)
 
 
 def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():
     """Paddle averages variances with divisor n, torch with n - 1; n = 8 here, and thousands in training."""
     with np.load(parity("ppyoloe_model/batchnorm.npz")) as file:
         x, y, mean, var = (torch.from_numpy(file[name]) for name in ("x", "y", "mean", "var"))
+    x = perturbed(x)
     norm = outline("ppyoloe_s").backbone.stem.conv1.bn
     layer = nn.BatchNorm2d(3, eps=norm.eps, momentum=norm.momentum)
     with torch.no_grad():
-        assert (layer(x) - y).abs().max() < 1e-6
-    assert (layer.running_mean - mean).abs().max() < 1e-6
+        compare(layer(x), y, atol=1e-6)
+    compare(layer.running_mean, mean, atol=1e-6)
     theirs = 0.9 + (layer.running_var - 0.9) * 7 / 8
-    assert (theirs - var).abs().max() < 1e-6
+    compare(theirs, var, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", ["s", "plus_s"])
 def test_statistics_after_one_training_pass_are_the_originals(size):
     """(sum, largest magnitude) of the running means and variances of all 78 layers."""
-    model = by_formula_mild(f"ppyoloe_{size}").train()
+    model = perturbed(by_formula_mild(f"ppyoloe_{size}")).train()
     before = {n: t.double().clone() for n, t in model.state_dict().items()}
     counts = {}
     for name, module in model.named_modules():
@@ -240,7 +241,7 @@ def test_statistics_after_one_training_pass_are_the_originals(size):
                 lambda _, inputs, __, name=name: counts.update({name: inputs[0][:, 0].numel()})
             )
     with torch.no_grad():
-        model(formula_images(2, 128, 160, 7))
+        model(perturbed(formula_images(2, 128, 160, 7)))
     after = {paddle_name(n): (n, t.double()) for n, t in model.state_dict().items()}
     assert len(FACTS["bn_after"][size]) == 2 * len(counts) == 156
     for name, (total, largest) in FACTS["bn_after"][size].items():
@@ -248,5 +249,4 @@ def test_statistics_after_one_training_pass_are_the_originals(size):
         if ours.endswith("running_var"):
             n, old = counts[ours.removesuffix(".running_var")], 0.9 * before[ours]
             t = old + (t - old) * (n - 1) / n
-        assert float(t.sum()) == pytest.approx(total, rel=1e-5, abs=1e-5)
-        assert float(t.abs().max()) == pytest.approx(largest, rel=1e-5)
+        compare((t.sum(), t.abs().max()), (total, largest), rtol=1e-5, atol=1e-5)

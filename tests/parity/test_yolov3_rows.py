@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from conditioning import compare, perturbed
 from formula import fill_by_formula, formula_image
 from reference import parity
 
@@ -47,7 +48,7 @@ def test_names_shapes_counts_and_operations_are_the_originals(name):
     inputs = {i for layer, inputs in enumerate(model._inputs) for i in inputs if i != layer - 1}
     last = len(model.model) - 2  # Detect names its last input, too
     assert inputs | {last} == {*facts["save_indices"], last}
-    assert gflops(model) == pytest.approx(facts["gflops_640_thop_unfused"], rel=1e-12)
+    compare(gflops(model), facts["gflops_640_thop_unfused"], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +59,21 @@ def test_outputs_are_the_originals(name, outputs):
     model = build_model(describe(name), 80).eval()
     assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
     fill_by_formula(model, facts["formula"]["gain"])
-    images = formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"])
+    images = perturbed(formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"]))
+    perturbed(model)
     with torch.no_grad():
         for layout in (torch.contiguous_format, torch.channels_last):
             raws = model.to(memory_format=layout)(images.to(memory_format=layout))
             decoded = model.decode(raws)
             for level, raw in enumerate(raws):
                 expected = outputs[f"{name}.raw{level}.every7"]
-                assert np.abs(raw.reshape(-1).numpy()[::7] - expected).max() < 5e-4
-            error = np.abs(decoded[:, ::7, COLUMNS].numpy() - outputs[f"{name}.decoded_rows"])
-            assert error[..., :4].max() < 0.05  # pixels
-            assert error[..., 4:].max() < 5e-5  # probabilities
+                compare(raw.reshape(-1)[::7], expected, atol=5e-4)
+            rows, expected = decoded[:, ::7, COLUMNS], outputs[f"{name}.decoded_rows"]
+            compare(rows[..., :4], expected[..., :4], atol=0.05)  # pixels
+            compare(rows[..., 4:], expected[..., 4:], atol=1e-4)  # probabilities
         fused = fuse(model)
         folded = fused.decode(fused(images))
     assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
-    assert (decoded - folded)[..., :4].abs().max() < 0.05
-    assert (decoded - folded)[..., 4:].abs().max() < 1e-4
+    change = folded - decoded
+    compare(change[..., :4], torch.zeros_like(change[..., :4]), atol=0.05)
+    compare(change[..., 4:], torch.zeros_like(change[..., 4:]), atol=1e-4)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from conditioning import compare, perturbed
 from formula import fill_by_formula, formula_image
 from reference import parity, reference
 
@@ -49,10 +50,10 @@ def test_counts_strides_and_anchors_are_the_originals(name):
     assert inputs | {len(model.model) - 2} == set(facts["save_indices"])  # Detect names its last input too
     convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == facts["conv2d_layers"]
-    assert gflops(model) == pytest.approx(facts["gflops_640_thop_unfused"], rel=1e-12)
+    compare(gflops(model), facts["gflops_640_thop_unfused"], rtol=1e-12)
     fused = fuse(model)
     assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
-    assert gflops(fused) == pytest.approx(facts["gflops_640_thop_fused"], rel=1e-12)
+    compare(gflops(fused), facts["gflops_640_thop_fused"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -77,17 +78,18 @@ def test_outputs_are_the_originals(name, outputs):
     model = build_model(describe(name), 80).eval()
     assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
     fill_by_formula(model, facts["formula"]["gain"])
-    images = formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"])
+    images = perturbed(formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"]))
+    perturbed(model)
     for layout in (torch.contiguous_format, torch.channels_last):
         with torch.no_grad():
             raws = model.to(memory_format=layout)(images.to(memory_format=layout))
             decoded = model.decode(raws)
         for level, raw in enumerate(raws):
             expected = outputs[f"{name}.raw{level}.every7"]
-            assert np.abs(raw.reshape(-1).numpy()[::7] - expected).max() < 5e-4
-        error = np.abs(decoded[:, ::7, COLUMNS].numpy() - outputs[f"{name}.decoded_rows"])
-        assert error[..., :4].max() < 0.05  # pixels
-        assert error[..., 4:].max() < 5e-4  # probabilities
+            compare(raw.reshape(-1)[::7], expected, atol=5e-4)
+        rows, expected = decoded[:, ::7, COLUMNS], outputs[f"{name}.decoded_rows"]
+        compare(rows[..., :4], expected[..., :4], atol=0.05)  # pixels
+        compare(rows[..., 4:], expected[..., 4:], atol=5e-4)  # probabilities
 
 
 @pytest.mark.slow
@@ -96,30 +98,32 @@ def test_every_output_is_the_originals(name):
     facts = FACTS["models"][name]["formula"]
     model = build_model(describe(name), 80).eval()
     fill_by_formula(model, facts["gain"])
+    perturbed(model)
     with torch.no_grad():
-        raws = model(formula_image(*facts["input_hw"], facts["seed"]))
+        raws = model(perturbed(formula_image(*facts["input_hw"], facts["seed"])))
         decoded = model.decode(raws).numpy()
     with np.load(reference("fixtures/yolov5/formula_io.npz")) as whole:
         for level, raw in enumerate(raws):
-            np.testing.assert_allclose(raw.numpy(), whole[f"{name}.raw{level}"], rtol=0, atol=5e-4)
+            compare(raw.numpy(), whole[f"{name}.raw{level}"], rtol=0, atol=5e-4)
         expected = whole[f"{name}.decoded"]
     decoded = decoded if expected.shape == decoded.shape else decoded[:, ::7]
-    np.testing.assert_allclose(decoded[..., :4], expected[..., :4], rtol=0, atol=0.05)
-    np.testing.assert_allclose(decoded[..., 4:], expected[..., 4:], rtol=0, atol=5e-4)
+    compare(decoded[..., :4], expected[..., :4], rtol=0, atol=0.05)
+    compare(decoded[..., 4:], expected[..., 4:], rtol=0, atol=5e-4)
 
 
 def test_folding_batch_norm_changes_rounding_only():
     facts = FACTS["models"]["yolov5n"]
     model = build_model(describe("yolov5n"), 80).eval()
     fill_by_formula(model, facts["formula"]["gain"])
-    fused = fuse(model)
+    fused = fuse(perturbed(model))
     assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
-    assert gflops(fused) == pytest.approx(facts["gflops_640_thop_fused"], rel=1e-12)
-    images = formula_image(128, 96, 7)
+    compare(gflops(fused), facts["gflops_640_thop_fused"], rtol=1e-12)
+    images = perturbed(formula_image(128, 96, 7))
     with torch.no_grad():
         plain, folded = model.decode(model(images)), fused.decode(fused(images))
-    assert (plain - folded)[..., :4].abs().max() < 0.05  # of boxes up to 1479 pixels
-    assert (plain - folded)[..., 4:].abs().max() < 1e-4
+    change = folded - plain
+    compare(change[..., :4], torch.zeros_like(change[..., :4]), atol=0.05)  # of boxes up to 1479 pixels
+    compare(change[..., 4:], torch.zeros_like(change[..., 4:]), atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -130,27 +134,28 @@ def test_one_training_step_is_the_originals(layout):
         numbers = {name: file[name] for name in file.files}
     model = build_model(describe("yolov5n"), 3).to(memory_format=layout).train()
     fill_by_formula(model, facts["gain"])
+    perturbed(model)
     recipe = Recipe()
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=640)
-    raws = model((torch.from_numpy(numbers["input_u8"]).float() / 255).to(memory_format=layout))
+    raws = model(perturbed(torch.from_numpy(numbers["input_u8"]).float() / 255).to(memory_format=layout))
     for level, raw in enumerate(raws):
-        assert np.abs(raw.detach().numpy() - numbers[f"train_raw{level}"]).max() < 5e-4
+        compare(raw, numbers[f"train_raw{level}"], atol=5e-4)
     for name, total in facts["running_stat_sum_after_forward"].items():
-        assert model.state_dict()[name].sum().item() == pytest.approx(total, rel=1e-4, abs=1e-4)
+        compare(model.state_dict()[name].sum(), total, rtol=1e-4, atol=1e-4, name=name)
 
     targets = loss.match(numbers["targets"], 2, (128, 96))
     means = loss.gains * loss.sums(raws, targets) / torch.as_tensor(targets.counts).clamp(min=1)
-    assert means.detach().view(3, 3).sum(1).tolist() == pytest.approx(facts["items_box_obj_cls"], rel=1e-4)
+    compare(means.view(3, 3).sum(1), facts["items_box_obj_cls"], rtol=1e-4)
     total = 2 * means.sum()
-    assert total.item() == pytest.approx(facts["loss"], rel=1e-4)
+    compare(total, facts["loss"], rtol=1e-4)
     total.backward()
 
     parameters = dict(model.named_parameters())
     assert set(parameters) == set(facts["grad_l2_before_clip"])
     for name, norm in facts["grad_l2_before_clip"].items():
-        assert parameters[name].grad.norm().item() == pytest.approx(norm, rel=1e-3, abs=1e-4), name
+        compare(parameters[name].grad.norm(), norm, rtol=1e-3, atol=1e-4, name=name)
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip_norm)
-    assert norm.item() == pytest.approx(facts["total_grad_norm_before_clip"], rel=1e-4)
+    compare(norm, facts["total_grad_norm_before_clip"], rtol=1e-4)
     build_optimizer(model, "SGD", recipe, recipe.weight_decay).step()
     for key in numbers:
         kind, _, name = key.partition(".")
@@ -160,7 +165,7 @@ def test_one_training_step_is_the_originals(layout):
             found, at_most = parameters[name].detach(), 1e-6
         else:
             continue
-        assert np.abs(found.contiguous().view(-1)[:16].numpy() - numbers[key]).max() < at_most, key
+        compare(found.contiguous().view(-1)[:16], numbers[key], atol=at_most, name=key)
 
 
 @pytest.mark.parametrize("name", ["yolov5n", "yolov5s"])
@@ -194,16 +199,19 @@ def test_trained_statistics_in_both_modes():
     """Half-precision weights with real batch-norm statistics, in evaluation and in training mode."""
     weights = read_weights(reference("fixtures/yolov5/yolov5n_random_nc3_ema_fp16.safetensors"))
     with np.load(reference("fixtures/yolov5/yolov5n_io.npz")) as io:
-        images = torch.from_numpy(io["input_u8"]).float() / 255
-        model = model_from_weights(weights)
+        images = perturbed(torch.from_numpy(io["input_u8"]).float() / 255)
+        model = perturbed(model_from_weights(weights))
         with torch.no_grad():
             raws = model(images)
             folded = fuse(model)
             decoded, folded_decoded = model.decode(raws), folded.decode(folded(images))
             training_raws = model.train()(images)
         for level in range(3):
-            assert np.abs(raws[level].numpy() - io[f"ema_eval_raw{level}"]).max() < 5e-4
-            assert np.abs(training_raws[level].numpy() - io[f"ema_train_raw{level}"]).max() < 5e-4
-        assert np.abs(decoded.numpy() - io["ema_eval_decoded"]).max() < 0.05
-        assert (decoded - folded_decoded)[..., :4].abs().max() < 0.12  # the original's own difference
-        assert (decoded - folded_decoded)[..., 4:].abs().max() < 2e-4
+            compare(raws[level], io[f"ema_eval_raw{level}"], atol=5e-4)
+            compare(training_raws[level], io[f"ema_train_raw{level}"], atol=5e-4)
+        compare(decoded, io["ema_eval_decoded"], atol=0.05)
+        change = folded_decoded - decoded
+        compare(
+            change[..., :4], torch.zeros_like(change[..., :4]), atol=0.12
+        )  # the original's own difference
+        compare(change[..., 4:], torch.zeros_like(change[..., 4:]), atol=2e-4)
