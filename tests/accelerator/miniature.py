@@ -334,6 +334,8 @@ class Accelerator:
                 return None
             target = torch.device(kwargs["device"])
             target = torch.device(target.type, target.index or 0) if target.type == NAME else target
+            if in_backward() and target.type == source.device.type == NAME:
+                return None  # the gradient of a change of type: C++ code names index 0
         else:
             target = args[0].device
         if target == source.device:
@@ -448,7 +450,9 @@ class DeviceTensor(torch.Tensor):
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
+        hook = self.register_hook(lambda _: ACCELERATOR.last.update({stretch(): self.index}))
         super().backward(*args, **kwargs)
+        hook.remove()
         with ACCELERATOR.lock:
             errors, ACCELERATOR.deferred = ACCELERATOR.deferred, []
         if errors:

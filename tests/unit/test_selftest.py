@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from yolofleet.cli import main
-from yolofleet.cli.selftest import Table, cost
+from yolofleet.cli.selftest import Table, check_line, cost, device_checks
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.doctor.selftest import (
@@ -189,3 +190,16 @@ def test_it_has_help_and_takes_no_configuration_of_another_verb(tmp_path: Path, 
     (tmp_path / "a.yaml").write_text("verb: val\n")
     assert main(["selftest", "--config", str(tmp_path / "a.yaml")]) == 2
     assert "is the configuration of val, not of selftest" in capsys.readouterr().err
+
+
+def test_each_device_is_checked_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]):
+    done = device_checks(["cpu"], sys.stdout)
+    assert [check["name"] for check in done] == [f"resume with {name}" for name in ("SGD", "Adam", "AdamW")]
+    assert all(check["passed"] and check["device"] == "cpu" for check in done)
+    assert capfd.readouterr().out.splitlines() == [check_line(check) for check in done]
+
+
+def test_a_device_that_ends_its_process_is_a_failed_check(capfd: pytest.CaptureFixture[str]):
+    (check,) = device_checks(["99"], sys.stdout)
+    assert not check["passed"] and "exit code 1" in check["detail"]
+    assert "device 99: all checks: FAILED" in capfd.readouterr().out
