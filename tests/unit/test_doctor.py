@@ -260,6 +260,9 @@ def test_gpus_that_are_visible_are_those_that_torch_counts(count, setting, usabl
         (quick(8, "0,1"), [0, 2], "gpu-missing", "2 GPUs (CUDA_VISIBLE_DEVICES=0,1), and GPUs 0 and 2"),
         (quick(8, ""), [0], "gpus-hidden", "CUDA_VISIBLE_DEVICES=''"),
         (quick(0), [0, 1], "gpu-none", "no NVIDIA GPU"),
+        (quick(0, None, "2.13.0+cu128"), [0], "gpu-none", "no NVIDIA GPU"),
+        (quick(0, None, "2.6.0a0+ecddbaf.nv25.01"), [0], "gpu-none", "no NVIDIA GPU"),
+        (quick(0, None, "2.13.0+cpu"), [0], "gpu-none", "no NVIDIA GPU"),
         (quick(8, None, "2.13.0+cpu"), [0], "torch-without-cuda", "2.13.0+cpu is built for CPUs"),
         (quick(8, "GPU-1,GPU-2"), [0, 1], None, ""),
         (sick(gpu_count=1), [0, 1], "gpu-missing", "there is 1 GPU"),  # torch was loaded, and counted
@@ -271,7 +274,20 @@ def test_gpus_that_are_asked_for_are_there_before_anything_is_started(facts, ids
     assert all(finding.level == "fault" and words in finding.seen for finding in found.values())
 
 
-@pytest.mark.parametrize("facts", [quick(None), quick(1, None, "2.13.0+rocm6.4")])
+XPU = {"version": "2.13.0+xpu", "cuda": None, "hip": None, "devices": [], "problem": ""}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        quick(None),
+        quick(0, None, "2.13.0+xpu"),
+        quick(0, None, "2.13.0+rocm6.4"),
+        quick(1, None, "2.13.0+rocm6.4"),
+        quick(0, None, "2.11.0a0+git1234567"),
+        {**quick(0, None, "2.13.0+xpu"), "libraries": {"problems": {}, "torch": XPU}},
+    ],
+)
 def test_gpus_that_only_torch_can_count_refuse_no_run(facts) -> None:
     found = findings(facts, asking_for(0, 1))
     assert {(f.code, f.level) for f in found.values()} == {("gpus-uncounted", "note")}

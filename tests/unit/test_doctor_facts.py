@@ -214,6 +214,19 @@ def test_gpus_are_counted_without_torch(computer: Computer, says, files, count) 
     assert facts.gpu_count(computer.machine()) == count
 
 
+def test_a_package_with_devices_for_torch_makes_the_number_of_gpus_unknown(
+    computer: Computer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computer.file("dev/null", "")
+    info = tmp_path / "packages" / "torch_other-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nother = torch_other:load\n")
+    assert facts.gpu_count(computer.machine()) == 0
+    monkeypatch.syspath_prepend(info.parent)
+    assert facts.gpu_count(computer.machine()) is None
+
+
 def test_a_driver_that_fails_is_not_taken_for_no_gpu(computer: Computer) -> None:
     computer.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\n", code=18)
     computer.file("dev/nvidia0", "")

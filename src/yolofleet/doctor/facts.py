@@ -251,7 +251,7 @@ def gpu_count(machine: Machine) -> int | None:
     """GPUs that CUDA can have here, CUDA_VISIBLE_DEVICES apart, without loading torch.
 
     None: it does not show. AMD's GPUs, Jetson and WSL have neither NVIDIA's driver in /proc nor, mostly, nvidia-smi;
-    of parts of a GPU (MIG) CUDA takes one.
+    of parts of a GPU (MIG) CUDA takes one; a package may bring torch devices of another kind.
     """
     answer = machine.run(["nvidia-smi", "-L"], GPU_QUERY_S)
     lines = answer.out.splitlines() if answer.code == 0 else []
@@ -265,6 +265,7 @@ def gpu_count(machine: Machine) -> int | None:
         file.name in ("kfd", "dxg") or file.name.startswith(("nvidia", "nvhost"))
         for file in folders_in(machine.dev)
     )
+    other = other or bool(metadata.entry_points(group="torch.backends"))  # torch loads these packages itself
     return None if other or machine.platform != "linux" else 0
 
 

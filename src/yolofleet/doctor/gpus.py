@@ -27,6 +27,16 @@ def judge_gpus(facts: Facts, need: Need, where: str) -> list[Finding]:
     return found
 
 
+def is_for_nvidia(version: str) -> bool:
+    """Return whether a build of torch can use NVIDIA GPUs, or no GPU at all, by its version.
+
+    PyPI's builds for Linux are for CUDA and have no tag. Tags are ``cu128``, ``cpu``, ``rocm6.4``, ``xpu``, or those of
+    whoever built it (NVIDIA's containers: ``nv25.01``).
+    """
+    tag = version.partition("+")[2]
+    return tag in ("", "cpu") or re.search(r"(^|\W)(cu|nv)\d", tag) is not None
+
+
 # -- how many ------------------------------------------------------------------------------------------------
 
 
@@ -53,14 +63,21 @@ def visible_gpus(count: int | None, setting: str | None) -> int | None:
 
 
 def _asked_for(facts: Facts, need: Need, where: str) -> list[Finding]:
-    """Are the GPUs there that are asked for by number? Where torch was not loaded, the driver's count has to do."""
+    """Return a fault if a GPU that is asked for by number is missing.
+
+    Where torch was not loaded, the driver's count has to do; it says nothing about GPUs that are not NVIDIA's.
+    """
     torch, version = facts.get("libraries", {}).get("torch"), str(facts["software"]["torch"])
     setting = facts["variables"].get("CUDA_VISIBLE_DEVICES")
-    count = None if "rocm" in version else facts["gpu_count"]
-    usable = len(torch["devices"]) if torch else visible_gpus(count, setting)
+    nvidia = is_for_nvidia(version)
+    count = facts["gpu_count"] if nvidia else None
+    has_counted = torch and (nvidia or torch["hip"])  # the probe asks torch.cuda, which is ROCm's name, too
+    usable = len(torch["devices"]) if has_counted else visible_gpus(count, setting)
     asked = f"{_ids_text(need.gpu_ids)} {'are' if len(need.gpu_ids) > 1 else 'is'} asked for"
     if usable is None:
-        seen = f"{asked}, and how many there are shows only when torch is loaded (AMD, Jetson, MIG ...)"
+        seen = (
+            f"{asked}, and how many there are shows only when torch is loaded (AMD, Intel, Jetson, MIG ...)"
+        )
         return [Finding("gpus-uncounted", "note", where, seen)]
     if count == 0 and not torch:
         return [_none(need, where)]
@@ -155,6 +172,8 @@ def _each(facts: Facts, need: Need, where: str) -> list[Finding]:
             )
         ]
     if not gpus["gpus"] and not devices:
+        if need.gpu_ids and not is_for_nvidia(str(facts["software"]["torch"])):
+            return []  # this function sees no GPUs but NVIDIA's
         # without torch's word, the driver's count tells more
         return [_none(need, where)] if torch or not need.gpu_ids else []
     found = _torch_and_gpus(facts, torch, need, where)
