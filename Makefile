@@ -45,7 +45,8 @@ test-cpus: env
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600
 
-# runs and kernels on this machine's GPUs; those that need two skip with one
+# runs and kernels on this machine's GPUs; those that need two skip with one. YOLOFLEET_TEST_GPUS=cpu runs their bodies
+# on CPUs, YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines
 test-gpu: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --timeout 1800
 

@@ -1,0 +1,40 @@
+"""The devices that the tests of this folder use: the machine's accelerator, or its CPU on request.
+
+``YOLOFLEET_TEST_GPUS=cpu pytest -m gpu tests/gpu`` runs the same test bodies on CPU processes. That shows faults of the
+tests themselves on a machine without a GPU. Tests marked ``only_gpus`` skip there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from yolofleet.devices import accelerator, device_count
+
+ON_CPUS = os.environ.get("YOLOFLEET_TEST_GPUS") == "cpu"
+COUNT = 2 if ON_CPUS else device_count()
+KIND = "cpu" if ON_CPUS else accelerator()
+
+
+def places(*ids: int) -> str:
+    """Return the value of ``--device`` for these devices."""
+    if ON_CPUS:
+        return f"cpu:{len(ids)}" if len(ids) > 1 else "cpu"
+    return ",".join(map(str, ids))
+
+
+ONE, SECOND, TWO, SWAPPED = places(0), places(1), places(0, 1), places(1, 0)
+DEVICE = torch.device("cpu") if ON_CPUS else torch.device(KIND or "cuda", 0)
+PRECISIONS = ("fp32", "bf16") if ON_CPUS else ("fp16", "fp32")  # the CPU has no fp16
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not COUNT, reason="needs an accelerator")]
+two_gpus = pytest.mark.skipif(COUNT < 2, reason="needs two accelerator devices")
+only_gpus = pytest.mark.skipif(ON_CPUS, reason="means nothing on a CPU")
+only_cuda = pytest.mark.skipif(KIND != "cuda", reason="needs a function of CUDA")
+
+
+def are_equal_devices() -> bool:
+    """Return whether the first two devices are of one product; others give other bits."""
+    return ON_CPUS or torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1)

@@ -1,0 +1,143 @@
+"""One rank fails alone: the others end soon, the message names the rank, and the run resumes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import environment, family, results, small_shapes, train_args, yolofleet
+from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, two_gpus
+
+from yolofleet.launch.processes import variable
+
+pytestmark = [*needs_gpu, two_gpus, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+STALL_S = 10.0
+BOUND_S = 240  # an error if a test reaches it: the run waits for a rank that is gone
+STEPS = ("--max-steps", "40", "--epochs", "100", "--val-period", "0", "--reduce", "exact")
+LEFT_MIB = 2560  # of the second GPU: enough for the libraries, too little for the micro-batch below
+
+
+@dataclass
+class Ended:
+    """How a run ended after one of its ranks was disturbed.
+
+    Attributes:
+        left: its processes that still exist.
+    """
+
+    code: int
+    err: str
+    left: list[int]
+
+
+def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable[[int], None]) -> Ended:
+    """Start a run, disturb rank 1 after some steps, and wait for the end of the run."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "yolofleet", *map(str, args)],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    everybody = [launcher.pid]
+    try:
+        deadline_s = time.monotonic() + BOUND_S
+        while not any(int(f.stem.split("-")[1]) >= 8 for f in run.glob("checkpoints/step-*.safetensors")):
+            assert launcher.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)
+        everybody = family(launcher.pid)
+        # its loader processes, which come after it, have the variable too
+        rank_1 = next(pid for pid in everybody if variable(pid, "RANK") == "1")
+        disturb(rank_1)
+        _, err = launcher.communicate(timeout=BOUND_S)
+    finally:
+        for pid in everybody if launcher.poll() is None else ():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    return Ended(launcher.returncode, err, [pid for pid in everybody if Path(f"/proc/{pid}").exists()])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_one_rank_ends_all_and_the_run_resumes(tmp_path: Path, sent: signal.Signals) -> None:
+    data, run = small_shapes(tmp_path), tmp_path / "runs/train/signalled"
+    yolofleet(tmp_path, *train_args(data, *STEPS, "--device", ONE, "--name", "whole"))
+    more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
+    ended = disturbed(tmp_path, run, train_args(data, *STEPS, *more), lambda pid: os.kill(pid, sent))
+    if sent is signal.SIGTERM:  # a request: the step under way ends on all ranks, and the state is saved
+        assert ended.code == 75, ended.err
+    else:
+        assert ended.code == 4 and "rank 1" in ended.err and "SIGKILL" in ended.err, ended.err
+    assert not ended.left
+    yolofleet(tmp_path, "train", "--resume", run)
+    assert results(run)["weights_sha256"] == results(tmp_path / "runs/train/whole")["weights_sha256"]
+
+
+FILLS_A_GPU = """
+import sys, torch
+
+keep = torch.empty(torch.cuda.mem_get_info(1)[0] - (int(sys.argv[1]) << 20), dtype=torch.uint8, device="cuda:1")
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def filled_second_gpu() -> Iterator[None]:
+    """Hold the memory of the second GPU, except ``LEFT_MIB``, in another process."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FILLS_A_GPU, str(LEFT_MIB)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as filler:
+        assert filler.stdout is not None and filler.stdout.readline() == "full\n"
+        try:
+            yield
+        finally:
+            filler.kill()
+
+
+@only_gpus
+def test_memory_that_runs_out_on_one_gpu_ends_all_ranks(tmp_path: Path) -> None:
+    more = ("--img", "640", "--batch", "128", "--micro-batch", "64", "--nominal-batch", "128")
+    more += ("--device", TWO, "--cache", "none", "--stall-s", str(STALL_S))
+    with filled_second_gpu():
+        err = yolofleet(tmp_path, *train_args(small_shapes(tmp_path), *more), code=2, deadline_s=BOUND_S).err
+    assert "has too little memory for" in err and "--micro-batch" in err
+
+
+@pytest.mark.skipif(not ON_CPUS, reason="limits the address space of a process, which CUDA does not count")
+def test_memory_that_runs_out_in_one_process_ends_all_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "runs/train/starved"
+    more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
+
+    def starve(pid: int) -> None:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+
+    ended = disturbed(tmp_path, run, train_args(small_shapes(tmp_path), *STEPS, *more), starve)
+    assert ended.code in (2, 4), ended.err
+    assert "memory" in ended.err, ended.err
+    assert not ended.left
+
+
+def test_memory_that_runs_out_on_all_gpus_is_reported_with_a_smaller_micro_batch(tmp_path: Path) -> None:
+    if ON_CPUS:
+        pytest.skip("the CPU of a test machine has enough memory, or none for the other tests")
+    more = ("--img", "4096", "--batch", "512", "--micro-batch", "256", "--nominal-batch", "512")
+    args = train_args(small_shapes(tmp_path), "--cache", "none", "--device", TWO, *more)
+    err = yolofleet(tmp_path, *args, code=2).err
+    assert "has too little memory for" in err and "--micro-batch" in err

@@ -1,0 +1,135 @@
+"""The training step and suppression on one GPU, in this process: state after an overflow, waits, rate, boxes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from gpu_devices import DEVICE, KIND, PRECISIONS, needs_gpu, only_cuda, only_gpus
+from small_training import SmallRun, small_run
+
+from yolofleet.devices import float32_products, is_host, synchronize
+from yolofleet.geometry.nms import nms
+
+pytestmark = needs_gpu
+PIN = not is_host(DEVICE)
+CASES = {
+    "yolov5n": ("yolov5n", 0.0),
+    "yolov3-tiny": ("yolov3-tiny", 0.0),
+    "ppyoloe-s with ATSS": ("ppyoloe-s", 0.0),
+    "ppyoloe-s aligned": ("ppyoloe-s", 0.9),
+}
+
+
+def run_of(
+    model: str = "yolov5n", progress: float = 0.0, device: str = str(DEVICE), **more: object
+) -> SmallRun:
+    run = small_run(model, (device,), pin=PIN and device != "cpu", **more)  # type: ignore[arg-type]
+    run.progress = progress
+    return run
+
+
+@only_gpus
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_end_at_the_loss_of_the_cpu(case: str) -> None:
+    model, progress = CASES[case]
+    with float32_products(DEVICE, tf32=False):
+        there, here = (
+            float(run_of(model, progress, device).do(10).terms.sum()) for device in (str(DEVICE), "cpu")
+        )
+    assert there == pytest.approx(here, rel=1e-3)
+
+
+@only_gpus
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str) -> None:
+    run = run_of(precision="fp16", optimizer=optimizer)
+    before = run.tensors()
+    run.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
+    run.do(1)
+    after = run.tensors()
+    assert not [name for name, t in before.items() if not torch.equal(t, after[name])]
+    run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    run.do(3)
+    assert not [name for name, t in run.tensors().items() if not t.isfinite().all()]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_restored_state_is_the_saved_one_and_trains_on(optimizer: str, precision: str) -> None:
+    first = run_of(optimizer=optimizer, precision=precision)
+    first.do(2)
+    saved = first.state.snapshot({})
+    second = run_of(optimizer=optimizer, precision=precision)
+    second.state.restore(saved)
+    second.step = first.step
+    restored = second.tensors()
+    assert not [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
+    there, here = (float(run.do(1).terms.sum()) for run in (first, second))
+    assert there == pytest.approx(here, rel=1e-3)
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Let PyTorch raise an error where the host waits for a CUDA stream."""
+    if KIND != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("case", [case for case in CASES if "aligned" not in case])
+def test_the_host_waits_for_no_stream_in_a_steady_step(case: str, precision: str, exact: bool) -> None:
+    model, progress = CASES[case]
+    run = run_of(model, progress, precision=precision, exact=exact)
+    run.do(4)  # exact sums read the device in their first steps, and fp16 looks for its scale
+    shares = run.micro_batches(run.step)  # pinning memory may wait
+    synchronize(DEVICE)
+    with no_waits():
+        run.do(1, shares=shares)
+
+
+@only_cuda
+def test_the_error_of_the_last_test_shows_a_wait() -> None:
+    with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(2, device=DEVICE).sum().item()
+
+
+def test_suppression_keeps_the_boxes_that_it_keeps_on_the_cpu() -> None:
+    draws = torch.Generator().manual_seed(0)
+    for count in (1, 300, 5000):
+        corners = torch.rand(count, 2, generator=draws) * 600
+        boxes = torch.cat([corners, corners + 8 + torch.rand(count, 2, generator=draws) * 100], 1)
+        scores = torch.rand(count, generator=draws)
+        groups = torch.randint(0, 3, (count,), generator=draws)
+        here = nms(boxes, scores, 0.5, groups=groups)
+        there = nms(boxes.to(DEVICE), scores.to(DEVICE), 0.5, groups=groups.to(DEVICE))
+        assert there.cpu().tolist() == here.tolist()
+
+
+def test_a_gpu_trains_faster_than_one_core(capsys: pytest.CaptureFixture[str]) -> None:
+    """A floor against gross faults, such as a step that runs on the CPU; benchmarks measure the rate itself."""
+    rates = {}
+    for device in (str(DEVICE), "cpu"):
+        run = run_of(device=device, images=8, micro_batch=8, img=320)
+        run.do(3)
+        synchronize(torch.device(device))
+        began_s = time.perf_counter()
+        run.do(5)
+        synchronize(torch.device(device))
+        rates[device] = 5 * run.images / (time.perf_counter() - began_s)
+    with capsys.disabled():
+        print(
+            "\nimages a second, yolov5n at 320 px: ", {name: round(rate, 1) for name, rate in rates.items()}
+        )
+    if KIND != "cpu":
+        assert rates[str(DEVICE)] > rates["cpu"]
