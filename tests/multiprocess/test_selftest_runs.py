@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import yolofleet
 
+from yolofleet.cli import selftest as cli_selftest
 from yolofleet.cli.selftest import selftest
 from yolofleet.config.schema import SelftestConfig
+from yolofleet.doctor.selftest import Comparison, plan
 from yolofleet.errors import ClusterError
+from yolofleet.launch.processes import descendants
+from yolofleet.report.folder import RunFolder
 
 CONFIG = SelftestConfig(device="cpu:2", steps=2, img=64)
 
@@ -75,4 +81,20 @@ def test_the_whole_command(tmp_path: Path) -> None:
     found = json.loads(done.out)
     assert found["contract_holds"] and len(found["runs"]) == 9
     assert "the contract holds here: 5 exact runs" in done.err
+    assert all(check["passed"] for check in found["checks"])
+    assert [check["name"] for check in found["checks"]][-1] == "one of 2 processes killed"
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_run_that_does_not_end_after_a_kill_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_selftest, "ENDS_WITHIN_S", 0.0)
+    legs = plan("cpu:2")
+    settings = Comparison(CONFIG, legs, tmp_path).settings_of(legs[2])
+    extra = {"YOLOFLEET_CACHE": str(tmp_path / "cache")}
+    check = cli_selftest.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
+    assert not check["passed"] and check["detail"].startswith("the others did not end within")
+    assert not descendants(os.getpid())

@@ -21,7 +21,7 @@ MAY_OPEN = {
     **dict.fromkeys(
         ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "launch/keeper.py:main"), "os.devnull"
     ),
-    "cli/selftest.py:train": "a new file in our temporary folder",
+    "cli/selftest.py:started": "a new file in our temporary folder",
     **dict.fromkeys(
         ("data/arrayfile.py:read_arrays", "data/cache.py:__setstate__", "data/cache.py:_shared_file",
          "data/cache.py:_sweep"),

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,13 +23,18 @@ from yolofleet.errors import ClusterError, ConfigError, Stopped
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import die_with_parent, explain
+from yolofleet.launch.processes import descendants, end_descendants, variable
 from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.text import echo, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.doctor.selftest import Leg, Record, Verdict
+
+STALL_S = 20.0  # of the run whose rank is killed
+ENDS_WITHIN_S = 60.0  # after the kill: the stall limit, and the end of all processes
+START_S = 600.0  # until its first checkpoint
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
@@ -84,8 +90,15 @@ def selftest(
             echo(table.line(records[-1], records[0]), to=out)
             if len(records) == len(legs):
                 waiting = further_legs(records)
-    verdict = judge(records)
-    checks = [] if titles else device_checks(lone_devices(device), out)
+        verdict = judge(records)
+        checks = [] if titles else device_checks(lone_devices(device), out)
+        many = next((leg for leg in legs if leg.processes > 1), None)
+        if many is not None and sys.platform == "linux" and not titles:
+            extra = {"YOLOFLEET_CACHE": str(Path(temporary, "cache"))}
+            folder = RunFolder(Path(temporary, "killed"))
+            settings = comparison.settings_of(many)
+            checks.append(killed_rank_check(settings, device, many.processes, folder, extra))
+            echo(check_line(checks[-1]), to=out)
     elapsed_s = time.monotonic() - began_at_s
     write_figures(config, verdict, records, checks, elapsed_s)
     echo(cost(records), to=out)
@@ -104,35 +117,97 @@ def selftest(
 def train(
     settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
 ) -> tuple[int, str]:
-    """A training run in processes of its own, as the launcher starts them.
+    """Run a training in processes of its own, as the launcher starts them.
 
     Returns:
         Exit code and why it is not 0.
     Raises:
         Stopped: somebody stopped the run.
     """
+    with started(settings, processes, folder, extra) as run:
+        return outcome(run, folder)
+
+
+def started(
+    settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a training in processes of its own."""
     resolved, recipe = resolve_train(settings, source="selftest")
     write_text(folder.job, dump_config(resolved, recipe))
+    for words in folder.logs.glob("error-rank-*.json"):
+        words.unlink()  # of the run that this one resumes
     if processes > 1:
         argv = agent_argv(JobSpec(folder.path, processes))
     else:
         argv = [sys.executable, "-m", "yolofleet.worker", str(folder.path)]
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
-        code = subprocess.run(
+        return subprocess.Popen(
             argv,
             env={**agent_environment(os.environ), **extra},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        ).returncode
-    if code == 0:
+        )
+
+
+def outcome(
+    run: subprocess.Popen[bytes], folder: RunFolder, timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Wait for the end of a training; return what :func:`train` returns.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end.
+        Stopped: somebody stopped the run.
+    """
+    if (code := run.wait(timeout_s)) == 0:
         return 0, ""
     with contextlib.redirect_stderr(io.StringIO()) as words:
         code = explain(folder.path, code, 0)
     if code == Stopped.exit_code:
         raise Stopped("stopped on request, before there was a verdict")
     return code, words.getvalue().strip()
+
+
+def killed_rank_check(
+    settings: Mapping[str, Any], device: str, processes: int, folder: RunFolder, extra: Mapping[str, str]
+) -> dict[str, Any]:
+    """Kill one rank of a run: the others must end and name it, and the run must resume.
+
+    Returns:
+        device, name, passed, detail.
+    """
+    settings = {**settings, "max_steps": 0, "stall_s": STALL_S}
+    check = {"device": device, "name": f"one of {processes} processes killed", "passed": False}
+    with started(settings, processes, folder, extra) as run:
+        try:
+            deadline_s = time.monotonic() + START_S
+            ranks: list[int] = []
+            while not ranks or not any(folder.checkpoints.glob("step-*.safetensors")):
+                if run.poll() is not None:
+                    return {**check, "detail": f"it ended before the kill: {outcome(run, folder)[1]}"[:300]}
+                if time.monotonic() > deadline_s:
+                    return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
+                time.sleep(0.05)
+                ranks = [pid for pid in descendants(run.pid) if variable(pid, "RANK") == str(processes - 1)]
+            os.kill(ranks[0], signal.SIGKILL)
+            killed_at_s = time.monotonic()
+            try:
+                code, problem = outcome(run, folder, timeout_s=ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                return {**check, "detail": f"the others did not end within {ENDS_WITHIN_S:.0f} s"}
+            elapsed_s = time.monotonic() - killed_at_s
+        finally:
+            end_descendants(run.pid)
+            run.kill()
+    if code != ClusterError.exit_code or f"rank {processes - 1}" not in problem:
+        return {**check, "detail": f"exit code {code}, and no message names the rank: {problem}"[:300]}
+    last = max(int(file.stem.split("-")[1]) for file in folder.checkpoints.glob("step-*.safetensors"))
+    again = {"resume": str(folder.path), "max_steps": last + 1}
+    code, problem = train(again, processes, folder, extra)
+    if code:
+        return {**check, "detail": f"it does not resume: {problem}"[:300]}
+    return {**check, "passed": True, "detail": f"ended after {elapsed_s:.1f} s, resumed after step {last}"}
 
 
 class Table:
@@ -201,9 +276,11 @@ def device_checks(devices: Sequence[str], out: TextIO) -> list[dict[str, Any]]:
 
 
 def check_line(check: Mapping[str, Any]) -> str:
-    """``device 0: resume with AdamW: passed (1114 tensors)``."""
+    """Return a line of the table of checks: device, check, result, detail."""
     result = "passed" if check["passed"] else "FAILED"
-    return f"device {check['device']}: {check['name']}: {result} ({check['detail']})"
+    return "  ".join(
+        (screen_line(check["device"]).ljust(6), check["name"].ljust(30), result, screen_line(check["detail"]))
+    )
 
 
 def write_figures(
@@ -233,5 +310,6 @@ command = SchemaCommand(
     help="Prove that the fleet changes no result, on the devices of this machine: the same few steps are trained by "
     "one process, by several, with uneven shares and by DataParallel. With exact sums the weights must be equal to "
     "the bit, with fast sums up to rounding. Then each device is checked by itself: ten steps as on the CPU, an fp16 "
-    "overflow, resuming with each optimizer. Exit code 4 if one fails, with the likeliest cause.",
+    "overflow, resuming with each optimizer. At last one process of a run is killed: the others must end, and the run "
+    "must resume. Exit code 4 if one fails, with the likeliest cause.",
 )
