@@ -24,6 +24,7 @@ from yolofleet.models.description import describe
 from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
+from yolofleet.text import echo
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import train_step
@@ -158,4 +159,4 @@ def run_checks(device: torch.device) -> Iterator[DeviceCheck]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for outcome in run_checks(device_of(sys.argv[1], 0)):
-        print(json.dumps(asdict(outcome)), flush=True)
+        echo(json.dumps(asdict(outcome)))
