@@ -54,4 +54,4 @@ def test_boxes_go_back_as_the_originals():
             pad_left, pad_top = (out_w - width * ratio) / 2, (out_h - height * ratio) / 2
         box = Letterbox(ratio, pad_left, pad_top, (out_h, out_w), (height, width))
         native = box.to_native(perturbed(np.array(case["boxes_in"], np.float32)))
-        compare(native, case["boxes_out"], atol=5e-3)
+        compare(native, case["boxes_out"], atol=2e-3)  # px, of up to 640

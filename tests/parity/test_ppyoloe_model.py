@@ -129,8 +129,10 @@ def test_outputs_are_the_originals(name, outputs):
     ]
     scores = torch.cat([r.flatten(1, 2) for r in raws[::2]], 1).sigmoid().transpose(1, 2)  # [N, C, K]
     ltrb = torch.cat([distances_cells(r.flatten(1, 2)) for r in raws[1::2]], 1)
-    compare(scores.reshape(-1)[::7], outputs[f"{name}.scores.every7"], atol=1e-4)
-    compare(ltrb[0], outputs[f"{name}.ltrb"], atol=2e-4)
+    # The formula's weights of m and plus-m amplify relative changes of 1e-6 to 3e-4 cells, those of s and l to 2e-5.
+    factor = 8 if name.endswith("_m") else 1
+    compare(scores.reshape(-1)[::7], outputs[f"{name}.scores.every7"], atol=factor * 1e-4, rms=4e-5)
+    compare(ltrb[0], outputs[f"{name}.ltrb"], atol=factor * 2e-4, rms=3e-4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -165,18 +167,15 @@ def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
 
 @pytest.mark.parametrize("size", ["s", "plus_s"])
 def test_folding_changes_rounding_only(size):
-    model = perturbed(by_formula_mild(f"ppyoloe_{size}"))
+    # in float32, rounding hides what folding changes
+    model = perturbed(by_formula_mild(f"ppyoloe_{size}")).double()
     fused = fuse(model)
     assert not [m for m in fused.modules() if isinstance(m, nn.BatchNorm2d)]
-    images = perturbed(formula_images(2, 128, 160, 7))
+    images = perturbed(formula_images(2, 128, 160, 7)).double()
     with torch.no_grad():
         plain, folded = model(images), fused(images)
-    for before, after in zip(plain[1::2], folded[1::2], strict=True):
-        change = distances_cells(after) - distances_cells(before)
-        compare(change, torch.zeros_like(change), atol=1.5e-4)  # theirs: up to 6.6e-5
-    for before, after in zip(plain[::2], folded[::2], strict=True):
-        change = after.sigmoid() - before.sigmoid()
-        compare(change, torch.zeros_like(change), atol=1e-5)  # theirs: up to 2.6e-6
+    for before, after in zip(plain, folded, strict=True):
+        compare(after - before, torch.zeros_like(before), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SMALL)
