@@ -667,3 +667,12 @@ def test_coco_file_names_are_image_ids():
     assert index.image_ids[0] == 139
     for i in (0, 50, 127):
         assert read_image(index.path(i)).shape[1::-1] == tuple(index.sizes_wh[i])
+
+
+def test_a_list_that_names_a_folder_with_a_nul_character_loses_that_image_alone(tmp_path):
+    root = tmp_path / "set"
+    yolo_set(root, {"a": "0 .5 .5 .1 .1", "b": "0 .5 .5 .1 .1"})
+    (root / "train.txt").write_bytes(b"./images/train/a.jpg\n./images/train/b.jpg\n./images/x\0y/c.jpg\n")
+    (root / "data.yaml").write_text("train: train.txt\nval: images/train\nnames: [cat]\n")
+    index = build_index(load_dataset(str(root)), "train")
+    assert len(index) == 2 and index.problem_kinds == {"image-missing": 1}

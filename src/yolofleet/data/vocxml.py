@@ -26,7 +26,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 
 _MAX_XML_BYTES = 16 << 20
-_MAX_LIST_BYTES = 1 << 30
+_MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 

@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = {
     *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 }
 _MAX_LABEL_BYTES = 64 << 20
-_MAX_LIST_BYTES = 1 << 30
+_MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
 
 Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)
@@ -92,7 +92,7 @@ class YoloFiles:
                     for entry in entries:
                         if entry.name.endswith(".txt"):
                             files[entry.name] = _stamp_of_label(entry)
-            except OSError:
+            except (OSError, ValueError):  # a list may name a folder with a NUL character
                 pass
             self._folders[folder] = files
         return self._folders[folder]
