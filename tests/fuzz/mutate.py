@@ -102,14 +102,15 @@ _TOKEN = re.compile(r"[-+]?\d[\d.eE+-]*|[^\W\d]\w*")
 _NUMBER = re.compile(r"[-+]?\d[\d.eE+-]*")
 
 
-def mutate_text(rng: random.Random, text: str, bits: tuple[str, ...] = ()) -> bytes:
+def mutate_text(rng: random.Random, text: str, bits: tuple[str, ...] = (), *, copies: int = 3000) -> bytes:
     """Return ``text`` after one to three changes of numbers, words or lines, encoded.
 
     Args:
         bits: pieces of the text's language that may replace a word.
+        copies: how often a line may be repeated; each costs a picture's time where lines name pictures.
     """
     for _ in range(rng.choice((1, 1, 2, 3))):
-        text = _change_text(rng, text, bits)
+        text = _change_text(rng, text, bits, copies)
     kind = rng.random()
     if kind < 0.9:
         return text.encode("utf-8", "surrogateescape" if kind < 0.85 else "replace")
@@ -120,7 +121,7 @@ def mutate_text(rng: random.Random, text: str, bits: tuple[str, ...] = ()) -> by
     return mutate_bytes(rng, text.encode("utf-8", "replace"))
 
 
-def _change_text(rng: random.Random, text: str, bits: tuple[str, ...]) -> str:
+def _change_text(rng: random.Random, text: str, bits: tuple[str, ...], copies: int) -> str:
     kind = rng.randrange(12)
     if kind < 4:
         return _replace_token(rng, text, _NUMBER, NUMBERS)
@@ -133,7 +134,9 @@ def _change_text(rng: random.Random, text: str, bits: tuple[str, ...]) -> str:
     if kind == 8:
         del lines[at]
     elif kind == 9:
-        lines[at:at] = [lines[at]] * min(rng.choice((1, 2, 50, 3000)), 1 + 2_000_000 // (len(lines[at]) + 1))
+        lines[at:at] = [lines[at]] * min(
+            rng.choice((1, 2, 50, copies)), 1 + 2_000_000 // (len(lines[at]) + 1)
+        )
     elif kind == 10:
         other = rng.randrange(len(lines))
         lines[at], lines[other] = lines[other], lines[at]
@@ -152,6 +155,11 @@ def _replace_token(rng: random.Random, text: str, pattern: re.Pattern[str], by: 
         return text + rng.choice(by)
     match = rng.choice(found)
     return text[: match.start()] + rng.choice(by) + text[match.end() :]
+
+
+def with_tag(rng: random.Random, text: str) -> bytes:
+    """Return YAML with a tag such as ``!!bool foo`` in the place of a word or number."""
+    return _replace_token(rng, text, _TOKEN, YAML_BITS[:10]).encode()
 
 
 # -- trees of values -----------------------------------------------------------------------------------------
@@ -230,7 +238,10 @@ def _change_place(rng: random.Random, holder: Any, key: Any) -> None:
 
 def json_text(rng: random.Random, value: Any) -> bytes:
     """Return a tree as JSON, sometimes with what JSON does not have (NaN, digits without end, deep nesting)."""
-    text = json.dumps(value, default=str, ensure_ascii=rng.random() < 0.5)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=rng.random() < 0.5)
+    except RecursionError:  # nested too deeply for the writer
+        text = "[" * 5000
     if rng.random() < 0.3:
         return mutate_text(rng, text)
     return text.encode("utf-8", "surrogatepass")

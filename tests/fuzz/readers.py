@@ -37,6 +37,7 @@ from mutate import (
     mutate_zip,
     odd_name,
     special,
+    with_tag,
     zipped,
 )
 from small_data import encoded, exif, picture, png_chunk
@@ -256,15 +257,20 @@ YAML_BOMBS = (
 
 
 def yaml_of(case: Case, text: str) -> bytes:
-    """Return broken YAML: changed text, a changed tree or a small bomb."""
+    """Return broken YAML: changed text, a changed tree, a strange tag or a small bomb."""
     kind = case.rng.random()
     if kind < 0.12:
         piece = case.rng.choice(YAML_BOMBS)
         return (piece if case.rng.random() < 0.5 else text + piece).encode()
-    if kind < 0.45:
+    if kind < 0.22:
+        return with_tag(case.rng, text)
+    if kind < 0.5:
         tree = mutate_tree(case.rng, yaml.safe_load(text))
-        return yaml.safe_dump(tree, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
-    return mutate_text(case.rng, text, (*YAML_BITS, *WORDS))
+        try:
+            return yaml.safe_dump(tree, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
+        except RecursionError:  # nested too deeply for the writer
+            pass
+    return mutate_text(case.rng, text, YAML_BITS)
 
 
 @reader
@@ -671,7 +677,7 @@ def predict_lists(case: Case) -> Action:
     here(
         case,
         "list.txt",
-        mutate_text(rng, text) if rng.random() < 0.5 else text.encode("utf-8", "surrogatepass"),
+        mutate_text(rng, text, copies=100) if rng.random() < 0.5 else text.encode("utf-8", "surrogatepass"),
     )
     source = rng.choice(
         ("list.txt", "list.txt", "pictures", "pictures/*", rng.choice(WORDS).replace("\0", "") or "x")
