@@ -1,0 +1,56 @@
+"""Operations of a training step, counted on the CPU: on a GPU each is a kernel that the host must launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_training import small_run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOM = 1.1  # other versions of torch split some operations
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations inside its block that would be kernels: neither views nor bare allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket.__name__ not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+BUDGETS = {  # in float32: forward, loss, backward, and the rest of a step of one micro-batch
+    ("yolov5n", 0.0): (201, 72, 495, 51),
+    ("yolov3-narrow", 0.0): (45, 68, 193, 48),
+    ("ppyoloe-narrow", 0.0): (317, 262, 703, 58),
+    ("ppyoloe-narrow", 0.9): (317, 360, 703, 58),
+}
+
+
+@pytest.mark.parametrize(("model", "progress"), BUDGETS)
+def test_a_step_launches_no_more_operations_than_its_budget(model: str, progress: float) -> None:
+    run = small_run(model, images=2, micro_batch=2)
+    run.progress = progress
+    run.do(2)
+    shares = run.micro_batches(run.step)
+    lane, loss, (batch,) = run.state.lanes.all[0], run.loss.at(progress), shares[0]
+    run.state.lanes.begin(1)
+    images = batch.images.float().div_(255)
+    with Launches() as forward:
+        raws = lane.model(images)
+    with Launches() as of_loss:
+        sums = loss.sums(raws, batch.targets)
+    total_loss = sums.sum()
+    with Launches() as backward:
+        total_loss.backward()
+    with Launches() as step:
+        run.do(1, shares=shares)
+    parts = [forward.count, of_loss.count, backward.count]
+    parts.append(step.count - sum(parts))
+    budget = BUDGETS[model, progress]
+    assert all(count <= ROOM * most for count, most in zip(parts, budget, strict=True)), (parts, budget)
