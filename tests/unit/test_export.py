@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,12 @@ def weights(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "w.safetensors"
     write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
     return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> None:
+    """A folder of the test's own for what the opening of files remembers."""
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def assert_near(theirs: torch.Tensor, ours: torch.Tensor, size_hw: tuple[int, int] = SIZE_HW) -> None:
@@ -217,6 +224,24 @@ def test_a_file_that_computes_something_else_is_not_kept(tmp_path):
     assert caught.value.exit_code == 5
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     assert out.read_bytes() == b"an older file"
+
+
+def test_a_torchscript_file_is_verified_with_torchs_own_loader(model, tmp_path, monkeypatch):
+    """Users load it with ``torch.jit.load``, which must give the same boxes as our reader."""
+    load, loaded = torch.jit.load, []
+
+    def worse(file, **options):
+        loaded.append(file)
+        module = load(file, **options)
+        return lambda images: module(images) + 1
+
+    out = tmp_path / "model.torchscript"
+    figures = export(model, FORMATS["torchscript"], facts_of(model), SIZE_HW, out)
+    assert figures["verified"] and "torch.jit" in figures["runtime"]
+    monkeypatch.setattr(torch.jit, "load", worse)
+    with pytest.raises(NumericsError, match="differs from the network"):
+        export(model, FORMATS["torchscript"], facts_of(model), SIZE_HW, out)
+    assert [Path(file).name for file in loaded] == ["model.torchscript"]
 
 
 def test_boxes_without_a_partner_are_infinitely_far():

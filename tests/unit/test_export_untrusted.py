@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from exported import NAMES, SIZE_HW, facts_of, job_of, network
 
 from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export import torchscript
+from yolofleet.export import torchscript, trial
+from yolofleet.export.facts import ExportFacts
+from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.runtime import open_exported
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems bound no memory")
+POSIX = pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows bounds no CPU time and has no named pipes"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder that remembers which files were tried: a new one for each test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +164,7 @@ def test_a_file_that_lies_about_itself_is_refused_when_it_runs(onnx_model, tmp_p
         runtime(torch.zeros(1, 3, *SIZE_HW))
     onnx_model.metadata_props[0].value = facts_of(network(), size_hw=(32, 32)).to_json()
     (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
-    runtime = open_exported(tmp_path / "a.onnx")
-    with pytest.raises(CheckpointError, match="cannot be run"):
-        runtime(torch.zeros(1, 3, 32, 32))
+    assert "cannot be run" in refusal(tmp_path / "a.onnx")
 
 
 # -- ONNX of other programs ------------------------------------------------------------------------------------
@@ -287,14 +303,20 @@ def test_torchscript_whose_program_hides_behind_capital_letters_is_refused(tmp_p
     ],
 )
 def test_lines_that_are_no_arithmetic_are_refused(files, tmp_path, line):
-    changed = tmp_path / "a.torchscript"
-    with zipfile.ZipFile(files / "model.torchscript") as source, zipfile.ZipFile(changed, "w") as target:
+    assert "a.torchscript" in refusal(
+        with_line(files / "model.torchscript", tmp_path / "a.torchscript", line)
+    )
+
+
+def with_line(file: Path, changed: Path, line: str) -> Path:
+    """Write a copy of a TorchScript file whose program ends with ``line``."""
+    with zipfile.ZipFile(file) as source, zipfile.ZipFile(changed, "w") as target:
         for name in source.namelist():
             content = source.read(name)
             if name.endswith(".py"):
                 content = content.replace(b"    return ", f"    {line}\n    return ".encode())
             target.writestr(name, content)
-    assert "a.torchscript" in refusal(changed)
+    return changed
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, 100_000, -100])
@@ -341,6 +363,119 @@ def test_our_own_torchscript_gives_the_bits_that_torchs_loader_gives(tmp_path, n
         assert torch.equal(runtime(images), expected)
 
 
+# -- the trial in a child process ------------------------------------------------------------------------------
+
+
+def made(format: str, folder: Path) -> Path:
+    """Write the small network in a format, or skip the test where its packages are missing."""
+    if missing((*FORMATS[format].writes, *FORMATS[format].runs)):
+        pytest.skip(f"{format} is not installed")
+    model, path = network(), folder / f"model{FORMATS[format].suffix}"
+    FORMATS[format].module.write(job_of(model, facts_of(model)), path)
+    return path
+
+
+@pytest.mark.parametrize("format", ["torchscript", "openvino"])
+def test_a_file_is_tried_once_and_again_when_a_byte_of_it_changed(tmp_path, monkeypatch, cache, format):
+    path = made(format, tmp_path)
+    open_exported(path)
+    assert len(list((cache / "tried").iterdir())) == 1
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # a second child would not start
+    assert open_exported(path).names == NAMES
+    part = FORMATS[format].module.parts(path)[-1]
+    part.write_bytes(part.read_bytes() + b" ")
+    assert "cannot start a process to try" in refusal(path)
+
+
+@pytest.mark.parametrize("format", ["onnx"])
+def test_a_file_that_this_process_has_written_needs_no_trial(tmp_path, monkeypatch, format):
+    path = made(format, tmp_path)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert open_exported(path, is_ours=True).names == NAMES
+    assert open_exported(path).names == NAMES, "nor in later processes"
+
+
+def powers_of_a_matrix(path: Path, side: int, count: int) -> Path:
+    """Write an ONNX file with our description that squares a matrix of ``side`` rows ``count`` times."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    node, form = onnx.helper.make_node, [1, 3, *SIZE_HW]
+    nodes = [node("ConstantOfShape", ["side"], ["m0"])]
+    nodes += [node("MatMul", [f"m{i}", f"m{i}"], [f"m{i + 1}"]) for i in range(count)]
+    nodes += [
+        node("ReduceSum", [f"m{count}"], ["sum"], keepdims=0),
+        node("Mul", ["images", "sum"], ["decoded"]),
+    ]
+    given, result = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, form)
+        for name in ("images", "decoded")
+    )
+    shape = onnx.numpy_helper.from_array(np.array([side, side]), "side")
+    graph = onnx.helper.make_graph(nodes, "graph", [given], [result], [shape])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    entry = model.metadata_props.add()
+    entry.key = "yolofleet"
+    entry.value = ExportFacts("yolov5", "yolov5n", NAMES, (32,), SIZE_HW, 1).to_json()
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@POSIX
+def test_an_onnx_file_that_computes_without_end_is_a_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CPU_S", 2)
+    assert "takes more CPU time" in refusal(powers_of_a_matrix(tmp_path / "a.onnx", 3000, 500))
+
+
+@LINUX
+def test_an_onnx_file_that_asks_for_all_memory_is_a_message(tmp_path):
+    assert "a.onnx cannot be run" in refusal(powers_of_a_matrix(tmp_path / "a.onnx", 200_000, 1))
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = torch.arange(30000000000)",
+        "a = torch.new_zeros(images, [200000, 200000])",
+        "a = torch.repeat(images, [1, 1, 2000, 2000])",
+        "a = torch.reshape(torch.expand(torch.unsqueeze(images, 0), [4000000, -1, -1, -1, -1]), [-1])",
+    ],
+)
+def test_torchscript_that_asks_for_all_memory_is_a_message(files, tmp_path, line):
+    with zipfile.ZipFile(files / "model.torchscript") as archive:
+        code = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".py"))
+    argument = code.partition("def forward(self,")[2].partition(":")[0].strip()
+    changed = with_line(
+        files / "model.torchscript", tmp_path / "a.torchscript", line.replace("images", argument)
+    )
+    message = refusal(changed)
+    assert "cannot be run" in message and "memory" in message
+
+
+@POSIX
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_named_pipe_is_refused_as_any_part_of_any_format(tmp_path, format):
+    format = FORMATS[format]
+    path = tmp_path / f"model{format.suffix}"
+    if format.name == "onnx":  # the ONNX package reads it before
+        pytest.importorskip("onnx")
+    if format.marker or format.name == "coreml":
+        path.mkdir()
+    for name in (format.marker, "model.ncnn.bin", "model.bin", "yolofleet.json") if path.is_dir() else ():
+        (path / (name or "data")).write_bytes(b"x")
+    if not path.is_dir():
+        path.write_bytes(b"x")
+        path.with_name(path.name + ".json").write_bytes(b"x")
+    parts = [path] if format.name == "onnx" else format.module.parts(path)
+    for part in parts:
+        part.unlink()
+        os.mkfifo(part)
+        with pytest.raises(CheckpointError, match="named pipe"):
+            trial.ensure_tried(format, path, 1)
+        part.unlink()
+        part.write_bytes(b"x")
+
+
 # -- formats of several files ----------------------------------------------------------------------------------
 
 
@@ -359,7 +494,8 @@ def test_broken_ncnn_files_are_refused(tmp_path):
     folder = tmp_path / "a_ncnn"
     folder.mkdir()
     (folder / "model.ncnn.param").write_bytes(b"nothing")
-    assert "has no description" in refusal(folder)
+    (folder / "model.ncnn.bin").write_bytes(b"nothing")
+    assert "yolofleet.json" in refusal(folder)
     (folder / "yolofleet.json").write_text(facts_of(network()).to_json(), encoding="utf-8")
     assert "not a whole ncnn network" in refusal(folder)
     (folder / "yolofleet.json").write_text("{", encoding="utf-8")
@@ -380,7 +516,8 @@ def test_an_ncnn_file_on_which_ncnn_crashes_is_a_message(tmp_path, param):
     (folder / "model.ncnn.param").write_text(param)
     (folder / "model.ncnn.bin").write_bytes(bytes(1000))
     (folder / "yolofleet.json").write_text(facts_of(network()).to_json(), encoding="utf-8")
-    assert "ncnn crashed on it" in refusal(folder)
+    message = refusal(folder)
+    assert "ncnn's runtime crashed on it (SIG" in message and "another copy" in message
 
 
 def test_a_runtime_that_is_not_here_is_named(tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts
-from yolofleet.export.graph import ExportJob
-from yolofleet.export.runtime import Runtime, cpu_only
+from yolofleet.export.trial import Opened, cpu_only
+
+if TYPE_CHECKING:
+    from yolofleet.export.graph import ExportJob
+
+MOST_PARTS = 1000  # of a package; ours have five
 
 
 def write(job: ExportJob, path: Path) -> None:
@@ -33,16 +35,19 @@ def write(job: ExportJob, path: Path) -> None:
     model.save(str(path))
 
 
-class CoremlRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, model: Any, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._model = model
+def parts(path: Path) -> list[Path]:
+    """Return all files of the package.
 
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        return self._model.predict({IMAGES: images})[DECODED]
+    Raises:
+        CheckpointError: too many.
+    """
+    found = sorted(islice((part for part in path.rglob("*") if not part.is_dir()), MOST_PARTS + 1))
+    if len(found) > MOST_PARTS:
+        raise CheckpointError(f"{path} has more than {MOST_PARTS} files", hint="export it again")
+    return found
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """On the CPU: what Apple's other units compute in 16 bits is not what was verified.
 
     Raises:
@@ -62,4 +67,5 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
             hint="export the weights with yolofleet export",
         )
     facts = ExportFacts.from_json(model.user_defined_metadata[KEY], source=str(path))
-    return CoremlRuntime(path, facts, model, f"Core ML by coremltools {coremltools.__version__}, CPU")
+    place = f"Core ML by coremltools {coremltools.__version__}, CPU"
+    return Opened(facts, place, lambda images: model.predict({IMAGES: images})[DECODED])

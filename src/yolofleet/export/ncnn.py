@@ -6,19 +6,18 @@ import os
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from yolofleet.errors import CheckpointError
-from yolofleet.export import ncnn_network
-from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS
-from yolofleet.export.graph import ExportJob
-from yolofleet.export.runtime import Runtime, cpu_only
-from yolofleet.export.sidecar import read_sidecar, write_sidecar
+from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
+from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.foreign import open_foreign
+
+if TYPE_CHECKING:
+    from yolofleet.export.graph import ExportJob
 
 PARAM, BIN = FORMATS["ncnn"].marker, "model.ncnn.bin"
 DEADLINE_S = 1800
@@ -60,22 +59,13 @@ def _converter() -> Path:
     return next(p for p in sorted(Path(pnnx.__file__).parent.rglob(name)) if p.is_file())
 
 
-class NcnnRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, net: Any, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._net = net
-
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        outputs = []
-        for image in images:  # ncnn knows no batches
-            output = ncnn_network.run(self._net, image)
-            if isinstance(output, int):
-                raise CheckpointError(f"ncnn cannot run {self.path} (code {output})", hint="export it again")
-            outputs.append(output)
-        return np.stack(outputs)
+def parts(path: Path) -> list[Path]:
+    """Return the graph, its tensors and its description."""
+    folder = path if path.is_dir() else path.parent
+    return [folder / PARAM, folder / BIN, sidecar_of(folder)]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """
     Raises:
         CheckpointError: not ours, or not whole.
@@ -86,13 +76,24 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     folder = path if path.is_dir() else path.parent
     facts = read_sidecar(folder)
     with open_foreign(folder / PARAM) as file:
-        whole = file.read(len(MAGIC)) == MAGIC
-    if not whole or not (folder / BIN).is_file():
-        raise CheckpointError(f"{folder} is not a whole ncnn network", hint="use another copy")
-    side = facts.stride
-    parts = folder / PARAM, folder / BIN
-    ncnn_network.try_in_child(*parts, facts.size_hw or (side, side), threads, facts.half)
-    net = ncnn_network.load(*parts, threads, facts.half)
-    if net is None:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise CheckpointError(f"{folder} is not a whole ncnn network", hint="use another copy")
+    net = ncnn.Net()
+    net.opt.num_threads = threads
+    for option in ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_storage"):
+        setattr(net.opt, option, facts.half and option != "use_bf16_storage")
+    if net.load_param(str(folder / PARAM)) or net.load_model(str(folder / BIN)):
         raise CheckpointError(f"ncnn refuses {folder}", hint="use another copy, or export it again")
-    return NcnnRuntime(folder, facts, net, f"ncnn {ncnn.__version__}, CPU")
+
+    def run(images: np.ndarray) -> np.ndarray:
+        outputs = []
+        for image in images:  # ncnn knows no batches
+            extractor = net.create_extractor()
+            extractor.input(net.input_names()[0], ncnn.Mat(image).clone())
+            code, output = extractor.extract(net.output_names()[0])
+            if code:
+                raise CheckpointError(f"ncnn cannot run {path} (code {code})", hint="export it again")
+            outputs.append(np.array(output))
+        return np.stack(outputs)
+
+    return Opened(facts, f"ncnn {ncnn.__version__}, CPU", run)

@@ -11,18 +11,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts, class_names
 from yolofleet.export.formats import SLIM, missing
-from yolofleet.export.graph import ExportJob, quiet
-from yolofleet.export.onnx_check import checked_model
+from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
-from yolofleet.export.runtime import Runtime, first_line
+from yolofleet.export.trial import Opened, first_line
+
+if TYPE_CHECKING:  # a child that tries a file starts without torch
+    from yolofleet.export.graph import ExportJob
 
 OPSET = 17
 ANCHORS = 3  # of a cell, in files of YOLOv5's export
@@ -42,6 +41,9 @@ def write(job: ExportJob, path: Path) -> None:
 def model_of(job: ExportJob) -> Any:
     """As an ``onnx.ModelProto``."""
     import onnx
+    import torch
+
+    from yolofleet.export.graph import quiet
 
     facts = job.facts
     batch = {} if facts.batch else {0: "batch"}
@@ -82,17 +84,16 @@ def _simplified(model: Any) -> Any:
     return onnxslim.slim(model)
 
 
-class OnnxRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, session: Any, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._session = session
-        self._input, self._output = session.get_inputs()[0].name, session.get_outputs()[0].name
+def parts(path: Path) -> list[Path]:
+    """Return the file and those that hold its tensors.
 
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        return self._session.run([self._output], {self._input: images})[0]
+    Raises:
+        CheckpointError: see ``checked_model``.
+    """
+    return [path, *external_files(path, checked_model(path))]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Ours, or another program's if it is understood (see :func:`_foreign_facts`).
 
     Raises:
@@ -111,15 +112,15 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # its errors come as exceptions too
     has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-    if device is not None and device.type != "cpu" and not (device.type == "cuda" and has_cuda):
+    kind, _, index = (device or "cuda").partition(":")
+    if kind != "cpu" and device is not None and not (kind == "cuda" and has_cuda):
         raise ConfigError(
             f"this ONNX Runtime does not run on {device}",
             hint="--device cpu, or for NVIDIA GPUs pip install onnxruntime-gpu instead of onnxruntime",
         )
-    on_cuda = has_cuda and (device is None or device.type == "cuda")
     providers: list[Any] = ["CPUExecutionProvider"]
-    if on_cuda:
-        providers.insert(0, ("CUDAExecutionProvider", {"device_id": (device and device.index) or 0}))
+    if kind == "cuda" and has_cuda:
+        providers.insert(0, ("CUDAExecutionProvider", {"device_id": int(index or 0)}))
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as problem:  # onnxruntime's exceptions have no common class
@@ -129,7 +130,12 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     if len(session.get_inputs()) != 1:
         raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, not one")
     used = session.get_providers()[0].removesuffix("ExecutionProvider")
-    return OnnxRuntime(path, facts, session, f"ONNX Runtime {onnxruntime.__version__}, {used}")
+    given, result = session.get_inputs()[0].name, session.get_outputs()[0].name
+    return Opened(
+        facts,
+        f"ONNX Runtime {onnxruntime.__version__}, {used}",
+        lambda images: session.run([result], {given: images})[0],
+    )
 
 
 def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportFacts:

@@ -57,10 +57,20 @@ def checked_model(path: Path) -> Any:
                 f"{path} has a {node.op_type}, which no export of a detector needs: it may never end",
                 hint="export it again, with suppression by NonMaxSuppression or without",
             )
-    for tensor in _tensors(model.graph, path):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            _check_external(path, {entry.key: entry.value for entry in tensor.external_data})
+    for values in _external(path, model):
+        _check_external(path, values)
     return model
+
+
+def external_files(path: Path, model: Any) -> list[Path]:
+    """Return the files that hold tensors of a checked model, each once."""
+    return [path.parent / name for name in sorted({values["location"] for values in _external(path, model)})]
+
+
+def _external(path: Path, model: Any) -> Iterator[dict[str, str]]:
+    for tensor in _tensors(model.graph, path):
+        if tensor.data_location == tensor.EXTERNAL:
+            yield {entry.key: entry.value for entry in tensor.external_data}
 
 
 def _check_external(path: Path, values: dict[str, str]) -> None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from yolofleet.errors import CheckpointError
 from yolofleet.export import onnx as onnx_format
 from yolofleet.export.facts import KEY, ExportFacts
 from yolofleet.export.formats import FORMATS
-from yolofleet.export.graph import ExportJob
-from yolofleet.export.runtime import Runtime, cpu_only
+from yolofleet.export.trial import Opened, cpu_only
+
+if TYPE_CHECKING:
+    from yolofleet.export.graph import ExportJob
+
+MARKER = FORMATS["openvino"].marker
 
 
 @cache
@@ -36,25 +39,25 @@ def write(job: ExportJob, path: Path) -> None:
     model = _core().read_model(onnx_format.model_of(job).SerializeToString())
     model.set_rt_info(job.facts.to_json(), [KEY])
     path.mkdir()
-    openvino.save_model(model, str(path / FORMATS["openvino"].marker), compress_to_fp16=job.facts.half)
+    openvino.save_model(model, str(path / MARKER), compress_to_fp16=job.facts.half)
 
 
-class OpenvinoRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, compiled: Any, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._compiled = compiled
-
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        return self._compiled(images)[0].copy()  # the runtime's own memory is used again
+def parts(path: Path) -> list[Path]:
+    """Return the graph and its tensors."""
+    folder = folder_of(path)
+    return [folder / MARKER, (folder / MARKER).with_suffix(".bin")]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """On the CPU, in 32 bits inside (its own choice would be less on some)."""
     import openvino
 
     cpu_only(device, "OpenVINO")
-    file = path / FORMATS["openvino"].marker if path.is_dir() else path
-    model = _core().read_model(str(file))
+    model = _core().read_model(str(folder_of(path) / MARKER))
     if not model.has_rt_info([KEY]):
         raise CheckpointError(
             f"{path} is an OpenVINO file of another program: what it computes is not known",
@@ -63,4 +66,8 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     facts = ExportFacts.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
-    return OpenvinoRuntime(path, facts, compiled, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU")
+
+    def run(images: np.ndarray) -> np.ndarray:
+        return compiled(images)[0].copy()  # the runtime's own memory is used again
+
+    return Opened(facts, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU", run)

@@ -20,7 +20,8 @@ from yolofleet.errors import CheckpointError, ConfigError, StorageError, Yolofle
 from yolofleet.export.facts import ExportFacts, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.runtime import first_line, open_exported
+from yolofleet.export.runtime import Runtime, open_exported
+from yolofleet.export.trial import first_line
 from yolofleet.export.verify import (
     batches_of,
     compare,
@@ -141,11 +142,15 @@ def _verified(
             plain_path = Path(temporary, path.name)
             _write(format, plain_job, plain_path)
         try:
-            runtime, plain = open_exported(path), open_exported(plain_path)
+            runtime, plain = open_exported(path, is_ours=True), open_exported(plain_path, is_ours=True)
         except ConfigError as problem:  # it runs elsewhere
             return {"why_not": problem.what, "install": problem.hint}
         difference = compare(plain, fuse(model), batches)
         difference.check(job.facts.half)
+        if format.name == "torchscript":  # its users load it with torch.jit, we do not
+            runtime = Runtime(path, format.module.open_with_torch(path, job.facts))
+            difference = compare(runtime, fuse(model), batches)
+            difference.check(job.facts.half)
         figures: dict[str, Any] = {
             "verified": True,
             "runtime": runtime.place,

@@ -15,9 +15,10 @@ from torch import Tensor
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export.facts import MAX_PIXELS, ExportFacts
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.export.facts import MAX_PIXELS
 from yolofleet.export.formats import format_of, need
+from yolofleet.export.trial import Opened, ensure_tried, open_format, run_once
 from yolofleet.models.detector import Detector
 
 
@@ -25,7 +26,7 @@ class Runtime:
     """Images in, boxes out; safe to call from several threads.
 
     It stands where a ``Detector`` stands: ``decode(runtime(images))`` are the boxes, because what comes out is
-    decoded already. Subclasses give :meth:`_run`.
+    decoded already.
 
     Attributes:
         facts: what the file says about itself.
@@ -34,8 +35,9 @@ class Runtime:
 
     training = False
 
-    def __init__(self, path: Path, facts: ExportFacts, place: str) -> None:
-        self.path, self.facts, self.place = path, facts, place
+    def __init__(self, path: Path, opened: Opened) -> None:
+        facts = opened.facts
+        self.path, self.facts, self.place, self._opened = path, facts, opened.place, opened
         self.nc, self.names, self.strides = len(facts.names), facts.names, facts.strides
         self._lock = threading.Lock()
 
@@ -104,21 +106,10 @@ class Runtime:
         """What ``__call__`` gave."""
         return decoded
 
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        """float32 [B, 3, H, W] -> the file's output; one call at a time."""
-        raise NotImplementedError
-
     def _checked(self, images: np.ndarray) -> np.ndarray:
         values = 6 if self.facts.nms else 5 + self.nc
-        try:
-            with self._lock:
-                output = np.asarray(self._run(images), np.float32)
-        except YolofleetError:
-            raise
-        except Exception as problem:  # each runtime has exceptions of its own
-            raise CheckpointError(
-                f"{self.path} cannot be run: {first_line(problem)}", source=self.place, hint="export it again"
-            ) from None
+        with self._lock:
+            output = run_once(self.path, self._opened, images)
         if output.ndim != 3 or len(output) != len(images) or output.shape[2] != values:
             raise CheckpointError(
                 f"{self.path} gave {list(output.shape)}, not [{len(images)}, K, {values}] as its description says",
@@ -127,18 +118,15 @@ class Runtime:
         return output
 
 
-def first_line(problem: Exception) -> str:
-    """An exception of a foreign library, short."""
-    lines = str(problem).strip().splitlines()
-    return " ".join((lines or [type(problem).__name__])[0].split())[:200]
-
-
-def open_exported(path: Path, device: torch.device | None = None, *, threads: int = 0) -> Runtime:
-    """Open an exported file.
+def open_exported(
+    path: Path, device: torch.device | None = None, *, threads: int = 0, is_ours: bool = False
+) -> Runtime:
+    """Open an exported file; a stranger's is tried in a child process first.
 
     Args:
         device: where to run it; None = the best that the runtime can use here.
         threads: of the runtime on a CPU; 0 = as many as torch uses.
+        is_ours: this process has just written the file.
 
     Raises:
         ConfigError: its runtime is not installed, or does not run on ``device``.
@@ -147,20 +135,9 @@ def open_exported(path: Path, device: torch.device | None = None, *, threads: in
     format = format_of(path)
     assert format is not None, path
     need(format, format.runs, f"running {path}")
-    try:
-        runtime = format.module.open_file(path, device, threads or torch.get_num_threads())
-    except YolofleetError:
-        raise
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
-    except Exception as problem:  # each runtime has exceptions of its own
-        raise CheckpointError(
-            f"{path} is no {format.name} file that can be run: {first_line(problem)}", hint="use another copy"
-        ) from None
-    assert isinstance(runtime, Runtime)
-    return runtime
+    threads = threads or torch.get_num_threads()
+    ensure_tried(format, path, threads, is_ours=is_ours)
+    return Runtime(path, open_format(format, path, str(device) if device else None, threads))
 
 
 def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None) -> Detector | Runtime:
@@ -179,12 +156,3 @@ def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None
     if cfg:
         raise ConfigError(f"--cfg {cfg}: the exported file {name} describes itself", hint="leave out --cfg")
     return open_exported(path, device)
-
-
-def cpu_only(device: torch.device | None, what: str) -> None:
-    """
-    Raises:
-        ConfigError: another device than the CPU was asked for.
-    """
-    if device is not None and device.type != "cpu":
-        raise ConfigError(f"{what} runs on the CPU here, not on {device}", hint="--device cpu")

@@ -6,17 +6,20 @@ An engine is machine code: use only those that you built.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export import onnx as onnx_format
-from yolofleet.export.facts import DECODED, IMAGES, ExportFacts
+from yolofleet.export.facts import DECODED, IMAGES
 from yolofleet.export.graph import ExportJob
-from yolofleet.export.runtime import Runtime
-from yolofleet.export.sidecar import read_sidecar, write_sidecar
+from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
+from yolofleet.export.trial import Opened
+from yolofleet.files.atomic import write_bytes
+from yolofleet.files.foreign import read_foreign
+
+MOST_BYTES = 4 << 30
 
 
 def write(job: ExportJob, path: Path) -> None:
@@ -41,7 +44,7 @@ def write(job: ExportJob, path: Path) -> None:
         raise CheckpointError(
             "TensorRT cannot build an engine for this network", hint="its own words are above"
         )
-    path.write_bytes(bytes(engine))
+    write_bytes(path, bytes(engine))
     write_sidecar(path, job.facts)
 
 
@@ -50,26 +53,12 @@ def _need_cuda() -> None:
         raise ConfigError("TensorRT needs an NVIDIA GPU, and torch sees none here", hint="--format onnx")
 
 
-class TensorrtRuntime(Runtime):
-    """Input and output lie in torch's memory on the GPU."""
-
-    def __init__(self, path: Path, facts: ExportFacts, engine: Any, device: torch.device, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._engine, self._context, self._device = engine, engine.create_execution_context(), device
-
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        given = torch.from_numpy(images).to(self._device)
-        result = torch.empty(tuple(self._engine.get_tensor_shape(DECODED)), device=self._device)
-        self._context.set_tensor_address(IMAGES, given.data_ptr())
-        self._context.set_tensor_address(DECODED, result.data_ptr())
-        stream = torch.cuda.current_stream(self._device)
-        if not self._context.execute_async_v3(stream.cuda_stream):
-            raise CheckpointError(f"TensorRT cannot run {self.path}", hint="export it again on this machine")
-        stream.synchronize()
-        return result.cpu().numpy()
+def parts(path: Path) -> list[Path]:
+    """Return the engine and its description."""
+    return [path, sidecar_of(path)]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """
     Raises:
         ConfigError: no NVIDIA GPU. CheckpointError: not ours, or for another GPU or version.
@@ -77,16 +66,29 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
     import tensorrt
 
     _need_cuda()
-    if device is not None and device.type != "cuda":
+    place = torch.device(device or "cuda:0")
+    if place.type != "cuda":
         raise ConfigError(f"TensorRT runs on NVIDIA GPUs, not on {device}", hint="--device 0")
     facts = read_sidecar(path)
-    device = device or torch.device("cuda", 0)
-    with torch.cuda.device(device):
+    with torch.cuda.device(place):
         runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.ERROR))
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
-    if engine is None:
-        raise CheckpointError(
-            f"TensorRT {tensorrt.__version__} refuses {path}",
-            hint="engines fit one kind of GPU and one version: export it again here",
-        )
-    return TensorrtRuntime(path, facts, engine, device, f"TensorRT {tensorrt.__version__}, {device}")
+        engine = runtime.deserialize_cuda_engine(read_foreign(path, limit_bytes=MOST_BYTES))
+        if engine is None:
+            raise CheckpointError(
+                f"TensorRT {tensorrt.__version__} refuses {path}",
+                hint="engines fit one kind of GPU and one version: export it again here",
+            )
+        context = engine.create_execution_context()
+
+    def run(images: np.ndarray) -> np.ndarray:
+        given = torch.from_numpy(images).to(place)  # input and output lie in torch's memory on the GPU
+        result = torch.empty(tuple(engine.get_tensor_shape(DECODED)), device=place)
+        context.set_tensor_address(IMAGES, given.data_ptr())
+        context.set_tensor_address(DECODED, result.data_ptr())
+        stream = torch.cuda.current_stream(place)
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise CheckpointError(f"TensorRT cannot run {path}", hint="export it again on this machine")
+        stream.synchronize()
+        return result.cpu().numpy()
+
+    return Opened(facts, f"TensorRT {tensorrt.__version__}, {place}", run)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from yolofleet.errors import CheckpointError
-from yolofleet.export.facts import ExportFacts
-from yolofleet.export.graph import ExportJob
-from yolofleet.export.runtime import Runtime, cpu_only
-from yolofleet.export.sidecar import read_sidecar, write_sidecar
+from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
+from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.files.foreign import open_foreign
+
+if TYPE_CHECKING:
+    import torch
+
+    from yolofleet.export.graph import ExportJob
 
 MAGIC = b"TFL3"  # at byte 4
 
@@ -28,6 +31,8 @@ def write(job: ExportJob, path: Path) -> None:
 
 def _square_by_product(program: torch.export.ExportedProgram) -> None:
     """x^2 -> x x, which is the same number; the converter (0.10) knows no power."""
+    import torch
+
     aten = torch.ops.aten
     for node in program.graph.nodes:
         power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
@@ -37,20 +42,12 @@ def _square_by_product(program: torch.export.ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-class TfliteRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, interpreter: Any, place: str) -> None:
-        super().__init__(path, facts, place)
-        self._interpreter = interpreter
-        self._input = interpreter.get_input_details()[0]["index"]
-        self._output = interpreter.get_output_details()[0]["index"]
-
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        self._interpreter.set_tensor(self._input, images)
-        self._interpreter.invoke()
-        return self._interpreter.get_tensor(self._output)
+def parts(path: Path) -> list[Path]:
+    """Return the file and its description."""
+    return [path, sidecar_of(path)]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """
     Raises:
         CheckpointError: not ours, or not whole.
@@ -61,9 +58,18 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
 
     cpu_only(device, "LiteRT")
     facts = read_sidecar(path)
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         if file.read(8)[4:] != MAGIC:
             raise CheckpointError(f"{path} is not a whole TensorFlow Lite file", hint="use another copy")
     interpreter = Interpreter(model_path=str(path), num_threads=threads)
     interpreter.allocate_tensors()
-    return TfliteRuntime(path, facts, interpreter, f"LiteRT {version('ai-edge-litert')}, CPU")
+    given, result = (
+        details[0]["index"] for details in (interpreter.get_input_details(), interpreter.get_output_details())
+    )
+
+    def run(images: np.ndarray) -> np.ndarray:
+        interpreter.set_tensor(given, images)
+        interpreter.invoke()
+        return interpreter.get_tensor(result)
+
+    return Opened(facts, f"LiteRT {version('ai-edge-litert')}, CPU", run)

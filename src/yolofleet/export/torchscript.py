@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from yolofleet.errors import CheckpointError
 from yolofleet.export.facts import KEY, ExportFacts
 from yolofleet.export.graph import ExportJob, quiet
-from yolofleet.export.runtime import Runtime, cpu_only
 from yolofleet.export.torchscript_program import Program
+from yolofleet.export.trial import Opened, cpu_only
 
 FACTS_FILE = f"{KEY}.json"  # inside the archive
 
@@ -23,18 +25,12 @@ def write(job: ExportJob, path: Path) -> None:
         torch.jit.save(frozen, str(path), _extra_files={FACTS_FILE: job.facts.to_json().encode()})
 
 
-class TorchscriptRuntime(Runtime):
-    def __init__(self, path: Path, facts: ExportFacts, program: Program) -> None:
-        super().__init__(path, facts, f"TorchScript of torch {torch.__version__}, cpu")
-        self._program = program
-
-    def _run(self, images: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
-            return self._program(given).numpy()
+def parts(path: Path) -> list[Path]:
+    """Return the file."""
+    return [path]
 
 
-def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Open the file as data (see ``torchscript_program``), on the CPU; threads are torch's own.
 
     Raises:
@@ -47,4 +43,23 @@ def open_file(path: Path, device: torch.device | None, threads: int) -> Runtime:
             f"{path} is a TorchScript file of another program: what it computes is not known",
             hint="export the weights with yolofleet export",
         )
-    return TorchscriptRuntime(path, ExportFacts.from_json(program.facts_text, source=str(path)), program)
+    facts = ExportFacts.from_json(program.facts_text, source=str(path))
+    return Opened(facts, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
+
+
+def open_with_torch(path: Path, facts: ExportFacts) -> Opened:
+    """Open a file that this process has just written with torch's own loader, which users deploy.
+
+    That loader runs the file as a program, so no stranger's file may come here.
+    """
+    module = torch.jit.load(str(path), map_location="cpu")
+    return Opened(facts, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
+
+
+def _runner(function: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+    def run(images: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
+            return function(given).numpy()
+
+    return run
