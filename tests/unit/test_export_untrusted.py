@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -444,7 +445,9 @@ def test_an_onnx_file_that_asks_for_all_memory_is_a_message(tmp_path):
 def test_torchscript_that_asks_for_all_memory_is_a_message(files, tmp_path, line):
     with zipfile.ZipFile(files / "model.torchscript") as archive:
         code = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".py"))
-    argument = code.partition("def forward(self,")[2].partition(":")[0].strip()
+    found = re.search(r"(\w+): Tensor\)", code)
+    assert found
+    argument = found[1]
     changed = with_line(
         files / "model.torchscript", tmp_path / "a.torchscript", line.replace("images", argument)
     )
