@@ -19,12 +19,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share a module's fixture in one worker, and begin with the folders whose tests last longest."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if any(fixture.scope == "module" for found in fixtures for fixture in found):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Begin with the folders whose tests last longest."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.parent.name, -1))

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = ["-m", "pytest", "-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]
+PYTEST = ["-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 NUMBERS = ["tests/parity", "tests/multiprocess/test_contract.py"]
 RUNS = [
     *(([], {"ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}) for kernels in ("default", "avx2")),
