@@ -168,10 +168,10 @@ def replaced(old, new):
         (replaced("nearest", "bilinear"), ["row 7", "bilinear", "nearest"]),
         (TINY + "activation: nn.ReLU()\n", ["unknown key", "activation"]),
         (TINY + "ch: 1\n", ["ch is 1", "3 channels"]),
-        ("- 1\n- 2\n", ["mapping"]),
+        ("- 1\n- 2\n", ["does not hold `key: value` lines"]),
         ("a: [", ["not YAML"]),
-        ("[" * 1200, ["not YAML"]),
-        ("!!python/object/apply:os.system ['true']", ["not YAML"]),
+        ("[" * 1200, ["nested too deeply"]),
+        ("!!python/object/apply:os.system ['true']", ["does not hold `key: value` lines"]),
     ],
 )
 def test_a_wrong_description_is_refused_with_its_row(tmp_path, text, words):
