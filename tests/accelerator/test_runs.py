@@ -37,6 +37,12 @@ head:
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    # Registered as the package of a device outside of PyTorch: only torch can count its devices.
+    package = tmp_path / "packages" / "mini-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mini\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nmini = mini:start\n")
+    monkeypatch.syspath_prepend(package.parent)
     (tmp_path / "small.yaml").write_text(MODEL)
     data = small_shapes(tmp_path)
     return {
