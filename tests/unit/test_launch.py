@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import pytest
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.job import (
-    LOOPBACK_INTERFACE,
     JobSpec,
     Meeting,
     StoreEnd,
     agent_argv,
     agent_environment,
+    loopback_interface,
 )
 from yolofleet.launch.local import error_path, exit_text, explain
 from yolofleet.launch.processes import OomKills
@@ -46,7 +45,9 @@ def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd,
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("card", "chosen"), [("eth1", "eth1"), ("", LOOPBACK_INTERFACE.get(sys.platform))])
+@pytest.mark.parametrize(
+    ("card", "chosen"), [("eth1", "eth1"), ("", loopback_interface().get("GLOO_SOCKET_IFNAME"))]
+)
 def test_gloo_and_nccl_use_the_chosen_interface_and_loopback_on_one_machine(
     card: str, chosen: str | None
 ) -> None:

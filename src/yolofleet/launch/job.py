@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,12 +109,13 @@ AGENT_DEFAULTS = {
 }
 
 
-LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}  # by platform
+LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux, of macOS
 
 
 def loopback_interface() -> dict[str, str]:
     """Return the variables that keep gloo and NCCL on loopback, for a run on one machine."""
-    name = LOOPBACK_INTERFACE.get(sys.platform)
+    here = {name for _, name in socket.if_nameindex()}
+    name = next((name for name in LOOPBACK_INTERFACES if name in here), None)
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
 
 
