@@ -111,9 +111,9 @@ def test_a_host_that_comes_first_waits_for_the_stores_host(make: Make) -> None:
 def test_a_stranger_gets_a_random_number_and_nothing_else(make: Make, words: bytes) -> None:
     host = make(0)
     with connect(port_of(host)) as stranger:
-        with suppress(ConnectionError):
+        with suppress(OSError):  # the relay may have closed the connection before all was sent
             stranger.sendall(words)
-        stranger.shutdown(socket.SHUT_WR)
+            stranger.shutdown(socket.SHUT_WR)
         assert len(rest_of(stranger)) <= relays.NONCE_BYTES
 
 

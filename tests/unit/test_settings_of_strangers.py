@@ -104,6 +104,7 @@ def test_the_folder_of_a_run_does_not_say_which_hosts_continue_it(tmp_path: Path
     again, _ = resolve_train({"resume": str(folder)})
     assert (again.value.fleet, again.value.sync_code) == ("", False)
     assert fleet_of(again) is None
-    assert f"fleet: {evil} of {folder / 'config.yaml'} is not used" in again.notes
+    end = f" of {folder / 'config.yaml'} is not used"  # a long value is cut
+    assert any(note.startswith("fleet: ") and note.endswith(end) for note in again.notes)
     asked, _ = resolve_train({"resume": str(folder), "hosts": "a:2"})
     assert asked.value.hosts == "a:2" and asked.value.fleet == ""
