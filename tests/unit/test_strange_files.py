@@ -210,6 +210,14 @@ def test_a_small_jpeg_of_many_scans_is_refused(tmp_path: Path, progressive: bool
         read_image(file)
 
 
+def test_a_jpeg_that_ends_inside_its_frame_is_refused(tmp_path: Path) -> None:
+    """The end-of-image mark stands where the frame has its width, and the count of components is missing."""
+    file = tmp_path / "a.jpg"
+    file.write_bytes(b"\xff\xd8\xff\xc0" + struct.pack(">HBH", 11, 8, 1) + b"\xff\xd9")
+    with pytest.raises(DataError, match=r"a\.jpg"):
+        read_image(file)
+
+
 def test_a_usual_progressive_jpeg_is_read(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
     cv2.imwrite(str(tmp_path / "a.jpg"), pixels, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])

@@ -161,9 +161,9 @@ def _jpeg(window: _Window) -> ImageHeader | None:
             offset += 1
             continue
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame
-            frame = window.at(offset + 4, 5)
+            frame = window.at(offset + 4, 6)
             height, width = int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big")
-            if len(frame) < 5 or frame[0] != 8 or height == 0:  # 12 bits, or height given later
+            if len(frame) < 6 or frame[0] != 8 or height == 0:  # 12 bits, or height given later
                 return None
             fault = None
             if window.at(window.size - 2, 2) != b"\xff\xd9" and not window.contains_after(
