@@ -16,6 +16,7 @@ from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import emit_json, open_append, whole_folder, write_json
+from yolofleet.files.lock import exclusive
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.launch.local import explain, last_words
@@ -165,6 +166,13 @@ def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> Non
     with ExitStack() as lock:
         assert shared_folder(world, "train", where, made, lock) == made
     made.discard_unless_used()
+
+
+def test_a_lock_whose_file_cannot_be_deleted_is_freed(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).locked():
+        (tmp_path / ".lock").rename(tmp_path / "held")
+    with exclusive(tmp_path / "held") as is_free:
+        assert is_free
 
 
 def test_the_lock_is_not_taken_through_a_link(tmp_path: Path, victim: Path) -> None:

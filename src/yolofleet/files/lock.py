@@ -30,12 +30,13 @@ def exclusive(path: Path) -> Iterator[bool]:
         is_mine = _try_lock(handle) and (not fcntl or _is_same(handle, path))
         yield is_mine
     finally:
-        with contextlib.suppress(OSError):  # Windows: another process has it open
-            if is_mine and fcntl:
-                path.unlink()
+        if not fcntl:  # Windows deletes no open file
             os.close(handle)
-            if is_mine and not fcntl:
+        if is_mine:
+            with contextlib.suppress(OSError):  # another process has it open, or it is gone
                 path.unlink()
+        if fcntl:  # only now: the lock must not be free while the file still has its name
+            os.close(handle)
 
 
 @contextlib.contextmanager
