@@ -1,8 +1,8 @@
-"""Open a file that a stranger may have made: only a regular file, at most so large, inside its folder.
+"""Open a file that a stranger may have made: only a regular file of bounded size.
 
-A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could lead out of the
-folder that the stranger was given. Refusals are of type OSError with words in ``strerror``, so what handles a file
-that is missing handles them as well.
+A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could show a private
+file in a message. Refusals are of type OSError with words in ``strerror``, so the code that handles a missing file
+handles them as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
 from typing import BinaryIO
 
 from yolofleet.text import size_text
@@ -18,7 +17,7 @@ from yolofleet.text import size_text
 _FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"):
     _FLAGS |= getattr(os, _name, 0)
-_MOST_AT_ONCE = 64 << 20  # a buffer of so many bytes is allocated before a read
+_MOST_AT_ONCE = 64 << 20  # os.read allocates as many bytes as it is asked for
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
     (stat.S_ISFIFO, errno.EINVAL, "it is a named pipe, not a regular file"),
@@ -28,26 +27,17 @@ _KINDS = (
 )
 
 
-def open_foreign(
-    path: str | os.PathLike[str],
-    *,
-    limit_bytes: int | None = None,
-    within: Path | None = None,
-    follow: bool = True,
-    buffering: int = -1,
-) -> BinaryIO:
-    """Open a regular file for reading; never blocks on a named pipe.
+def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering: int = -1) -> BinaryIO:
+    """Open a regular file of any size for reading; never block on a named pipe.
 
     Args:
-        limit_bytes: refuse a larger file.
-        within: refuse a path that lies outside of this folder after links are followed.
         follow: False: refuse a symbolic link in the last part of ``path``.
         buffering: 0 = unbuffered, as of :func:`open`.
     Raises:
-        OSError: missing, unreadable, no regular file, too large, or outside of ``within``.
+        OSError: missing, unreadable, or not a regular file.
         ValueError: ``path`` holds a NUL character.
     """
-    handle, _ = open_descriptor(path, limit_bytes, within, follow)
+    handle, _ = open_descriptor(path, follow=follow)
     try:
         return os.fdopen(handle, "rb", buffering=buffering)
     except BaseException:
@@ -55,15 +45,13 @@ def open_foreign(
         raise
 
 
-def read_foreign(
-    path: str | os.PathLike[str], *, limit_bytes: int, within: Path | None = None, follow: bool = True
-) -> bytes:
-    """Return the content of a regular file, at most ``limit_bytes``; see :func:`open_foreign`.
+def read_foreign(path: str | os.PathLike[str], *, limit_bytes: int, follow: bool = True) -> bytes:
+    """Return the content of a regular file; see :func:`open_foreign`. OSError if it has more than ``limit_bytes``.
 
     A file that claims a size and gives more (some of /proc, a file that grows meanwhile) is refused past the limit.
     Costs less than ``open`` and ``read``: data sets have millions of small files.
     """
-    handle, size_bytes = open_descriptor(path, limit_bytes, within, follow)
+    handle, size_bytes = open_descriptor(path, limit_bytes, follow)
     try:
         content = os.read(handle, min(size_bytes + 1, _MOST_AT_ONCE))
         if len(content) != size_bytes:  # it grows, shrinks, or is larger than one read
@@ -77,7 +65,6 @@ def read_foreign_text(
     path: str | os.PathLike[str],
     *,
     limit_bytes: int,
-    within: Path | None = None,
     follow: bool = True,
     encoding: str = "utf-8-sig",
     errors: str = "strict",
@@ -87,18 +74,13 @@ def read_foreign_text(
     Raises:
         UnicodeDecodeError: it is not text of ``encoding``.
     """
-    return read_foreign(path, limit_bytes=limit_bytes, within=within, follow=follow).decode(encoding, errors)
+    return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding, errors)
 
 
 def open_descriptor(
-    path: str | os.PathLike[str],
-    limit_bytes: int | None = None,
-    within: Path | None = None,
-    follow: bool = True,
+    path: str | os.PathLike[str], limit_bytes: int | None = None, follow: bool = True
 ) -> tuple[int, int]:
     """Return a file descriptor, which the caller closes, and the size that the system states; see :func:`open_foreign`."""
-    if within is not None:
-        check_within(Path(path), within)
     flags = _FLAGS
     if not follow:
         if os.path.islink(path):  # noqa: PTH114  (systems without O_NOFOLLOW)
@@ -144,10 +126,3 @@ def _rest(handle: int, content: bytes, limit_bytes: int, path: str | os.PathLike
             errno.EFBIG, f"it gives more than the {size_text(limit_bytes)} that are read", os.fspath(path)
         )
     return b"".join(pieces)
-
-
-def check_within(path: Path, folder: Path) -> None:
-    """Raise OSError if ``path`` lies outside of ``folder`` after links are followed."""
-    real, root = os.path.realpath(path), os.path.realpath(folder)
-    if os.path.commonpath([real, root]) != root:
-        raise OSError(errno.EXDEV, f"it leads out of its folder {folder}", os.fspath(path))
