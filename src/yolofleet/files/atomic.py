@@ -57,7 +57,7 @@ def write_atomically(
 
     Args:
         write: gets the name of an empty file that exists.
-        check: raises OSError when what lies under the name is not what should.
+        check: gets the same name after ``write``; raises if the file does not hold what it should.
     Raises:
         StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
     """
@@ -66,20 +66,14 @@ def write_atomically(
             if not stat.S_ISREG(path.stat().st_mode):
                 write(path)
                 return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = new_temporary(path)
-        try:
+        with _replacement(path) as temporary:
             mode = stat.S_IMODE(temporary.stat().st_mode)
             write(temporary)
-            temporary.chmod(mode)  # a writer that made a file of its own (safetensors) made it private
+            temporary.chmod(mode)  # safetensors writes a file of its own, which only its owner can read
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             if check is not None:
                 check(temporary)
-            temporary.replace(path)
-        finally:
-            with suppress(OSError):  # the folder itself may be unusable
-                temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError as problem:
         raise storage_error(problem, path) from None
@@ -87,7 +81,7 @@ def write_atomically(
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder beside ``path`` to the block; at its end it gets that name, or is removed.
+    """Make a new folder beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
 
     Args:
         path: must not exist, or be an empty folder.
@@ -100,7 +94,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if os.name == "posix":
             temporary.chmod(0o777 & ~_umask())
         yield temporary
-        with suppress(OSError):  # not empty: the rename says so
+        with suppress(OSError):  # it is not empty: the rename raises
             path.rmdir()
         temporary.rename(path)
     finally:
@@ -109,57 +103,57 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open ``path`` for writing inside the block; it gets its name at the end of the block, or keeps its old content.
+    """Open a new file for the block, flush it, and rename it to ``path``; remove it if the block raises.
 
     Raises:
         OSError: the disk refused; ``path`` is as it was and nothing temporary is left.
     """
+    with _replacement(path) as temporary, temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[Path]:
+    """Make an empty file beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
+
+    The file has the mode that the user's umask gives to new files.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = new_temporary(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
+    temporary = Path(name)
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            if os.name == "posix":
+                os.fchmod(handle, 0o666 & ~_umask())
+        finally:
+            os.close(handle)
+        yield temporary
         temporary.replace(path)
     finally:
-        with suppress(OSError):
+        with suppress(OSError):  # the folder itself may be unusable
             temporary.unlink(missing_ok=True)
 
 
 def open_append(path: Path) -> BinaryIO:
     """Open ``path`` to append to it, and make it where it is missing.
 
-    A symbolic link is not followed, and a named pipe not waited for: the folder of a run may come from somebody else.
+    Never follow a symbolic link or wait for a named pipe: the folder of a run may come from somebody else.
 
     Raises:
-        OSError: the disk refused, or ``path`` is no regular file.
+        OSError: the disk refused, or ``path`` is not a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
         flags |= getattr(os, name, 0)
-    if path.is_symlink():  # the words of ELOOP, and systems without O_NOFOLLOW
+    if path.is_symlink():  # a clearer message than ELOOP's, and for systems without O_NOFOLLOW
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(handle, "ab")
-
-
-def new_temporary(path: Path) -> Path:
-    """Make an empty file beside ``path`` with a name of its own and the mode of the user's umask; return its path.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
-    try:
-        if os.name == "posix":
-            os.fchmod(handle, 0o666 & ~_umask())
-    finally:
-        os.close(handle)
-    return Path(name)
 
 
 def _umask() -> int:
