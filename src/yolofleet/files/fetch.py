@@ -8,7 +8,6 @@ that has no digest. Proxies are taken from the environment, as usual (``https_pr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import os
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 from yolofleet import __version__
 from yolofleet.errors import DataError, StorageError
-from yolofleet.files.atomic import sync_folder
+from yolofleet.files.atomic import sync_folder, whole_file
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import Refused, Transient, open_url, reason_text, whole_number
 from yolofleet.text import echo, size_text
@@ -148,15 +147,11 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
         StorageError: the disk refused.
     """
     target = folder / item.name
-    fresh = target.with_name(f".{item.name}.{os.getpid()}.tmp")
     try:
         _check_present(item, source)
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, fresh)
-        _give_name(fresh, target)
+        with source.open("rb") as content, whole_file(target) as file:
+            shutil.copyfileobj(content, file)
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
         raise _refused_by_disk(problem, target) from None
     return target
 
