@@ -52,6 +52,8 @@ def may_be_in_files(field: FieldInfo) -> bool:
 
 MOST_THREADS = 1024  # more are a slip, and each costs memory
 Natural = Annotated[int, Field(ge=1)]
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
+PRECISION_HELP = "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs"
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|[0-9]{1,3}(,[0-9]{1,3})*)$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -177,11 +179,7 @@ class TrainConfig(WhereAll):
     shares: str = setting(
         "", "micro-batches per rank, as 2,1,1; auto = by measured speed; default equal", group="where"
     )
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
-        "auto",
-        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
-        group="where",
-    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="where")
     channels_last: bool = setting(True, "memory layout of images and weights", group="where")
     deterministic: bool = setting(False, "deterministic kernels only (slower on GPUs)", group="where")
     cudnn_benchmark: Literal["auto", "on", "off"] = setting(
@@ -255,11 +253,7 @@ class ValConfig(WhereAll):
     iou: Unit = setting(0.6, "NMS overlap", group="how")
     max_det: Natural = setting(300, "most boxes per image", group="how")
     batch: Natural = setting(32, "images per batch (fixed list, the same on every fleet)", group="how")
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
-        "auto",
-        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
-        group="where",
-    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="where")
     timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
     stall_s: float = setting(
         30.0,
@@ -304,11 +298,7 @@ class PredictConfig(Where):
     agnostic_nms: bool = setting(False, "NMS over all classes together", group="how")
     vid_stride: Natural = setting(1, "every Nth video frame", group="how")
     batch: Natural = setting(1, "images per forward pass", group="how")
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
-        "auto",
-        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
-        group="where",
-    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="where")
     save: Literal["images", "none"] = setting("images", "write annotated pictures", group="keeping")
     save_txt: bool = setting(False, "write YOLO txt files", group="keeping")
     save_conf: bool = setting(False, "scores in the txt files", group="keeping")
@@ -336,11 +326,7 @@ class SelftestConfig(Frozen):
         group="where",
         pattern=DEVICE,
     )
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
-        "auto",
-        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
-        group="where",
-    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="where")
     json_out: str = setting(
         "",
         "write all figures as JSON to a file, or - for standard output",
@@ -473,11 +459,7 @@ class BenchConfig(Frozen):
     passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")
     device: str = setting("auto", "auto | cpu | mps | one CUDA id", group="where", pattern=DEVICE)
     threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="where")
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = setting(
-        "auto",
-        "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs",
-        group="where",
-    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="where")
     json_out: str = setting(
         "",
         "write the figures as JSON to a file, or - for standard output",
