@@ -21,12 +21,11 @@ import numpy as np
 from yolofleet.config.suggest import nearest
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.labels import Problem, ProblemLog, RawLabels
-from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, Stamp, stamp
+from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, MAX_LIST_BYTES, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 
 _MAX_XML_BYTES = 16 << 20
-_MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -54,7 +53,7 @@ class VocFiles:
     def __init__(self, listing: Path, names: tuple[str, ...]) -> None:
         root = voc_root(listing)
         try:
-            text = read_foreign(listing, limit_bytes=_MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
+            text = read_foreign(listing, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
             files = sorted(os.listdir(root / "JPEGImages"))
         except (OSError, ValueError) as error:
             raise DataError(f"VOC split {listing} cannot be read: {error}") from None

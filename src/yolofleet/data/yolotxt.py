@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = {
     *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 }
 _MAX_LABEL_BYTES = 64 << 20
-_MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
+MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
 
 Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)
@@ -136,7 +136,7 @@ def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
 
 def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
     """Images named by a list file: absolute, or relative to the file's folder or that folder's parent."""
-    text = read_foreign(path, limit_bytes=_MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
+    text = read_foreign(path, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
     folders = [str(path.parent), str(path.parent.parent)]
     for line in text.split("\n"):  # not splitlines: a name may hold a form feed or U+2028
         name = line.strip()

@@ -12,11 +12,10 @@ import cv2
 import numpy as np
 
 from yolofleet.data.decode import read_image
-from yolofleet.data.yolotxt import IMAGE_SUFFIXES
+from yolofleet.data.yolotxt import IMAGE_SUFFIXES, MAX_LIST_BYTES
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import open_foreign, read_foreign_text
 
-_MAX_LIST_BYTES = 64 << 20
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
     *(".ts", ".webm", ".wmv"),
@@ -168,7 +167,7 @@ def find_items(spec: str) -> list[Path | int]:
 def _listed(path: Path) -> list[Path | int]:
     """Paths of a list file; empty lines and lines with ``#`` in front are passed over."""
     try:
-        lines = read_foreign_text(path, limit_bytes=_MAX_LIST_BYTES).splitlines()
+        lines = read_foreign_text(path, limit_bytes=MAX_LIST_BYTES).splitlines()
     except (OSError, ValueError) as problem:
         raise DataError(f"source {path} cannot be read as a list of paths: {problem}") from None
     entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
