@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from yolofleet.children import START
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
@@ -206,7 +208,8 @@ def test_figures_that_cannot_be_written_are_no_success(
 def test_ssh_is_asked_for_nothing_but_the_keeper() -> None:
     argv = keeper_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
     assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
-    assert argv[-1] == "exec env 'A=b'\"'\"'c; rm' '/my env/python' -m yolofleet.launch.keeper"
+    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.launch.keeper"]
+    assert shlex.split(argv[-1]) == ["exec", *command]
 
 
 # -- the end -------------------------------------------------------------------------------------------------

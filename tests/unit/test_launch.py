@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from yolofleet.children import START
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.job import (
@@ -25,9 +27,9 @@ from yolofleet.launch.processes import OomKills
 def test_the_agents_command_is_exactly_this() -> None:
     argv = agent_argv(JobSpec(Path("/r/my run"), 3))
     assert argv[1:] == [
-        "-m", "yolofleet.parallel.rendezvous", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
+        "-c", START, "yolofleet.parallel.rendezvous", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
         "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
-        f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/my run",
+        f"--log-dir={os.devnull}", "--no-python", sys.executable, "-c", START, "yolofleet.worker", "/r/my run",
     ]  # fmt: skip
 
 
@@ -38,9 +40,10 @@ def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd,
     meeting = Meeting(node=1, nodes=3, address="10.0.0.1", port=29501, card="eth1", secret="5ec2e7")
     argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting), store)
     assert argv[1:] == [
-        "-m", "yolofleet.parallel.rendezvous", "--nnodes=3", "--rdzv-backend=loopback",
+        "-c", START, "yolofleet.parallel.rendezvous", "--nnodes=3", "--rdzv-backend=loopback",
         "--rdzv-endpoint=127.0.0.1:4711", f"--rdzv-conf={options}", "--local-addr=127.0.0.1", "--nproc-per-node=2",
-        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}", "-m", "yolofleet.worker", "/r/exp",
+        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}", "--no-python", sys.executable, "-c", START,
+        "yolofleet.worker", "/r/exp",
         "/r/exp/logs/job-1.yaml",
     ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
+from yolofleet.children import module_argv, module_environment
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
@@ -139,11 +140,11 @@ def started(
     if processes > 1:
         argv = agent_argv(JobSpec(folder.path, processes))
     else:
-        argv = [sys.executable, "-m", "yolofleet.worker", str(folder.path)]
+        argv = module_argv("yolofleet.worker", str(folder.path))
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
         return subprocess.Popen(
             argv,
-            env={**agent_environment(os.environ), **extra},
+            env={**module_environment(agent_environment(os.environ)), **extra},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -250,8 +251,8 @@ def device_checks(devices: Sequence[str], out: TextIO) -> list[dict[str, Any]]:
     done: list[dict[str, Any]] = []
     for device in devices:
         child = subprocess.Popen(
-            [sys.executable, "-m", "yolofleet.doctor.device_checks", device],
-            env=agent_environment(os.environ),
+            module_argv("yolofleet.doctor.device_checks", device),
+            env=module_environment(agent_environment(os.environ)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from yolofleet.children import safe_spawn
 from yolofleet.data.decode import read_image
 from yolofleet.data.index import DataIndex
 from yolofleet.data.labels import Problem
@@ -40,7 +41,10 @@ def decode_all(index: DataIndex, *, on_progress: Progress = lambda done, total: 
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, max(1, len(jobs)))
     spawn = multiprocessing.get_context("spawn")
     problems: list[Problem] = []
-    with _cancelled_early(ProcessPoolExecutor(processes, spawn, initializer=_catch_warnings)) as pool:
+    with (
+        safe_spawn(),
+        _cancelled_early(ProcessPoolExecutor(processes, spawn, initializer=_catch_warnings)) as pool,
+    ):
         done = 0
         for job, found in zip(jobs, pool.map(_decode_some, jobs), strict=True):
             problems += found

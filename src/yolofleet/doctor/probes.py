@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from yolofleet.children import module_argv, module_environment
 from yolofleet.doctor import facts as seen
 from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
 from yolofleet.doctor.machine import Machine, run_for, within
@@ -129,14 +130,14 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
     try:
         code, out, errors = run_for(
             APART_S[name],
-            [sys.executable, "-m", "yolofleet.doctor.apart", name],
+            module_argv("yolofleet.doctor.apart", name),
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # ids as nvidia-smi shows them, and as a run counts them
             env={
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                **os.environ,
+                **module_environment(os.environ),
                 "OMP_NUM_THREADS": "1",
                 **(environment or {}),
             },

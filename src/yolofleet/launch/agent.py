@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
+from yolofleet.children import module_argv, module_environment
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import AGENT_DEFAULTS, loopback_interface
 from yolofleet.launch.local import exit_text
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
             wishes.tee == wishes.redirects == "0"
         ):  # nothing to keep; else every start leaves an empty folder in TMPDIR
             wishes.log_dir = wishes.log_dir or os.devnull
+        if wishes.module and wishes.training_script.partition(".")[0] == "yolofleet":
+            _ignore_working_folder(wishes)
         torchrun.run(wishes)
     except ChildFailedError as failed:
         if warning.has_come:
@@ -114,6 +117,14 @@ def _keep_to_loopback(options: argparse.Namespace) -> None:
     options.standalone = False
     options.rdzv_backend, options.rdzv_endpoint, options.rdzv_conf = BACKEND, "127.0.0.1:0", ""
     options.local_addr = "127.0.0.1"
+
+
+def _ignore_working_folder(options: argparse.Namespace) -> None:
+    """Let workers that run this package import nothing from the working folder. A user's own script may need it."""
+    python, *words = module_argv(options.training_script, *options.training_script_args)
+    options.module, options.no_python = False, True
+    options.training_script, options.training_script_args = python, words
+    os.environ.update(module_environment(os.environ))
 
 
 def _explained(rank: int, exit_code: int, killed: OomKills) -> int:

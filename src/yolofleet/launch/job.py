@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from yolofleet.children import module_argv
+
 # seconds from a SIGTERM until the agent kills its workers; torch's own 30 may be too few to save in (older ones know
 # no other)
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -72,8 +74,7 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
     node, nodes = (job.meeting.node, job.meeting.nodes) if job.meeting else (0, 1)
     options = f"node={node}" + ("" if store.listener is None else f",listener={store.listener}")
     return [
-        sys.executable,
-        *("-m", "yolofleet.parallel.rendezvous"),  # torchrun with a rendezvous that needs no open port
+        *module_argv("yolofleet.parallel.rendezvous"),  # torchrun with a rendezvous that needs no open port
         f"--nnodes={nodes}",
         "--rdzv-backend=loopback",
         f"--rdzv-endpoint=127.0.0.1:{store.port}",
@@ -83,10 +84,8 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
         "--rdzv-id=yolofleet",
         "--max-restarts=0",  # restarts are left to --resume
         f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
-        "-m",
-        "yolofleet.worker",
-        str(job.folder),
-        *([str(job.job)] if job.job else []),
+        "--no-python",  # torchrun's own `python -m` would import from the working folder
+        *module_argv("yolofleet.worker", str(job.folder), *([str(job.job)] if job.job else [])),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What runs on every host of a fleet: ``ssh HOST python -m yolofleet.launch.keeper``.
+"""What runs on every host of a fleet: ``remote.keeper_argv`` starts it through ssh.
 
 It speaks with the launcher in lines of JSON on standard input and output: requests and their answers, a job, and
 frames of what the job says. Its life hangs on standard input: when that ends, or says nothing for ``silence_s``,
@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from yolofleet.children import module_environment
 from yolofleet.doctor.facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import open_append
@@ -188,6 +189,7 @@ def start(job: Frame) -> Running:
         )  # torchrun's, and what else is installed beside this python
         environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     else:
+        environment = module_environment(environment)
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         text = logs / f"job-{meeting.node}.yaml"

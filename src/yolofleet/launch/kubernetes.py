@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from yolofleet.children import SAFE_PATH
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
 from yolofleet.config.suggest import shown
@@ -149,6 +150,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
                 },
             },
             {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": SAFE_PATH, "value": "1"},  # import nothing from the working folder
         ],
         "ports": [{"name": "meeting", "containerPort": PORT}],
         "resources": {"limits": {kind: amount for kind, amount in amounts.items() if amount}},

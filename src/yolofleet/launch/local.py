@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from yolofleet.children import module_environment
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
@@ -166,7 +167,7 @@ def run_agent(job: JobSpec) -> int:
             started_at = agent_log.tell()
             agent = subprocess.Popen(
                 agent_argv(job),
-                env=agent_environment(os.environ),
+                env=module_environment(agent_environment(os.environ)),
                 stderr=agent_log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=os.name == "posix",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from yolofleet import __version__
+from yolofleet.children import module_argv, with_this_package
 from yolofleet.errors import ClusterError
 from yolofleet.launch.fleet import HERE, Host
 from yolofleet.launch.frames import (
@@ -117,6 +119,7 @@ class Remote:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                env=with_this_package(os.environ),
             )
         except OSError as problem:
             raise not_started(self.host, problem) from None
@@ -318,8 +321,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def keeper_argv(host: Host) -> list[str]:
     """The command that starts a keeper on a host."""
-    python = host.python or sys.executable
-    command = [python, "-m", "yolofleet.launch.keeper"]
+    command = module_argv("yolofleet.launch.keeper", python=host.python)
     if host.env:
         command = ["env", *(f"{name}={value}" for name, value in host.env.items()), *command]
     if host.name == HERE:

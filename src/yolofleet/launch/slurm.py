@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from yolofleet.children import SAFE_PATH
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
 from yolofleet.errors import ClusterError, ConfigError, Stopped
@@ -92,6 +93,7 @@ def render(
             "",
             "# what another fleet may have left in the environment of sbatch",
             "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
+            f"export {SAFE_PATH}=1  # import nothing from the working folder (Python 3.11 and newer)",
             "",
             "# one agent on each node; the last one may still save when the first has ended",
             f'srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task={cpus} \\',

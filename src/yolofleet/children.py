@@ -1,0 +1,67 @@
+"""Start modules of this package in child processes that import nothing from the working folder.
+
+``python -m MODULE`` and ``python -c CODE`` put the working folder first on the import path. There, a file such as
+``numpy.py`` of somebody else would be executed. ``yolofleet`` itself does not look there, and its children must not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PACKAGES = str(Path(__file__).resolve().parents[1])  # the folder that this package was imported from
+# PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
+START = (
+    "import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "
+    'run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+)
+SAFE_PATH = "PYTHONSAFEPATH"  # Python 3.11 and newer: also for what the child starts
+
+
+def module_argv(module: str, *words: str, python: str = "") -> list[str]:
+    """Return the command of ``python -m MODULE WORDS`` without the working folder on its import path.
+
+    Args:
+        python: the interpreter; "" = this process's.
+    """
+    return [python or sys.executable, "-c", START, module, *words]
+
+
+def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which children find this package.
+
+    ``python -m yolofleet`` inside ``src`` of a checkout finds it through the working folder, which children ignore.
+    """
+    paths = environment.get("PYTHONPATH", "")
+    is_first = False
+    with suppress(OSError):  # of a working folder that is gone
+        is_first = Path(sys.path[0]).samefile(PACKAGES)
+    if not is_first or PACKAGES in paths.split(os.pathsep):
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGES, paths]))}
+
+
+def module_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for :func:`module_argv`. Do not give it to a user's own command: ``python SCRIPT`` would
+    not find modules beside the script."""
+    return {**with_this_package(environment), SAFE_PATH: "1"}
+
+
+@contextmanager
+def safe_spawn() -> Iterator[None]:
+    """Keep the working folder off the import path of processes that multiprocessing spawns in the block.
+
+    On Python 3.10 it stays there until the child has imported multiprocessing itself.
+    """
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
