@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
 
 from yolofleet.launch.processes import variable
-from yolofleet.parallel import stall
+from yolofleet.parallel import stall, watchdog
 from yolofleet.parallel.stall import Beat, Findings, Member, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
+from yolofleet.parallel.witness import started_ticks
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 
@@ -149,6 +151,75 @@ def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
         assert codes(ranks) == [4, -signal.SIGKILL]
     assert "ClusterError: rank 1 " in the_report(tmp_path)
     assert "gives no sign of life" in the_report(tmp_path)
+
+
+def test_a_process_that_somebody_else_names_as_a_rank_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forging:
+        """A store in which somebody replaces the process of rank 1."""
+
+        def __init__(self, store: Any, victim: int) -> None:
+            self.store, self.victim = store, victim
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def set(self, key: str, text: str) -> None:
+            forged = {"pid": self.victim, "started_ticks": started_ticks(self.victim)}
+            self.store.set(key, json.dumps(json.loads(text) | forged) if key == "member/1" else text)
+
+    other_parent = (
+        "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", other_parent], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        victim = int(parent.stdout.readline())
+        try:
+            meet = World.store
+            monkeypatch.setattr(World, "store", lambda self, name: Forging(meet(self, name), victim))
+            with two_ranks(tmp_path, walk) as ranks:
+                os.kill(ranks[1].pid, signal.SIGSTOP)
+                ranks[0].join(DEADLINE_S)
+                assert ranks[0].exitcode == 4
+            assert "gives no sign of life" in the_report(tmp_path)
+            assert parent.poll() is None, "somebody killed its child"
+        finally:
+            parent.kill()
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+
+
+def test_only_a_process_of_the_same_parent_and_program_is_a_sibling() -> None:
+    def started(*argv: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    look = (
+        "import sys, os, yolofleet.parallel.witness as w; print([w.is_sibling(int(p)) for p in sys.argv[1:]])"
+    )
+    python, other = started(sys.executable, "-c", "input()"), started("cat")
+    with python, other:
+        words = [sys.executable, "-c", look, *map(str, (python.pid, other.pid, os.getpid(), 1, 2**22 + 1))]
+        assert subprocess.check_output(words).decode().strip() == str([True, *[False] * 4])
+        python.communicate(b"\n")
+        other.communicate(b"")
+
+
+def test_a_rank_that_does_not_report_a_stall_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "REPORTER_S", 1.0)
+    turn = Watchdog._turn
+    monkeypatch.setattr(
+        Watchdog, "_turn", lambda self, verdict: turn(self, verdict) if self.world.rank else math.inf
+    )
+
+    def work(world: World, clock: Clock) -> None:
+        steps(world, clock, 100, load=turns_for_ever if world.rank == 1 else lambda step: None)
+
+    with two_ranks(tmp_path, work) as ranks:
+        assert codes(ranks) == [4, 4]
+    assert "rank 1 " in the_report(tmp_path)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

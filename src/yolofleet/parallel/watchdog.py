@@ -4,17 +4,18 @@ Each rank has two threads. One looks at this rank's activity once a second; the 
 other ranks through the store where they met, over a connection of its own, and judges them. Two, because the
 store may be what hangs (it lives in rank 0, or in torchrun's agent). The step itself only sets variables.
 
-When a rank sees a stall, one of them becomes the reporter (first come, in the store). It asks all ranks for
-their stacks, and those on a machine with a missing one for what that machine shows of it; tells the report;
-waits until the checkpoint being written is done; and then every rank ends its process. A missing rank is
-killed by its neighbours on the machine, since it cannot end itself. A run of one process is not ended: nobody waits
-for it, and who debugs it may want to look around.
+When ranks see a stall, the lowest one that is not missing reports it. If it asks nothing within REPORTER_S, the next
+one takes over. The reporter asks all ranks for their stacks, and those on a machine with a missing one for what that
+machine shows of it; tells the report; waits until the checkpoint being written is done; and then every rank ends its
+process. Ranks that the same parent started on the machine kill a missing one, since it cannot end itself. A run of one
+process is not ended: nobody waits for it, and who debugs it may want to look around.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
@@ -42,7 +43,7 @@ from yolofleet.parallel.stall import (
 from yolofleet.parallel.witness import (
     children_of,
     dumped_stack,
-    kill,
+    kill_sibling,
     machine_id,
     main_stack,
     started_ticks,
@@ -58,6 +59,7 @@ MEET_S = 0.2  # until it is known who they are
 CLOCK_JUMP_S = 3.0  # no more than this is counted for one look: this process was stopped, or starved
 DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python is locked goes to its log
 ANSWER_WAIT_S = 5.0
+REPORTER_S = 10.0  # until the next rank reports a stall
 SETTLE_WAIT_S = 60.0  # for a checkpoint being written
 CLOSE_WAIT_S = 2.0
 KINDS = ("silent", "stuck", "waiting", "left", "blind")  # of a verdict
@@ -195,6 +197,7 @@ class Watchdog:
     def _exchange(self, store: Store) -> None:
         """Thread: beats out and in, and the verdict on them. The last beat says that this rank is done."""
         rank, ranks = self.world.rank, range(self.world.size)
+        verdict_at_s = math.inf
         with suppress(RuntimeError):  # the store is gone: `_watch` counts how long nothing comes
             every_s = MEET_S
             while not self._closing.wait(every_s):
@@ -211,12 +214,24 @@ class Watchdog:
                 if store.check(["question"]):
                     self._answer(store)
                 verdict = judge(self.beats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
-                if verdict is not None and store.add("reporters", 1) == 1:
+                if verdict is None:
+                    verdict_at_s = math.inf
+                    continue
+                verdict_at_s = min(verdict_at_s, time.monotonic())
+                if time.monotonic() - verdict_at_s >= REPORTER_S * self._turn(verdict):
                     self._report(store, verdict)
             store.set(
                 f"beat/{rank}", json.dumps(vars(self._progress.look(0.0, ended=True, failed=self._failed)))
             )
             store.check(["question"])  # it has been answered: the beat has arrived
+
+    def _turn(self, verdict: Verdict) -> int:
+        """Return how many ranks come before this one in reporting a stall.
+
+        Each rank counts for itself: a counter in the store could be raised by any other user of this machine.
+        """
+        live = sorted(r for r, beat in self.beats.items() if not beat.ended)
+        return sorted(live, key=lambda r: r in verdict.missing).index(self.world.rank)
 
     def _fetch_beats(self, store: Store) -> None:
         others = [r for r in self.members if r != self.world.rank]
@@ -227,7 +242,7 @@ class Watchdog:
     # -- the end -----------------------------------------------------------------------------------------
 
     def _report(self, store: Store, verdict: Verdict) -> NoReturn:
-        """Of the one rank that may: ask, tell, see to it that all end."""
+        """Ask all ranks what they see, show the report, and let every rank end its process. One rank calls this."""
         self._ending.set()
         found = {self.world.rank: own_findings()} | self._witness(verdict.missing)
         saved = {newest(self.checkpoints)}
@@ -252,7 +267,7 @@ class Watchdog:
         self._end(verdict)
 
     def _answer(self, store: Store) -> None:
-        """Of every other rank that still can. Returns only if the question is none."""
+        """Answer the reporter's question and end this process; return only if the question is malformed."""
         match parsed(store.get("question")):
             case [[*missing], str(kind)] if kind in KINDS and all(
                 r in range(self.world.size) for r in missing
@@ -329,7 +344,7 @@ class Watchdog:
         if verdict.kind == "silent":
             for r in set(verdict.missing) & self.members.keys():
                 if self._sees(self.members[r]):
-                    kill(self.members[r].pid, self.members[r].started_ticks)
+                    kill_sibling(self.members[r].pid, self.members[r].started_ticks)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(ClusterError.exit_code)  # the main thread waits where no exception reaches it

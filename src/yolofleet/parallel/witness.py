@@ -95,9 +95,25 @@ def children_of(pid: int) -> list[ProcessState]:
     return [state_of(child, started) for child, started in sorted(found.items())]
 
 
-def kill(pid: int, started: int) -> None:
-    """End a process of this machine that does not answer."""
-    if sys.platform != "win32" and state_of(pid, started).letter not in "XZ":
+def is_sibling(pid: int) -> bool:
+    """Whether the parent of this process also started ``pid``, from the same executable.
+
+    torchrun's agent, srun and mpirun start all ranks of a machine in this way.
+    """
+    fields = stat_fields(pid)
+    try:
+        same = (PROC / str(pid) / "exe").readlink() == (PROC / "self/exe").readlink()
+    except OSError:  # it has ended, or belongs to another user
+        return False
+    return same and bool(fields) and int(fields[1]) == os.getppid()
+
+
+def kill_sibling(pid: int, started: int) -> None:
+    """End another rank of this machine that does not answer.
+
+    Its number came through the store, where somebody else may have written that of any process: only siblings end.
+    """
+    if sys.platform != "win32" and is_sibling(pid) and state_of(pid, started).letter not in "XZ":
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
