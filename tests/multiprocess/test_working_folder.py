@@ -12,7 +12,7 @@ from commands import SMALL, environment, small_shapes
 
 from yolofleet import children
 from yolofleet.children import module_argv
-from yolofleet.doctor.probes import apart
+from yolofleet.doctor.probes import APART_S, apart
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.remote import Remote
 
@@ -66,14 +66,17 @@ def test_the_schedulers_agent_starts_training_without_the_working_folder(tmp_pat
     assert not mark.exists()
 
 
-def test_probes_of_the_doctor_execute_nothing_of_the_working_folder(mark: Path) -> None:
+def test_probes_of_the_doctor_execute_nothing_of_the_working_folder(
+    mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(APART_S, "libraries", DEADLINE_S)
     libraries = apart("libraries", {})
     assert "problem" not in libraries and not mark.exists()
 
 
 def test_the_host_agent_executes_nothing_of_the_working_folder(mark: Path) -> None:
     remote = Remote(Host("localhost", "cpu"))
-    assert remote.open()["platform"] == "linux"
+    assert remote.open(DEADLINE_S)["platform"] == "linux"
     remote.close()
     assert not mark.exists()
 
