@@ -118,6 +118,11 @@ def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
     return "gloo"
 
 
+# In torch 2.6, the destructor of a gloo group holds Python's lock while it waits for gloo's threads, and they may need
+# the lock to let go of the last collective's tensor: a deadlock. Groups that ranks have left are therefore kept.
+_LEFT_GROUPS: list[Any] = []
+
+
 @dataclass
 class World:
     """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
@@ -230,6 +235,7 @@ class World:
             with suppress(Exception):  # experimental in torch; what is left open ends with the process
                 dist.distributed_c10d._abort_process_group()
         else:
+            _LEFT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     # -- talking -----------------------------------------------------------------------------------
