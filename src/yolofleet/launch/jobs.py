@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import StorageError
+from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import read_foreign
 from yolofleet.launch.processes import started_at
 
 KEPT = 20  # jobs that have ended
+MOST_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,7 @@ def write(record: Record) -> None:
     """Whole or not at all. Without it the job runs, but ``ps`` and ``stop`` do not see it."""
     with suppress(OSError, StorageError):
         path = folder() / f"{record.job}.json"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, json.dumps(asdict(record)))
 
 
 def records() -> list[Record]:
@@ -90,7 +91,7 @@ def records() -> list[Record]:
     found = []
     for path in folder().glob("*.json"):
         with suppress(OSError, ValueError, TypeError):
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_foreign(path, limit_bytes=MOST_RECORD_BYTES, follow=False))
             values |= {"ranks": tuple(values["ranks"]), "keeper": tuple(values["keeper"])}
             found.append((path, Record(**values)))
     found.sort(key=lambda entry: -entry[1].began_s)

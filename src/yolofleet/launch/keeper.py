@@ -32,7 +32,8 @@ from typing import Any
 from yolofleet.children import module_environment
 from yolofleet.doctor.facts import software
 from yolofleet.errors import YolofleetError
-from yolofleet.files.atomic import open_append
+from yolofleet.files.atomic import open_append, write_text
+from yolofleet.files.foreign import open_foreign
 from yolofleet.launch import code, jobs, requests
 from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, Frame
 from yolofleet.launch.job import (
@@ -83,7 +84,7 @@ class Tail:
 
     def read(self) -> str:
         try:
-            with self.path.open("rb") as file:
+            with open_foreign(self.path, follow=False) as file:
                 file.seek(self.offset)
                 piece = file.read(1 << 18)
         except OSError:
@@ -150,7 +151,7 @@ class Running:
     def log_tail(self) -> str:
         if self.tails:
             path = self.tails[AGENT].path
-            with suppress(OSError), path.open("rb") as file:
+            with suppress(OSError), open_foreign(path, follow=False) as file:
                 file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
         return ""
@@ -193,7 +194,7 @@ def start(job: Frame) -> Running:
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         text = logs / f"job-{meeting.node}.yaml"
-        text.write_text(job["text"], encoding="utf-8")
+        write_text(text, job["text"])
         ranks = range(first_rank, first_rank + processes)
         for rank in ranks:
             error_path(folder, rank).unlink(missing_ok=True)

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.doctor.probes import run_probe
+from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import open_foreign, read_foreign_text
 from yolofleet.launch import jobs
 from yolofleet.launch.code import take
 from yolofleet.launch.processes import signal_all
 from yolofleet.report.folder import RunFolder
 
 PIECE_BYTES = 1 << 20
+MOST_MARK_BYTES = 1 << 10
 Arguments = Mapping[str, Any]
 
 
@@ -52,8 +55,9 @@ def claim(arguments: Arguments) -> dict[str, Any]:
         if not (arguments["used"] or _appears(mark)):
             return {"folder": str(folder), "owner": "", "made": False}
     if not mark.is_file():
-        mark.write_text(str(arguments["owner"]), encoding="utf-8")
-    return {"folder": str(folder), "owner": mark.read_text(encoding="utf-8"), "made": made}
+        write_text(mark, str(arguments["owner"]))
+    owner = read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False)
+    return {"folder": str(folder), "owner": owner, "made": made}
 
 
 def _appears(file: Path) -> bool:
@@ -80,7 +84,7 @@ def hash_files(arguments: Arguments) -> dict[str, str]:
         path = Path(str(name))
         if path.is_file():
             digest = hashlib.sha256()
-            with path.open("rb") as file:
+            with open_foreign(path) as file:
                 while piece := file.read(PIECE_BYTES):
                     digest.update(piece)
             found[str(name)] = digest.hexdigest()
@@ -132,7 +136,7 @@ def read_piece(arguments: Arguments) -> dict[str, Any]:
     path, offset = Path(str(arguments["file"])), int(arguments["offset"])
     size = path.stat().st_size
     begin = offset if offset >= 0 else max(0, size + offset)
-    with path.open("rb") as file:
+    with open_foreign(path, follow=False) as file:
         file.seek(begin)
         piece = file.read(PIECE_BYTES)
     return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
