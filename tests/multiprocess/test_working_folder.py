@@ -13,6 +13,9 @@ from commands import SMALL, environment, small_shapes
 from yolofleet import children
 from yolofleet.children import module_argv
 from yolofleet.doctor.probes import APART_S, apart
+from yolofleet.errors import CheckpointError
+from yolofleet.export.formats import FORMATS
+from yolofleet.export.trial import _try_in_child
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.remote import Remote
 
@@ -72,6 +75,14 @@ def test_probes_of_the_doctor_execute_nothing_of_the_working_folder(
     monkeypatch.setitem(APART_S, "libraries", DEADLINE_S)
     libraries = apart("libraries", {})
     assert "problem" not in libraries and not mark.exists()
+
+
+def test_the_trial_of_an_exported_file_executes_nothing_of_the_working_folder(
+    tmp_path: Path, mark: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read .*missing\.onnx: No such file"):
+        _try_in_child(FORMATS["onnx"], tmp_path / "missing.onnx", 0, 1)
+    assert not mark.exists()
 
 
 def test_the_host_agent_executes_nothing_of_the_working_folder(mark: Path) -> None:

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet import __version__, errors
+from yolofleet import __version__
+from yolofleet.children import module_argv, module_environment
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.facts import ExportFacts
@@ -47,10 +48,6 @@ WALL_S = 600  # of a child that computes nothing, and of all on Windows
 THREADS = 4  # at most: each reserves memory
 FREE_SIDE_PX = 640  # of the images for a file that takes any size
 REFUSED = 9  # exit code of a child that gives the reason
-START = (
-    "import sys; sys.path[:] = [p for p in sys.path if p] + [sys.argv[1]]; "
-    "from yolofleet.export.trial import main; main()"
-)
 
 
 @dataclass(frozen=True)
@@ -172,15 +169,14 @@ def _version(module: str) -> str:
 
 
 def _try_in_child(format: Format, path: Path, size_bytes: int, threads: int) -> None:
-    package = str(Path(errors.__file__).resolve().parents[1])
-    words = [package, format.name, str(path.absolute()), str(size_bytes), str(threads), str(CPU_S)]
+    words = [format.name, str(path.absolute()), str(size_bytes), str(threads), str(CPU_S)]
     try:
         child = subprocess.run(
-            [sys.executable, "-c", START, *words],
+            module_argv("yolofleet.export.trial", *words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=module_environment(os.environ) | {"OMP_NUM_THREADS": str(threads)},
             timeout=WALL_S,
         )
     except OSError as problem:
@@ -221,7 +217,7 @@ def _refusal(path: Path, answer: bytes) -> YolofleetError:
 
 def main() -> None:
     """Try the file that the arguments name; the exit code says how it went, REFUSED with words on standard output."""
-    name, path, size_bytes, threads, cpu_s = sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:7])
+    name, path, size_bytes, threads, cpu_s = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some runtimes print
     on_gpu = name == "tensorrt"  # its driver maps more memory than the machine has
@@ -260,3 +256,10 @@ def _set_limits(file_bytes: int, pixels: int, cpu_s: int, on_gpu: bool) -> None:
     for kind, limit in limits.items():
         _, most = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+if __name__ == "__main__":
+    # not the main of this copy of the module: the formats import its classes from the one with a name
+    from yolofleet.export import trial
+
+    trial.main()
