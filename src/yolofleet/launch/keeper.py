@@ -40,6 +40,7 @@ from yolofleet.launch.job import (
     SAVING_S,
     JobSpec,
     Meeting,
+    StoreEnd,
     agent_argv,
     agent_environment,
     meeting_environment,
@@ -175,7 +176,7 @@ def start(job: Frame) -> Running:
     """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the keeper.
 
     Raises:
-        OSError: a folder or file cannot be written, or there is no such command.
+        OSError, StorageError: a folder or file cannot be written, or there is no such command.
         LookupError, TypeError, ValueError: that is no job.
     """
     meeting = Meeting(**job["meeting"])
@@ -209,14 +210,14 @@ def start(job: Frame) -> Running:
         if os.getppid() != keeper:  # it died before that
             os._exit(1)
 
-    relay = None
-    if tails and meeting.nodes > 1:
-        relay = Relay(meeting, lambda line: append_line(tails[AGENT].path, line))
+    relay, store = None, StoreEnd()
     output, workers_output = _output(job["terminal"], environment)
     try:
         if tails:
-            spec = JobSpec(folder, processes, text, meeting)
-            argv = agent_argv(spec, relay.end) if relay else agent_argv(spec)
+            if meeting.nodes > 1:
+                relay = Relay(meeting, lambda line: append_line(tails[AGENT].path, line))
+                store = relay.end
+            argv = agent_argv(JobSpec(folder, processes, text, meeting), store)
         with open_append(tails[AGENT].path) if tails else nullcontext() as log:
             agent = subprocess.Popen(
                 argv,
@@ -226,7 +227,7 @@ def start(job: Frame) -> Running:
                 stderr=log or workers_output,
                 start_new_session=True,
                 preexec_fn=in_child,
-                pass_fds=() if relay is None or relay.end.listener is None else (relay.end.listener,),
+                pass_fds=() if store.listener is None else (store.listener,),
             )
     except BaseException:
         os.close(output)
