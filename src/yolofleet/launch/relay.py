@@ -17,7 +17,6 @@ What follows is not encrypted: a private network or a VPN is still needed agains
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import os
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from yolofleet.launch.job import Meeting, StoreEnd
+from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32  # of SHA-256
@@ -35,8 +35,6 @@ MOST_UNPROVED = 64  # callers at a time; one more, and the one that has waited l
 REACH_S = 60.0  # how long the way to the store's host is tried: that host may start its relay later
 RETRY_S = 0.2
 PIECE_BYTES = 1 << 16
-BACKLOG = 1024
-LOOPBACK = "127.0.0.1"
 
 
 class NoProof(OSError):
@@ -66,9 +64,9 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         if meeting.node == meeting.store_node:
             self._handle = self._admit
-            self._listener = _listen(meeting.address, meeting.port)
+            self._listener = open_listener(meeting.address, meeting.port)
             try:
-                self._store = _listen(LOOPBACK, 0)
+                self._store = open_listener(LOOPBACK)
             except OSError:
                 self._listener.close()
                 raise
@@ -76,7 +74,7 @@ class Relay:
             self.end = StoreEnd(self._store_port, self._store.fileno())
         else:
             self._handle = self._lead
-            self._listener = _listen(LOOPBACK, 0)
+            self._listener = open_listener(LOOPBACK)
             self.end = StoreEnd(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
@@ -219,20 +217,6 @@ async def _exactly(source: socket.socket, count: int) -> bytes:
             raise NoProof("what listens there, or calls, closed the connection before it proved the secret")
         got += piece
     return got
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        # connections of an ended run in TIME_WAIT must not block the port
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(BACKLOG)
-    except OSError as problem:
-        listener.close()
-        words = os.strerror(problem.errno or errno.EINVAL)
-        raise OSError(f"{address}:{port}: {words}") from None
-    return listener
 
 
 async def _connect(address: str, port: int) -> socket.socket:

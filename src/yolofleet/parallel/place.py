@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from yolofleet.errors import ConfigError
+from yolofleet.parallel.listener import LOOPBACK
 
 MOST_RANKS = 100_000  # more is a mistake, and would take gigabytes before anybody noticed
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
@@ -127,7 +128,7 @@ def _mpirun(environment: Mapping[str, str]) -> Place | None:
             if size == 1:
                 return Place()
             address = environment.get("MASTER_ADDR") or (
-                "127.0.0.1" if local_size == size else _mpi_host(launcher, environment, rank)
+                LOOPBACK if local_size == size else _mpi_host(launcher, environment, rank)
             )
             job = environment.get("PMIX_NAMESPACE", "")  # Hydra gives its processes no number of the job
             port = _port(environment, zlib.crc32(job.encode()))

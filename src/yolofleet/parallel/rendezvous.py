@@ -27,7 +27,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from yolofleet.parallel.store import LOOPBACK, connect_store, host_store, loopback_listener
+from yolofleet.parallel.listener import LOOPBACK, open_listener
+from yolofleet.parallel.store import connect_store, host_store
 
 BACKEND = "loopback"
 TIMEOUT_S = 600.0  # as torch's own; for agents that wait for other hosts
@@ -61,7 +62,7 @@ class LoopbackRendezvous(RendezvousHandler):
         if self._listener is not None:
             return host_store(socket.socket(fileno=self._listener), TIMEOUT_S)
         if self._port == 0:
-            return host_store(loopback_listener(), TIMEOUT_S)
+            return host_store(open_listener(LOOPBACK), TIMEOUT_S)
         return connect_store(LOOPBACK, self._port, TIMEOUT_S)
 
     def is_closed(self) -> bool:

@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-LOOPBACK = "127.0.0.1"
 # in torch 2.6 only the older server takes a socket; clients are the same for both
 LIBUV_TAKES_SOCKETS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
@@ -22,24 +21,6 @@ LIBUV_TAKES_SOCKETS = torch.torch_version.TorchVersion(torch.__version__) >= "2.
 def has_libuv() -> bool:
     """Whether TCPStore may use libuv; the Windows wheels of torch have none."""
     return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
-
-
-def loopback_listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on ``port`` of the loopback interface; 0 lets the kernel choose.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # connections of an ended run in TIME_WAIT must not block the port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def host_store(listener: socket.socket, timeout_s: float) -> dist.TCPStore:

@@ -25,9 +25,10 @@ from torch import Tensor
 from yolofleet import devices
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
+from yolofleet.parallel.listener import LOOPBACK, open_listener
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.stall import listed
-from yolofleet.parallel.store import LOOPBACK, connect_store, has_libuv, host_store, loopback_listener
+from yolofleet.parallel.store import connect_store, has_libuv, host_store
 from yolofleet.text import echo
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
@@ -44,19 +45,16 @@ class Store(Protocol):
 
 
 def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
-    """Where the ranks meet: held by torchrun's agent, else by rank 0.
+    """Return the store where the ranks meet: that of torchrun's agent, else one that rank 0 starts.
 
     Raises:
-        RuntimeError: it cannot be reached, or the port is taken.
+        RuntimeError: it cannot be reached. OSError: the port is taken.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank or by_agent:
         store = connect_store(place.address, place.port, timeout_s)
     elif place.address == LOOPBACK:  # all ranks are on this machine
-        try:
-            store = host_store(loopback_listener(place.port), timeout_s)
-        except OSError as problem:
-            raise RuntimeError(f"{place.address}:{place.port}: {problem.strerror}") from None
+        store = host_store(open_listener(LOOPBACK, place.port), timeout_s)
     else:  # torch listens on all addresses; see docs/security.md
         store = dist.TCPStore(
             place.address,
@@ -174,7 +172,7 @@ class World:
                         world_size=place.size,
                         timeout=timedelta(seconds=timeout_s),
                     )
-            except (RuntimeError, ValueError) as problem:
+            except (OSError, RuntimeError, ValueError) as problem:
                 raise ClusterError(
                     f"rank {place.rank} could not meet the others at {where} within {timeout_s:.0f} s",
                     source=str(problem).splitlines()[0],
