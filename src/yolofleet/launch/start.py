@@ -96,10 +96,8 @@ def rehearse(config: Resolved[TrainConfig]) -> None:
     from yolofleet.models.description import describe
 
     settings = config.value
-    if fleet_of(config) is not None:
+    if check_start(config) is not None:
         return
-    if not is_worker():
-        look_first(settings)
     if not is_generated(settings.data):
         spec = load_dataset(settings.data)
         for split in ("train", "val"):
