@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from yolofleet.devices import is_host
+
 
 class MovingAverage:
     """Average of named float tensors: avg = keep * avg + take * value.
@@ -31,7 +33,8 @@ class MovingAverage:
         sizes = [t.numel() for t in source.values()]
         device = next(iter(source.values())).device
         self._flat = torch.empty(sum(sizes), device=device)
-        self._next = torch.empty_like(self._flat)
+        # the host knows at once whether a step on the CPU is finite, so there the average changes in place
+        self._next = self._flat if is_host(device) else torch.empty_like(self._flat)
         self.average = dict(zip(source, views_like(source.values(), self._flat), strict=True))
         self._next_views = views_like(source.values(), self._next)
         for name, t in source.items():
@@ -60,13 +63,17 @@ class MovingAverage:
     def update(self, finite: Tensor) -> None:
         """Take in the weights of one more step, unless ``finite`` (bool, on the device) is False.
 
-        The host does not read ``finite``, so a step that is left out counts in ``updates``.
+        The host does not read ``finite`` from an accelerator, so a step that is left out counts in ``updates``.
         """
         self.updates += 1
+        in_place = self._next is self._flat
+        if in_place and not finite:
+            return
         keep, take = self.factors(self.updates)
         torch.mul(self._flat, keep, out=self._next)
         torch._foreach_add_(self._next_views, [t.detach() for t in self.source.values()], alpha=take)
-        torch.where(finite, self._next, self._flat, out=self._flat)
+        if not in_place:
+            torch.where(finite, self._next, self._flat, out=self._flat)
 
 
 def views_like(tensors: Iterable[Tensor], flat: Tensor) -> list[Tensor]:
