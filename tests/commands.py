@@ -70,31 +70,39 @@ def results(run: Path) -> dict:
     return json.loads((run / "results.json").read_text())
 
 
-def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path, then_s: float = 0.0) -> None:
-    """Start, wait until the state of ``step`` or a later one is on disk and ``then_s`` longer, and SIGKILL every
-    process of it."""
-    started = subprocess.Popen(
+def started(
+    folder: Path, *args: str | Path, out: int = subprocess.PIPE, err: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start the command line in ``folder``, in a session of its own; the caller ends it."""
+    return subprocess.Popen(
         [sys.executable, "-m", "yolofleet", *map(str, args)],
         cwd=folder,
         env=environment(folder),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        text=True,
         start_new_session=True,
     )
+
+
+def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path, then_s: float = 0.0) -> None:
+    """Start, wait until the state of ``step`` or a later one is on disk and ``then_s`` longer, and SIGKILL every
+    process of it."""
+    launcher = started(folder, *args, out=subprocess.DEVNULL, err=subprocess.DEVNULL)
     deadline = time.monotonic() + 5 * DEADLINE_S
     try:
         while not any(int(f.stem.split("-")[1]) >= step for f in run.glob("checkpoints/step-*.safetensors")):
-            assert started.poll() is None, "it ended before it could be killed"
+            assert launcher.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline, "no checkpoint in time"
             time.sleep(0.02)
         time.sleep(then_s)
     finally:
-        for process in family(started.pid):
+        for process in family(launcher.pid):
             try:
                 os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        started.wait()
+        launcher.wait()
 
 
 def family(pid: int) -> list[int]:

@@ -20,14 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import commands
 import pytest
 import torch
 import yaml
-from commands import environment, family
+from commands import Outcome, environment, family, started
+from small_files import TINY_YAML as TINY
 
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.cli import main
@@ -38,33 +38,8 @@ from yolofleet.launch.processes import variable
 
 DEADLINE_S = 120
 NAMES = ("circle", "square", "triangle", "star")
-TINY = """\
-nc: 4
-depth_multiple: 0.33
-width_multiple: 0.125
-anchors:
-  - [10,13, 16,30, 33,23]
-  - [30,61, 62,45, 59,119]
-backbone:
-  - [-1, 1, Conv, [64, 6, 2, 2]]
-  - [-1, 1, Conv, [128, 3, 2]]
-  - [-1, 1, C3, [128]]
-  - [-1, 1, Conv, [256, 3, 2]]
-  - [-1, 1, C3, [256]]
-  - [-1, 1, Conv, [512, 3, 2]]
-  - [-1, 1, SPPF, [512, 5]]
-head:
-  - [[4, 6], 1, Detect, [nc, anchors]]
-"""
 SMALL = [*commands.SMALL[2:], "--threads", "1", "--epochs", "1"]  # without --model: TINY is smaller still
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="watches processes in /proc")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="module")
@@ -156,18 +131,6 @@ def assert_nothing_half_written(folder: Path) -> None:
 # -- processes
 
 
-def start(here: Path, *argv: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "yolofleet", *map(str, argv)],
-        cwd=here,
-        env=environment(here),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def end(process: subprocess.Popen[str], *, code: int) -> Outcome:
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == code, out + err
@@ -178,7 +141,7 @@ def end(process: subprocess.Popen[str], *, code: int) -> Outcome:
 def training(here: Path, *more: str | Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
     """An endless training under way: its launcher, run folder and all its processes."""
     endless = ["--epochs", "100000", "--val-period", "0", "--save-period", "0", "--save-minutes", "0"]
-    process = start(here, *train("set", *more, *endless))
+    process = started(here, *train("set", *more, *endless))
     run = here / "runs" / "train" / "exp"
     processes: list[int] = []
     try:
@@ -396,7 +359,7 @@ def test_more_devices_than_there_are(refused, device):
 @pytest.mark.slow
 @needs_linux
 def test_more_devices_than_there_are_for_several_processes(here):
-    outcome = end(start(here, *train("set", "--device", "31,32")), code=2)
+    outcome = end(started(here, *train("set", "--device", "31,32")), code=2)
     assert_told(outcome)
     assert re.search("--device 31,32: .*GPU", outcome.err) and not runs_in(here)
 
@@ -602,7 +565,7 @@ def test_a_disk_that_fills_up_while_saving(cli, here, world, what):
 @needs_linux
 def test_a_disk_that_fills_up_while_two_processes_train(here, world):
     told = full_disk(
-        here, world, "checkpoint", lambda argv: end(start(here, *argv, "--device", "cpu:2"), code=3).err
+        here, world, "checkpoint", lambda argv: end(started(here, *argv, "--device", "cpu:2"), code=3).err
     )
     assert "No space left on device" in told and "free some space" in told
 
@@ -663,7 +626,7 @@ def test_an_image_that_became_junk_after_indexing(refused, here, workers):
 @needs_linux
 def test_an_image_that_became_junk_is_said_from_rank_1s_loader_process(here):
     spoil(here)
-    process = start(here, *train("set", "--device", "cpu:2", "--workers", "1", "--shares", "0,1"))
+    process = started(here, *train("set", "--device", "cpu:2", "--workers", "1", "--shares", "0,1"))
     seen: set[int] = set()
 
     def watch() -> None:
@@ -786,7 +749,7 @@ def test_a_rank_that_is_killed_is_named(here):
 @needs_linux
 @pytest.mark.parametrize("device", ["cpu", "cpu:2"])
 def test_stopped_before_it_trained_leaves_nothing(here, device):
-    process = start(here, *train("set", "--device", device))
+    process = started(here, *train("set", "--device", device))
     wait_until(lambda: bool(runs_in(here)), process)
     processes = family(process.pid)
     process.send_signal(signal.SIGTERM)

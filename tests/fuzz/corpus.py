@@ -20,6 +20,7 @@ import cv2
 import torch
 from exported import facts_of, job_of, network, small
 from small_data import encoded, picture, with_exif_jpeg, with_exif_png
+from small_files import TINY_YAML, TWO_LEVELS_CFG
 
 from yolofleet.checkpoint import darknet, paddle
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -28,84 +29,7 @@ from yolofleet.data.shapes import NAMES, make_shapes
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import parse_cfg
 
-TINY_YAML = """\
-nc: 4
-depth_multiple: 0.33
-width_multiple: 0.125
-anchors:
-  - [10,13, 16,30, 33,23]
-  - [30,61, 62,45, 59,119]
-backbone:
-  - [-1, 1, Conv, [64, 6, 2, 2]]
-  - [-1, 1, Conv, [128, 3, 2]]
-  - [-1, 1, C3, [128]]
-  - [-1, 1, Conv, [256, 3, 2]]
-  - [-1, 1, C3, [256]]
-  - [-1, 1, Conv, [512, 3, 2]]
-  - [-1, 1, SPPF, [512, 5]]
-head:
-  - [[4, 6], 1, Detect, [nc, anchors]]
-"""
-TINY_CFG = """\
-[net]
-width=64
-height=64
-channels=3
-[convolutional]
-batch_normalize=1
-filters=4
-size=3
-stride=2
-pad=1
-activation=leaky
-[convolutional]
-batch_normalize=1
-filters=8
-size=3
-stride=2
-pad=1
-activation=leaky
-[shortcut]
-from=-1
-activation=linear
-[maxpool]
-size=2
-stride=2
-[route]
-layers=-1,-1
-[upsample]
-stride=2
-[convolutional]
-filters=27
-size=1
-stride=1
-pad=1
-activation=linear
-[yolo]
-mask=0,1,2
-anchors=8,9,16,30,33,23
-classes=4
-num=3
-"""
 RECIPE = "lr0: 0.01\nlrf: 0.1\nmomentum: 0.9\nweight_decay: 0.0005\nwarmup_epochs: 3.0\nbox: 0.05\ncls: 0.5\nobj: 1.0\nmosaic: 1.0\nfliplr: 0.5\n"
-FLEET = """\
-port: 29600
-silence_s: 30
-grace_s: 5
-defaults:
-  python: /usr/bin/python3
-  env: {NCCL_DEBUG: WARN, A: 1}
-  gpus: 2
-hosts:
-  - node-a
-  - b:0+2
-  - host: c
-    device: cpu:4
-    interface: ib0
-    folder: ~/work
-    data: /fast/coco.yaml
-    env: {A: off}
-"""
 TRAIN = ["--img", "64", "--batch", "4", "--nominal-batch", "4", "--micro-batch", "2", "--no-plots", "--threads", "1",
          "--workers", "0", "--epochs", "1", "--device", "cpu"]  # fmt: skip
 
@@ -210,11 +134,11 @@ class Corpus:
         torch.save(_first_of_yolov5n(), path)
 
     def _tiny_cfg(self, path: Path) -> None:
-        path.write_text(TINY_CFG)
+        path.write_text(TWO_LEVELS_CFG)
 
     def _tiny_weights(self, path: Path) -> None:
-        description = parse_cfg(TINY_CFG, name="tiny", source="tiny.cfg")
-        model = build_model(description, 4, seed=1)
+        description = parse_cfg(TWO_LEVELS_CFG, name="tiny", source="tiny.cfg")
+        model = build_model(description, 3, seed=1)
         self.get("tiny.cfg")
         darknet.write(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from corpus import FLEET, RECIPE, TINY_CFG, TINY_YAML, TRAIN, exports
+from corpus import RECIPE, TRAIN, exports
 from harness import Action, Case, Reader, environment_of
 from mutate import (
     CALL,
@@ -41,6 +41,7 @@ from mutate import (
     zipped,
 )
 from small_data import encoded, exif, picture, png_chunk
+from small_files import FLEET_FILE, TINY_YAML, TWO_LEVELS_CFG
 
 LOGS = Path(__file__).resolve().parents[1] / "unit" / "logs"
 RUN_SMALL = ["--img", "64", "--threads", "1"]
@@ -132,9 +133,9 @@ def bomb(case: Case) -> bytes:
             lambda: b"\x80\x04(" + b"\x8f" * count + b"l.",
             lambda: b"\x80\x02(" + b"}" * count + b"l.",
             lambda: b"\x80\x02" + b"(" * count + b".",
-            lambda: b"\x80\x02" + b"]" * 1 + b"q\x00" + b"h\x00a" * count + b".",
+            lambda: b"\x80\x02]q\x00" + b"h\x00a" * count + b".",
             lambda: b"\x80\x02(" + b"N\x85" * count + b"l.",
-            lambda: b"\x80\x02" + b"N\x85"[:1] + b"\x85" * count + b".",
+            lambda: b"\x80\x02N" + b"\x85" * count + b".",
             lambda: b"\x80\x02X" + struct.pack("<I", 2**31 - 1) + b"x.",
             lambda: b"\x80\x02I" + b"9" * count + b"\n.",
             lambda: b"\x80\x02\x8b" + struct.pack("<i", 1000) + b"\xff" * 1000 + b".",
@@ -209,7 +210,7 @@ def forge(case: Case, good: Path, target: Path) -> None:
 
 @reader
 def darknet_weights(case: Case) -> Action:
-    data, cfg = case.corpus.read("tiny.weights"), TINY_CFG
+    data, cfg = case.corpus.read("tiny.weights"), TWO_LEVELS_CFG
     if case.rng.random() < 0.5:
         cfg = mutate_text(case.rng, cfg).decode("utf-8", "replace")
     else:
@@ -281,7 +282,7 @@ def network_yaml(case: Case) -> Action:
 
 @reader
 def network_cfg(case: Case) -> Action:
-    here(case, "net.cfg", mutate_text(case.rng, TINY_CFG))
+    here(case, "net.cfg", mutate_text(case.rng, TWO_LEVELS_CFG))
     return use_description(case, "net.cfg")
 
 
@@ -782,16 +783,12 @@ def hostile_tar(case: Case) -> bytes:
 def recipes(case: Case) -> Action:
     here(case, "hyp.yaml", yaml_of(case, RECIPE))
     flag = case.rng.choice(("--recipe", "--hyp"))
-    return [
-        "train",
-        "--data",
-        str(case.corpus.get("set")),
-        "--model",
-        "yolov5n",
-        flag,
-        "hyp.yaml",
-        "--dry-run",
-    ]
+    return train(case, flag, "hyp.yaml", "--dry-run")
+
+
+def train(case: Case, *more: str) -> list[str]:
+    """Return the words of a training on the good data set."""
+    return ["train", "--data", str(case.corpus.get("set")), "--model", "yolov5n", *more]
 
 
 CONFIGS = {
@@ -928,17 +925,8 @@ def run_folders(case: Case) -> Action:
 
 @reader
 def fleet_files(case: Case) -> Action:
-    here(case, "fleet.yaml", yaml_of(case, FLEET))
-    return [
-        "train",
-        "--data",
-        str(case.corpus.get("set")),
-        "--model",
-        "yolov5n",
-        "--fleet",
-        "fleet.yaml",
-        "--dry-run",
-    ]
+    here(case, "fleet.yaml", yaml_of(case, f"grace_s: 5\n{FLEET_FILE}"))
+    return train(case, "--fleet", "fleet.yaml", "--dry-run")
 
 
 @reader
@@ -948,16 +936,7 @@ def host_lists(case: Case) -> Action:
         .decode("utf-8", "replace")
         .replace("\0", "")
     )
-    return [
-        "train",
-        "--data",
-        str(case.corpus.get("set")),
-        "--model",
-        "yolov5n",
-        "--hosts",
-        text,
-        "--dry-run",
-    ]
+    return train(case, "--hosts", text, "--dry-run")
 
 
 @reader
@@ -1124,7 +1103,7 @@ def launcher_variables(case: Case) -> Action:
             )[:2000]
     environment_of(case, {name: value.encode("utf-8", "replace").decode() for name, value in values.items()})
     more = ["--dry-run"] if rng.random() < 0.8 else ["--timeout-s", "1", *TRAIN]
-    return ["train", "--data", str(case.corpus.get("set")), "--model", "yolov5n", *more]
+    return train(case, *more)
 
 
 # -- logs and answers ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import environment, family, results, small_shapes, train_args, yolofleet
+from commands import family, results, small_shapes, started, train_args, yolofleet
 from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, two_gpus
 
 from yolofleet.launch.processes import variable
@@ -41,15 +41,7 @@ class Ended:
 
 def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable[[int], None]) -> Ended:
     """Start a run, disturb rank 1 after some steps, and wait for the end of the run."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "yolofleet", *map(str, args)],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    launcher = started(folder, *args, out=subprocess.DEVNULL)
     everybody = [launcher.pid]
     try:
         deadline_s = time.monotonic() + BOUND_S

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from small_files import TWO_LEVELS_CFG as CFG
 
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
@@ -16,73 +17,6 @@ from yolofleet.models.darknet_cfg import DarknetDescription, layers, parse_cfg, 
 from yolofleet.models.darknet_sections import Maxpool
 from yolofleet.models.description import describe, description_from_dict
 from yolofleet.models.fuse import fuse
-
-CFG = """\
-# a network of two levels
-[network]
-batch=64
-width = 64
-height=32
-channels=3
-learning_rate=0.001 ; of Darknet's training
-[convolutional]
-batch_normalize=1
-filters=8
-size=3
-stride=2
-pad=1
-activation=leaky
-[conv]
-batch_normalize=1
-filters=8
-size=3
-stride=1
-padding=1
-groups=2
-activation=mish
-[shortcut]
-from=-2
-activation=relu
-[max]
-size=2
-stride=2
-[route]
-layers=-1,
-groups=2
-group_id=1
-[convolutional]
-filters=16
-size=1
-stride=1
-activation=linear
-[yolo]
-mask = 1, 2
-anchors = 4,5,  8.5,9,  20,10
-classes=3
-num=3
-jitter=.3
-scale_x_y=1.1
-[route]
-layers=-4
-[upsample]
-stride=2
-[dropout]
-probability=.5
-[route]
-layers=-1, 2
-[convolutional]
-filters=16
-size=1
-stride=1
-pad=1
-activation=linear
-[yolo]
-mask=0,1
-anchors=4,5,8.5,9,20,10
-classes=3
-num=3
-ignore_thresh=.7
-"""
 
 
 def description(text=CFG):

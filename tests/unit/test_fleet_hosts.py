@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_files import FLEET_FILE
 
 from yolofleet.children import START
 from yolofleet.cli import main
@@ -60,28 +61,9 @@ def test_what_is_no_fleet_is_refused(text: str, says: str) -> None:
         parse_hosts(text)
 
 
-FILE = """
-port: 29600
-silence_s: 30
-defaults:
-  python: /opt/yf/bin/python
-  env: {NCCL_DEBUG: WARN, A: 1}
-  gpus: 2
-hosts:
-  - node-a
-  - b:0+2
-  - host: c
-    device: cpu:4
-    interface: ib0
-    folder: ~/work
-    data: /fast/coco.yaml
-    env: {A: off}
-"""
-
-
 def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    path.write_text(FILE)
+    path.write_text(FLEET_FILE)
     fleet = load_fleet(path)
     env = {"NCCL_DEBUG": "WARN", "A": "1"}
     assert fleet.hosts == (
