@@ -27,22 +27,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from yolofleet.cli import main
 from yolofleet.errors import YolofleetError
+from yolofleet.launch.processes import variable
 
 MOST_S = 30.0  # on a machine that is not overloaded: the load of other programs stretches it
 MOST_BYTES = 2 << 30
 ADDRESS_SPACE = 6 << 30  # beyond what the libraries have mapped: protects the machine, decides nothing
 MOST_FILE = 3 << 30
 POLL_S = 0.01
+GUARD_S = 0.2  # until the guard notices that the fuzzer has ended
+KILL_S = 10.0  # that killed processes get to disappear
 GOOD_CODES = (0, 2, 3, 4, 5, 75)
 BROKEN_CASE = 97  # exit code: the case itself could not be made
 VICTIM_TEXT = "nobody may change this\n"
-KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "TERM", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {  # audit events and how many of their first arguments are paths that change
@@ -130,19 +134,12 @@ class Running:
 
     def _stop(self, why: str) -> None:
         self.stopped = self.stopped or why
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        os.kill(self.pid, signal.SIGKILL)  # its own children are killed when it is judged
 
     def _judge(self, status: int, usage: resource.struct_rusage) -> Result:
         seconds = time.monotonic() - self.began_s
         peak_bytes = max(usage.ru_maxrss * 1024, self.peak_bytes)
-        try:
-            os.killpg(self.pid, signal.SIGKILL)  # what it left behind
-        except ProcessLookupError:
-            pass
+        kill_below(self.root)
         said = b"".join(_read(self.root / name) for name in ("stdout", "stderr"))
         told = said.decode("utf-8", "surrogateescape")
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
@@ -197,6 +194,52 @@ class Running:
     def remove(self) -> None:
         """Delete the folder of the case, whatever lies in it."""
         shutil.rmtree(os.fsencode(self.root), ignore_errors=True)
+
+
+def kill_below(folder: Path) -> None:
+    """Kill every process whose working folder or HOME lies below ``folder``, and wait until all are gone.
+
+    A case may start processes in sessions of their own, which a signal to its process group does not reach.
+
+    Raises:
+        TimeoutError: some are still there after ``KILL_S``.
+    """
+    deadline_s = time.monotonic() + KILL_S
+    while found := _processes_below(folder):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"processes {found} below {folder} cannot be killed")
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def guard(folder: Path) -> None:
+    """Start a process that waits for the end of this one, however it ends, and then kills what works below ``folder``."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    try:
+        os.setsid()  # Ctrl-C and a signal to the group are for the fuzzer
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # who reads the fuzzer's output does not wait for the guard
+            os.dup2(null, stream)
+        while os.getppid() == parent:
+            time.sleep(GUARD_S)
+        kill_below(folder)
+    finally:
+        os._exit(0)
+
+
+def _processes_below(folder: Path) -> list[int]:
+    """Return the processes whose working folder or HOME lies below ``folder``; those of other users are not seen."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            places = (str((process / "cwd").readlink()), variable(int(process.name), "HOME"))
+            if any(place.startswith(f"{folder}{os.sep}") for place in places):
+                found.append(int(process.name))
+    return found
 
 
 # -- the child -----------------------------------------------------------------------------------------------

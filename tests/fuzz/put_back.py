@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,6 @@ import harness
 import run  # first: it sets the number of threads and the paths
 import yaml
 from corpus import Corpus
-from readers import READERS
 
 
 def terminal_codes() -> None:
@@ -70,7 +68,7 @@ FAULTS: dict[
 def search(name: str, seed: int, most: int, corpus_folder: Path | None = None) -> int:
     """Return after how many cases of its reader the fault was found; 0 = it was not."""
     put_back, reader, words = FAULTS[name]
-    scratch = Path(tempfile.mkdtemp(prefix="yolofleet-fuzz-"))
+    scratch = run.new_scratch()
     try:
         run.warm_up()
         corpus = Corpus(corpus_folder or scratch / "corpus")
@@ -95,5 +93,4 @@ if __name__ == "__main__":
     parser.add_argument("--most", type=int, default=300, help="cases of the fault's reader")
     parser.add_argument("--corpus", type=Path, help="folder of good files that is kept")
     given = parser.parse_args()
-    assert READERS
     sys.exit(0 if search(given.fault, given.seed, given.most, given.corpus) else 1)

@@ -30,8 +30,10 @@ for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents
         sys.path.insert(0, str(folder))
 
 from corpus import Corpus  # noqa: E402
-from harness import POLL_S, Case, Result, Running  # noqa: E402
+from harness import POLL_S, Case, Result, Running, guard  # noqa: E402
 from readers import READERS  # noqa: E402
+
+from yolofleet.launch.local import die_with_parent  # noqa: E402
 
 SHOWN = 5  # commands that repeat one kind of failure
 
@@ -149,6 +151,13 @@ def start(number: int, seed: int, corpus: Corpus, scratch: Path) -> Running:
     return Running(name, READERS[name], number, seed, corpus, root)
 
 
+def new_scratch() -> Path:
+    """Return a new folder for cases. When this process ends, all processes that work there are killed."""
+    scratch = Path(tempfile.mkdtemp(prefix="yolofleet-fuzz-")).resolve()
+    guard(scratch)
+    return scratch
+
+
 def warm_up() -> None:
     """Import what the verbs import, so that each child has it."""
     import importlib
@@ -190,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpus", type=Path, help="folder of good files that is kept")
     given = parser.parse_args(argv)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-    scratch = Path(tempfile.mkdtemp(prefix="yolofleet-fuzz-"))
+    scratch = new_scratch()
     try:
         warm_up()
         corpus = Corpus(given.corpus or scratch / "corpus")
@@ -224,6 +233,7 @@ def apart(work: Callable[[], None]) -> None:
     if child == 0:
         code = 1
         try:
+            die_with_parent()
             work()
             code = 0
         except BaseException:

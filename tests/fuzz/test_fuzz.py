@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,34 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the fuzzer forks, and watches processes in /proc"
 )
 DEADLINE_S = 1200
+
+
+GRACE_S = 20.0  # until killed processes must be gone
+DISTURBS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import harness
+root, what = Path(sys.argv[2]), sys.argv[3]
+harness.MOST_S = 2.0 if what == "time" else 600.0
+harness.MOST_BYTES = harness._resident(os.getpid()) + (100 << 20)
+
+def stubborn(case):
+    def action():
+        for name in ("SIGTERM", "SIGINT", "SIGXCPU", "SIGHUP"):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        (root / "pids").write_text(f"{os.getpid()} {other.pid}")
+        held = bytearray(300 << 20) if what == "memory" else b""
+        time.sleep(600)
+    return action
+
+harness.guard(root)
+case = harness.Running("stubborn", stubborn, 0, 0, None, root / "case")
+while (result := case.poll()) is None:
+    time.sleep(0.01)
+print(result.faults)
+"""
 
 
 def fuzz(script: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +72,44 @@ def test_every_reader_answers_broken_files_with_one_message(rounds: int) -> None
 def test_a_fault_that_is_put_back_is_found(fault: str) -> None:
     done = fuzz("put_back.py", fault, "--seed", "1")
     assert done.returncode == 0 and "found by case" in done.stdout, done.stdout + done.stderr
+
+
+def started_by(root: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a case that ignores signals, and return its fuzzer and its two processes."""
+    root.mkdir()
+    command = [sys.executable, "-c", DISTURBS, str(HERE), str(root), what]
+    fuzzer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not (root / "pids").exists() or not (root / "pids").read_text():
+        assert fuzzer.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    return fuzzer, [int(pid) for pid in (root / "pids").read_text().split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    """A process that has ended but was not reaped yet has no command line."""
+    deadline_s = time.monotonic() + GRACE_S
+    for pid in pids:
+        line = Path(f"/proc/{pid}/cmdline")
+        while line.exists() and line.read_bytes():
+            assert time.monotonic() < deadline_s, f"{pid} still runs"
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("what", "says"), [("time", "it took more than"), ("memory", "it used more than")])
+def test_a_case_is_killed_at_its_limits_with_all_its_processes(tmp_path: Path, what: str, says: str) -> None:
+    fuzzer, pids = started_by(tmp_path / "scratch", what)
+    said, _ = fuzzer.communicate(timeout=60)
+    assert says in said
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_of_a_case_outlives_a_killed_fuzzer(tmp_path: Path, sent: signal.Signals) -> None:
+    fuzzer, pids = started_by(tmp_path / "scratch", "nothing")
+    fuzzer.send_signal(sent)
+    fuzzer.communicate(timeout=60)
+    assert_gone(pids)
 
 
 def test_a_case_is_the_same_whenever_it_is_repeated() -> None:
