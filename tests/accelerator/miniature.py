@@ -105,7 +105,7 @@ class Device:
     limit_bytes: int = 2**34
     blocks: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
     swept_bytes: int = 0
-    held_bytes: int = 0  # of all blocks, some of which may have been freed
+    held_bytes: int = 0  # the sum over all blocks, including freed ones that were not swept yet
     tickets: int = 0
     operations: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -692,7 +692,7 @@ class Module:
 
     @staticmethod
     def empty_cache() -> None:
-        """There is none."""
+        """Do nothing: this device has no cache."""
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -17,7 +17,7 @@ from yolofleet.launch.processes import signal_all, variable
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
 
 DEADLINE_S = 240
-# meets the other rank, then waits until it is let go
+# meets the other rank, then waits until the test lets it end
 SCRIPT = """
 import sys, time, pathlib, os
 import torch.distributed as dist

@@ -22,7 +22,7 @@ from torch import nn
 
 SEEDS = int(os.environ.get("YOLOFLEET_PARITY_SEEDS", "20"))
 SIZE = 1e-6
-SHARE = 1 / 3  # of the tolerance, for a perturbation
+SHARE = 1 / 3  # a perturbation may use up to this share of the tolerance
 ROUNDED = 1e-6  # a relative tolerance up to this allows for the rounding of one number to float32
 
 

@@ -263,8 +263,8 @@ def stored_run(tmp_path: Path) -> Path:
 
 def test_a_run_whose_states_are_elsewhere_says_where(tmp_path: Path) -> None:
     folder = stored_run(tmp_path)
-    (folder / "checkpoints" / "where.txt").write_text("node-a:/work/exp/checkpoints\n")
-    with pytest.raises(ConfigError, match="are on node-a, in /work/exp/checkpoints"):
+    (folder / "checkpoints" / "where.txt").write_text("node-a:/data/exp/checkpoints\n")
+    with pytest.raises(ConfigError, match="are on node-a, in /data/exp/checkpoints"):
         find_run(TrainConfig(resume=str(folder)), is_named=False)
 
 

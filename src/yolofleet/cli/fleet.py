@@ -279,7 +279,7 @@ def logged_job(found: list[Job], asked: str) -> str:
     """The job that ``asked`` means, or the newest that has logs: commands of `fleet run` have none.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no job has logs, or ``asked`` names none that has.
     """
     logged = names_of(entry for entry in found if entry[1]["folder"])
     if asked:

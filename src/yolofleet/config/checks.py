@@ -44,7 +44,7 @@ def default_micro_batches(batch: int) -> list[int]:
     """Return the divisors of ``batch`` that the default micro-batch may be, ascending.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: ``batch`` has no such divisor.
     """
     found = _in_range(batch)
     if not found:

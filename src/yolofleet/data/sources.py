@@ -159,7 +159,7 @@ def _is_built_in_name(path: Path) -> bool:
 
 
 def _copied(path: Path) -> str:
-    """Return the built-in description of which a file is a copy; "" when it is none."""
+    """Return the name of the built-in description that a file is a copy of; "" if it is not a copy."""
     for built_in in sorted(_BUILT_IN.glob("*.yaml")):
         content = built_in.read_bytes()
         if path.stat().st_size == len(content) and read_foreign(path, limit_bytes=len(content)) == content:

@@ -158,7 +158,7 @@ ANSWERS: dict[str, Callable[[Asked], Any]] = {
 
 
 def check_answer(host: str, probe: str, asked: Asked, answer: Any) -> None:
-    """Raises ClusterError: it is none to this question."""
+    """Raise ClusterError if ``answer`` does not have the form that the question asks for."""
     at = misfit(answer, ANSWERS[probe](asked))
     if at is not None:
         raise ClusterError(

@@ -37,7 +37,7 @@ from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 from yolofleet.text import size_text
 
-MEMORY_BYTES = 2 << 30  # of a child, beside those for each byte of the file and each pixel
+MEMORY_BYTES = 2 << 30  # a child may use so much, plus a share for each byte of the file and each pixel
 MEMORY_OF_FILE, MEMORY_OF_PIXEL = (
     8,
     1024,

@@ -279,8 +279,8 @@ def _is_result(name: str, size_bytes: int) -> bool:
 
 
 def piece_of(answer: Any) -> bytes:
-    """Raises ClusterError: it is none."""
+    """Return the bytes of a piece of a file in a host's answer. Raises ClusterError if it is malformed."""
     try:
         return base64.b64decode(answer["data"], validate=True)
     except (KeyError, TypeError, ValueError):
-        raise ClusterError("a host sent a piece of a file that is none") from None
+        raise ClusterError("a host sent a malformed piece of a file") from None
