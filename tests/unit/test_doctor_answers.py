@@ -62,7 +62,7 @@ def test_what_this_machine_answers_is_of_the_shape(monkeypatch: pytest.MonkeyPat
         ("time", {}),
         ("look_up", {"names": ["localhost", "no such host"]}),
         ("firewall", {}),
-        ("listen", {"address": "127.0.0.2", "ports": [0], "token": token, "seconds": 20}),
+        ("listen", {"addresses": ["127.0.0.2"], "ports": [0], "token": token, "seconds": 20}),
         ("free_port", {"address": "127.0.0.2"}),
         ("data", {"data": "none/of it.yaml"}),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -403,7 +404,7 @@ def test_quick_facts_are_json_and_need_neither_torch_nor_numpy() -> None:
 @linux  # all of 127.0.0.0/8 is there
 def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> None:
     token, other = "ab" * 16, "cd" * 16
-    port = run_probe("listen", {"address": "127.0.0.2", "ports": [0], "token": token, "seconds": 20})[
+    port = run_probe("listen", {"addresses": ["127.0.0.2"], "ports": [0], "token": token, "seconds": 20})[
         "ports"
     ][0]
     try:
@@ -416,8 +417,8 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
         assert [one["outcome"] for one in found] == ["connected", "other", "self"]
         speed = run_probe("measure", {"address": "127.0.0.2", "port": port, "token": token})
         assert speed["problem"] == "" and speed["bytes_per_s"] > 0 and speed["round_trip_s"] > 0
-        again = run_probe("listen", {"address": "127.0.0.2", "ports": [port], "token": other, "seconds": 20})
-        assert again["ports"] == [] and str(port) in again["problems"]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.2:{port}: Address already in use"):
+            run_probe("listen", {"addresses": ["127.0.0.2"], "ports": [port], "token": other, "seconds": 20})
     finally:
         run_probe("unlisten", {"token": token})
         run_probe("unlisten", {"token": other})
@@ -427,11 +428,63 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
     assert run_probe("reach", {"targets": targets[:1]})[0]["outcome"] == "refused"
 
 
+@linux
+def test_the_port_check_listens_on_the_named_addresses_alone() -> None:
+    token = "ab" * 16
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.3", 0))
+        probe.listen()
+        taken = probe.getsockname()[1]
+        named = ["127.0.0.2", "127.0.0.3", "192.0.2.1"]  # the last is no address of this machine
+        answer = run_probe("listen", {"addresses": named, "ports": [0, taken], "token": token, "seconds": 20})
+    try:
+        port, other = answer["ports"]
+        assert other == taken, "one address has it"
+        at = [(address, port) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")]
+        found = run_probe(
+            "reach", {"targets": [{"host": "m", "address": a, "port": p, "token": token} for a, p in at]}
+        )
+        assert [one["outcome"] for one in found] == ["connected", "connected", "refused"]
+        with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0: "):
+            run_probe("listen", {"addresses": ["192.0.2.1"], "ports": [0], "token": "cd" * 16, "seconds": 20})
+    finally:
+        run_probe("unlisten", {"token": token})
+
+
+@linux
+def test_the_port_check_serves_few_callers_and_reads_few_bytes(
+    listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = (listening["address"], listening["port"])
+    token = bytes.fromhex(listening["token"])
+    monkeypatch.setattr(probes, "CONNECT_S", 1.0)
+    with contextlib.ExitStack() as open_calls:
+        silent = [
+            open_calls.enter_context(socket.create_connection(at, 5)) for _ in range(probes.MOST_CALLERS + 8)
+        ]
+        time.sleep(0.3)
+        serving = sum("_serve" in thread.name for thread in threading.enumerate())
+        assert 0 < serving <= probes.MOST_CALLERS
+        drips = silent[0]
+        drips.settimeout(5)
+        began_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in token[:-1]:
+                drips.send(bytes([byte]))
+                time.sleep(0.3)
+        assert time.monotonic() - began_s < 4, "it is cut off although it sends"
+    with socket.create_connection(at, 5) as caller:
+        caller.sendall(token)
+        assert caller.recv(1) == b"y"
+        caller.sendall(b"s" + (1 << 40).to_bytes(8, "big"))
+        assert caller.recv(1) == b"", "closed before it reads"
+
+
 @pytest.fixture
 def listening() -> Iterator[dict[str, Any]]:
     """What ``reach`` needs to find a listener."""
     token = "ab" * 16
-    answer = run_probe("listen", {"address": "127.0.0.2", "ports": [0], "token": token, "seconds": 20})
+    answer = run_probe("listen", {"addresses": ["127.0.0.2"], "ports": [0], "token": token, "seconds": 20})
     yield {"host": "m", "address": "127.0.0.2", "port": answer["ports"][0], "token": token}
     run_probe("unlisten", {"token": token})
 

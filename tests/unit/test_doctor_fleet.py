@@ -62,6 +62,7 @@ class Host:
             }
             return self.answers.get(probe, known)
         if probe == "listen":
+            self.listens_on = arguments["addresses"]
             return {"ports": [port or 40000 for port in arguments["ports"]], "problems": {}}
         if probe == "reach":
             return [self.attempt(target) for target in arguments["targets"]]
@@ -159,6 +160,15 @@ def test_a_wrong_card_in_the_fleet_file_is_a_fault_that_names_the_right_one() ->
     assert found["card-unshared"].fix == "in fleet.yaml: interface: eth0"
     assert "way-no-route" in found
     assert examined(hosts(), m3={"interface": "eth7"})["way-no-card"].where == "m3"
+
+
+def test_hosts_listen_for_the_port_check_only_where_others_try_them() -> None:
+    made = hosts()
+    made[1].facts["cards"] += [card("docker0", "172.17.0.1/16"), card("eth1", "192.168.7.2/24")]
+    made[2].facts["cards"] = [copy.deepcopy(LO), card("docker0", "172.17.0.1/16")]
+    found = examined(made, m1={"address": "10.9.9.9"})
+    assert [made[0].listens_on, made[1].listens_on] == [["10.9.9.9", "10.0.0.1"], ["10.0.0.2", "192.168.7.2"]]
+    assert "listen" not in made[2].asked and found["way-no-card"].where == "m3"
 
 
 def test_a_host_that_is_lost_on_the_way_is_a_finding_and_the_others_go_on() -> None:

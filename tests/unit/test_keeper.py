@@ -376,9 +376,8 @@ def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host)
 def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> None:
     port = remote.ask("reserve_port", first=20000, count=1000)
     assert remote.ask("reserve_port", first=port, count=1000) > port
-    assert remote.ask("listen", address="127.0.0.1", ports=[port], token="00" * 16, seconds=1)["ports"] == [
-        port
-    ]
+    wish = {"addresses": ["127.0.0.1"], "ports": [port], "token": "00" * 16, "seconds": 1}
+    assert remote.ask("listen", **wish)["ports"] == [port]
 
 
 def test_hosts_compute_with_the_code_that_they_are_sent(remote: Remote, tmp_path: Path) -> None:

@@ -209,5 +209,7 @@ def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: s
         )
     step, values = header["step"], header["state"]
     if type(step) is not int or not 0 <= step < 2**53 or not isinstance(values, dict):
-        raise CheckpointError(f"{origin} is not a whole training state: its step number or its values are missing")
+        raise CheckpointError(
+            f"{origin} is not a whole training state: its step number or its values are missing"
+        )
     return Snapshot(step, tensors, values)

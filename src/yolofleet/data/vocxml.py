@@ -205,7 +205,11 @@ def read_objects(path: str) -> list[VocObject]:
         raise VocError(f"is not XML ({error})") from None
     except VocError:
         raise
-    except (ValueError, LookupError, TypeError) as error:  # the file names an unknown encoding, or one that is not for text
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:  # the file names an unknown encoding, or one that is not for text
         raise VocError(f"is not readable XML ({error})") from None
     return objects
 

@@ -253,16 +253,30 @@ def data_sets(found: Examination, settings: TrainConfig) -> list[Finding]:
 # -- from each to each ---------------------------------------------------------------------------------------
 
 
+def addresses(found: Examination, peer: Peer) -> list[Meeting]:
+    """Where others try to reach a host: as the fleet's description says, then at its usable network interfaces.
+
+    An address that was named may be wrong, and the finding then names one that works.
+    """
+    facts = found.facts[peer.name]
+    return list(dict.fromkeys([*candidates(facts, peer.address, peer.interface), *candidates(facts)]))
+
+
 def listen(found: Examination, token: str, port: int) -> dict[str, list[int]]:
-    """Every host listens on a port that its kernel chooses, the first one on that of the rendezvous as well."""
+    """Every host listens on a port that its kernel chooses, the first one on that of the rendezvous as well.
+
+    It listens only on the addresses that the others try. A host without one is left to :func:`judge_ways`.
+    """
     first = found.peers[0].name
     seen = found.facts[first]["port"]
+    tried = {peer.name: [meeting.address for meeting in addresses(found, peer)] for peer in found.peers}
 
     def ports(peer: Peer) -> Mapping[str, Any]:
         wanted = [0, port] if peer.name == first and not (seen and seen["busy"]) else [0]
-        return {"address": "0.0.0.0", "ports": wanted, "token": token, "seconds": LISTEN_S}
+        return {"addresses": tried[peer.name], "ports": wanted, "token": token, "seconds": LISTEN_S}
 
-    return {name: reply["ports"] for name, reply in found.ask("listen", ports).items()}
+    able = [peer for peer in found.peers if tried[peer.name]]
+    return {name: reply["ports"] for name, reply in found.ask("listen", ports, able).items()}
 
 
 def judge_ways(
@@ -275,10 +289,7 @@ def judge_ways(
     wanted = {
         peer.name: candidates(found.facts[peer.name], peer.address, peer.interface) for peer in found.peers
     }
-    every = {  # an address that was named may be wrong: would another do?
-        peer.name: list(dict.fromkeys([*wanted[peer.name], *candidates(found.facts[peer.name])]))
-        for peer in found.peers
-    }
+    every = {peer.name: addresses(found, peer) for peer in found.peers}
 
     def targets(source: str) -> list[dict[str, Any]]:
         return [

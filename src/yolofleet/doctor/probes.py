@@ -27,6 +27,7 @@ from yolofleet.doctor import facts as seen
 from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
 from yolofleet.doctor.machine import Machine, run_for, within
 from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
+from yolofleet.parallel.listener import open_listener
 
 Json = dict[str, Any]
 
@@ -34,7 +35,11 @@ APART_S = {"libraries": 12.0, "data": 30.0, "all_reduce": 45.0}
 DISK_S = 10.0  # measuring takes one, and what is on its way to a slow disk before
 CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
 LONGEST_LISTEN_S = 120.0
+MOST_ADDRESSES, MOST_PORTS, MOST_CALLERS = 32, 8, 32  # of a listener; callers at the same time on each socket
 MEASURE_S, MEASURE_BYTES, PIECE_BYTES, ECHOES = 1.0, 32 << 20, 1 << 18, 15
+# The bytes that a listener reads from one caller: _bandwidth doubles its messages up to MEASURE_BYTES.
+MOST_BYTES = 2 * MEASURE_BYTES + 4096
+PORT_TRIES = 5  # the kernel chose a port on one address that is taken on another
 REFUSES_AT_ONCE_S = 0.8  # the kernel gives up a neighbour that does not answer after 3 s
 # It remembers that for a second or two, though a cable has been plugged in meanwhile, a card or a machine is up again.
 AGAIN_AFTER_S = (1.0, 2.0)
@@ -176,30 +181,27 @@ def look_up(arguments: Mapping[str, Any]) -> Json:
 
 
 class _Listener:
-    """Answers those who know the token, on some ports, until its time is over."""
+    """Answers those who know the token, on some ports of some addresses, until its time is over.
 
-    def __init__(self, address: str, ports: Sequence[int], token: bytes, seconds: float) -> None:
+    Each port is open on every address on which it is free. A socket serves MOST_CALLERS at the same time and lets
+    others wait. A caller must send the token within CONNECT_S, and at most MOST_BYTES.
+    """
+
+    def __init__(self, addresses: Sequence[str], ports: Sequence[int], token: bytes, seconds: float) -> None:
         self.token = token
         self.ends_at_s = time.monotonic() + min(seconds, LONGEST_LISTEN_S)
         self.sockets: list[socket.socket] = []
+        self.ports: list[int] = []
         self.problems: dict[int, str] = {}
         for port in ports:
-            listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            if os.name == "posix":
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listening.bind((address, port))
-                listening.listen(64)
-            except OSError as problem:
-                listening.close()
-                self.problems[port] = problem.strerror or str(problem)
+            opened, problems = _open_port(addresses, port)
+            if not opened:
+                self.problems[port] = "; ".join(problems)
                 continue
-            self.sockets.append(listening)
+            self.sockets += opened
+            self.ports.append(int(opened[0].getsockname()[1]))
+        for listening in self.sockets:
             threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
-
-    @property
-    def ports(self) -> list[int]:
-        return [int(s.getsockname()[1]) for s in self.sockets]
 
     def close(self) -> None:
         self.ends_at_s = 0.0
@@ -207,30 +209,74 @@ class _Listener:
             listening.close()
 
     def _accept(self, listening: socket.socket) -> None:
+        free = threading.BoundedSemaphore(MOST_CALLERS)
         with listening:
             listening.settimeout(0.2)
             while time.monotonic() < self.ends_at_s:
+                if not free.acquire(timeout=0.2):
+                    continue
                 try:
                     caller, _ = listening.accept()
                 except TimeoutError:
+                    free.release()
                     continue
                 except OSError:  # closed
                     return
-                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(caller, free), daemon=True).start()
 
-    def _serve(self, caller: socket.socket) -> None:
-        with caller, suppress(OSError):
-            caller.settimeout(CONNECT_S)
-            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not secrets.compare_digest(_receive(caller, _TOKEN_BYTES), self.token):
+    def _serve(self, caller: socket.socket, free: threading.BoundedSemaphore) -> None:
+        try:
+            with caller, suppress(OSError):
+                self._answer(caller)
+        finally:
+            free.release()
+
+    def _answer(self, caller: socket.socket) -> None:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        token, ends_at_s = b"", time.monotonic() + CONNECT_S
+        while len(token) < _TOKEN_BYTES:  # all of it before the deadline, not each byte
+            caller.settimeout(max(0.001, ends_at_s - time.monotonic()))
+            piece = caller.recv(_TOKEN_BYTES - len(token))
+            if not piece:
+                return
+            token += piece
+        if not secrets.compare_digest(token, self.token):
+            return
+        caller.settimeout(CONNECT_S)
+        caller.sendall(b"y")
+        allowed = MOST_BYTES
+        while (wish := caller.recv(1)) and time.monotonic() < self.ends_at_s:
+            allowed -= 1
+            if wish == b"s":  # a stream of so many bytes
+                left = int.from_bytes(_receive(caller, 8), "big")
+                allowed -= 8 + left
+                if allowed < 0:
+                    return
+                while left and (piece := caller.recv(min(left, PIECE_BYTES))):
+                    left -= len(piece)
+            if allowed < 0:
                 return
             caller.sendall(b"y")
-            while (wish := caller.recv(1)) and time.monotonic() < self.ends_at_s:
-                if wish == b"s":  # a stream of so many bytes
-                    left = int.from_bytes(_receive(caller, 8), "big")
-                    while left and (piece := caller.recv(min(left, PIECE_BYTES))):
-                        left -= len(piece)
-                caller.sendall(b"y")
+
+
+def _open_port(addresses: Sequence[str], port: int) -> tuple[list[socket.socket], list[str]]:
+    """Open one port (0: one that the kernel chooses) on all addresses; return the sockets, and why others are closed."""
+    opened: list[socket.socket] = []
+    problems: list[str] = []
+    for _ in range(1 if port else PORT_TRIES):
+        opened, problems, number, taken = [], [], port, False
+        for address in addresses:
+            try:
+                opened.append(open_listener(address, number))
+                number = int(opened[-1].getsockname()[1])
+            except OSError as problem:
+                problems.append(str(problem))
+                taken = taken or problem.errno == errno.EADDRINUSE
+        if port or not taken:
+            return opened, problems
+        for listening in opened:
+            listening.close()
+    return [], problems
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -247,15 +293,21 @@ _listeners: dict[str, _Listener] = {}
 
 
 def listen(arguments: Mapping[str, Any]) -> Json:
-    """Listen on ``ports`` (0: one that the kernel chooses) of ``address`` for ``seconds``, for who sends ``token``.
+    """Listen on ``ports`` (0: one that the kernel chooses) of ``addresses`` for ``seconds``, for who sends ``token``.
 
     Returns:
-        ``ports`` that are open now; ``problems``: port -> why it is not.
+        ``ports`` that are open now on one address or more; ``problems``: port -> why it is not.
+
+    Raises:
+        OSError: no port could be opened.
     """
     token = str(arguments["token"])
-    ports = [int(port) for port in arguments["ports"]][:8]
+    ports = [int(port) for port in arguments["ports"]][:MOST_PORTS]
+    addresses = [str(address) for address in arguments["addresses"]][:MOST_ADDRESSES]
     unlisten({"token": token})
-    made = _Listener(str(arguments["address"]), ports, bytes.fromhex(token), float(arguments["seconds"]))
+    made = _Listener(addresses, ports, bytes.fromhex(token), float(arguments["seconds"]))
+    if not made.ports:
+        raise OSError(f"cannot listen on {'; '.join(made.problems.values()) or 'no address'}")
     _listeners[token] = made
     return {"ports": made.ports, "problems": {str(port): why for port, why in made.problems.items()}}
 

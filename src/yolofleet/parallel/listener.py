@@ -23,5 +23,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as problem:
         listener.close()
-        raise OSError(f"{address}:{port}: {problem.strerror or problem}") from None
+        said = OSError(f"{address}:{port}: {problem.strerror or problem}")
+        said.errno = problem.errno
+        raise said from None
     return listener
