@@ -387,7 +387,7 @@ def test_a_host_of_any_name_has_a_disk_of_its_own(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
 
     def claim(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"folder": "/there", "owner": arguments["owner"], "made": True}
+        return {"folder": "/there", "owner": arguments["owner"], "made": True, "linked": ""}
 
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     for name in ("launcher", "localhost", "here"):
@@ -411,7 +411,7 @@ def test_a_name_that_a_host_has_already_is_passed_over(
     def claim(arguments: dict[str, Any]) -> dict[str, Any]:
         taken = arguments["folder"] == "runs/train/exp"
         owner = "" if taken else "n0"
-        return {"folder": f"/there/{arguments['folder']}", "owner": owner, "made": not taken}
+        return {"folder": f"/there/{arguments['folder']}", "owner": owner, "made": not taken, "linked": ""}
 
     host = FakeHost("n0", {"claim": claim, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
@@ -436,7 +436,7 @@ def test_only_a_folder_that_a_host_made_itself_is_taken_back(
     old = Path("runs/train/exp")
     (old / "logs").mkdir(parents=True)
     (old / "logs" / "rank-1.log").write_text("of an earlier day")
-    words = {"folder": "/there/exp", "owner": "n0", "made": False}
+    words = {"folder": "/there/exp", "owner": "n0", "made": False, "linked": ""}
     host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     folders = Folders.claim("train", settings, [host], old)
@@ -444,16 +444,44 @@ def test_only_a_folder_that_a_host_made_itself_is_taken_back(
     assert not any(arguments["discard"] for request, arguments in host.asked if request == "unclaim")
     assert (old / "logs" / "rank-1.log").exists()
 
-    mark = {"mark": ".fleet-1", "owner": "n0", "used": True}
+    mark = {"mark": ".fleet-1", "owner": "n0", "used": True, "may_link": False}
     there = claim({"folder": "old", **mark})
     assert (there["owner"], there["made"]) == ("n0", True)
     assert claim({"folder": "old", **mark})["made"] is False
     assert claim({"folder": "runs/train/exp", **mark, "used": False})["owner"] == ""
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_resumed_run_with_a_linked_folder_on_a_host_needs_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here", "other", "there"):
+        Path(folder).mkdir()
+    Path("there/checkpoints").symlink_to(tmp_path / "other")
+
+    def answer(arguments: dict[str, Any]) -> dict[str, Any]:
+        return claim({**arguments, "folder": "there"})
+
+    host = FakeHost("n0", {"claim": answer, "unclaim": None, "list_files": []})
+    given = {"data": "d", "model": "yolov5n", "linked_folders": allowed}
+    settings = resolve_train(given)[0].value
+    if allowed:
+        assert Folders.claim("train", settings, [host], Path("here")).sites[0].owner == "n0"
+        return
+    with pytest.raises(
+        ConfigError, match=r"on n0, .*/there/checkpoints is a symbolic link to .*/other"
+    ) as caught:
+        Folders.claim("train", settings, [host], Path("here"))
+    assert "--linked-folders" in caught.value.render() and f"{tmp_path}/there" in caught.value.render()
+    assert [path.name for path in Path("there").iterdir()] == ["checkpoints"] and not list(
+        Path("here").iterdir()
+    )
+
+
 def test_a_host_that_has_every_name_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    host = FakeHost("n0", {"claim": {"folder": "/there/exp", "owner": "", "made": False}})
+    host = FakeHost("n0", {"claim": {"folder": "/there/exp", "owner": "", "made": False, "linked": ""}})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     with pytest.raises(ClusterError, match="n0 has folders of all 100 names"):
         Folders.claim("train", settings, [host], None)
@@ -475,7 +503,7 @@ def test_states_on_another_host_are_looked_for_and_named(
         and "--hosts n7:" in caught.value.render()
     )
 
-    words = {"folder": "/there/exp", "owner": "n0", "made": True}
+    words = {"folder": "/there/exp", "owner": "n0", "made": True, "linked": ""}
     host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n", "hosts": "n0:1"})[0].value
     folders = Folders.claim("train", settings, [host], run)

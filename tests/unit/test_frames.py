@@ -117,8 +117,8 @@ def test_a_host_that_says_what_no_keeper_says_is_lost(
     ("request_", "value"),
     [
         *[(name, value) for name in ("claim", "list_jobs", "list_files", "time") for value in (None, 3)],
-        ("claim", {"folder": 3, "owner": "", "made": True}),
-        ("claim", {"folder": "a\0b", "owner": "", "made": True}),
+        ("claim", {"folder": 3, "owner": "", "made": True, "linked": ""}),
+        ("claim", {"folder": "a\0b", "owner": "", "made": True, "linked": ""}),
         ("claim", {"folder": "a", "owner": ""}),
         ("list_jobs", [{**JOB, "ranks": [0]}]),
         ("list_jobs", [{**JOB, "ranks": [0, 1.0]}]),
@@ -141,7 +141,7 @@ def test_an_answer_to_something_else_is_no_answer(begin: Begin, request_: str, v
 def test_what_keepers_say_is_understood() -> None:
     assert all(is_sound(frame_of(line(frame))) for frame in SOUND)
     for request, answer in {
-        "enter": "/f", "claim": {"folder": "/f", "owner": "", "made": True}, "unclaim": None, "hash_files": {"a.pt": "00"}, "reserve_port": 29500,
+        "enter": "/f", "claim": {"folder": "/f", "owner": "", "made": True, "linked": ""}, "unclaim": None, "hash_files": {"a.pt": "00"}, "reserve_port": 29500,
         "list_files": [["a/b", 3]], "read_piece": {"offset": 0, "data": "", "size": 3}, "list_jobs": [JOB, {**JOB, "code": 75}],
         "end_job": {"found": True, "left": False}, "take_code": "/tmp/x",
     }.items():  # fmt: skip

@@ -17,7 +17,7 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 
 FIXED_GROUPS = ("what", "how much", "how")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
@@ -82,17 +82,20 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
 def _check_links(folder: Path) -> None:
     """Raise ConfigError if a sub-folder of a run is a link: pruning its states would delete those of another run."""
     try:
-        linked = next(
-            (path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_dir()), None
-        )
+        linked = linked_subfolder(folder)
     except OSError as problem:
         raise ConfigError(f"{folder} cannot be read: {problem.strerror}") from None
     if linked is not None:
-        raise ConfigError(
-            f"{linked} is a symbolic link to {os.path.realpath(linked)}, and a resumed run writes there",
-            source=f"the run folder {folder}",
-            hint="--linked-folders if you made the link yourself; else remove it",
-        )
+        raise links_refused(f"{linked} is a symbolic link to {os.path.realpath(linked)}", str(folder))
+
+
+def links_refused(what: str, folder: str) -> ConfigError:
+    """Return the error for a run folder, here or on a host, with a linked sub-folder; ``what`` names the link."""
+    return ConfigError(
+        f"{what}, and a resumed run writes there",
+        source=f"the run folder {folder}",
+        hint="--linked-folders if you made the link yourself; else remove it",
+    )
 
 
 def _saved_at_ns(state: Path) -> int:

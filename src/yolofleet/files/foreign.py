@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 from typing import BinaryIO
 
 from yolofleet.text import size_text
@@ -105,6 +106,15 @@ def open_descriptor(
         os.close(handle)
         raise
     return handle, found.st_size
+
+
+def linked_subfolder(folder: Path) -> Path | None:
+    """Return the first sub-folder of ``folder`` that is a symbolic link, None if there is none.
+
+    Raises:
+        OSError: ``folder`` cannot be read.
+    """
+    return next((path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_dir()), None)
 
 
 def read_at(handle: int, offset: int, count: int) -> bytes:

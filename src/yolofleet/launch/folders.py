@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_where
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.files.atomic import make_folder, open_append, storage_error, whole_file, write_text
@@ -80,7 +80,8 @@ class Folders:
         """Make the same folder here and on every host; a name that is taken anywhere is passed over.
 
         Raises:
-            ClusterError: so many names are taken. StorageError: a disk refused.
+            ClusterError: so many names are taken. StorageError: a disk refused. ConfigError: a host's folder of the
+                run that is resumed has a linked sub-folder.
         """
         mark = f".fleet-{secrets.token_hex(6)}"
         passed_over: list[Folders] = []
@@ -120,10 +121,20 @@ class Folders:
         )
         found = cls(here, [], mark)
         used = resumed is not None or settings.exist_ok
+        may_link = resumed is None or (isinstance(settings, TrainConfig) and settings.linked_folders)
         try:
             (here.path / mark).write_text(LAUNCHER, encoding="utf-8")
             for remote in remotes:  # one after the other: those of one disk must find the mark of the first
-                answer = remote.ask("claim", folder=str(here.path), mark=mark, owner=remote.name, used=used)
+                answer = remote.ask(
+                    "claim",
+                    folder=str(here.path),
+                    mark=mark,
+                    owner=remote.name,
+                    used=used,
+                    may_link=may_link,
+                )
+                if answer["linked"]:
+                    raise links_refused(f"on {remote.name}, {answer['linked']}", str(answer["folder"]))
                 found.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
                 if not answer["owner"]:
                     break

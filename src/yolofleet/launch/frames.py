@@ -87,7 +87,7 @@ JOB = {
 }
 ANSWERS: dict[str, Any] = {  # of launch/requests.py
     "enter": _is_path,
-    "claim": {"folder": _is_path, "owner": str, "made": bool},
+    "claim": {"folder": _is_path, "owner": str, "made": bool, "linked": str},
     "unclaim": None,
     "take_code": str,
     "hash_files": {str: str},

@@ -18,7 +18,7 @@ from typing import Any
 
 from yolofleet.doctor.probes import run_probe
 from yolofleet.files.atomic import write_text
-from yolofleet.files.foreign import open_foreign, read_foreign_text
+from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
 from yolofleet.launch import jobs
 from yolofleet.launch.code import take
 from yolofleet.launch.processes import signal_all
@@ -40,10 +40,12 @@ def claim(arguments: Arguments) -> dict[str, Any]:
 
     Args:
         arguments: ``mark``: name of a file that whoever makes the folder puts there; ``owner``: its content, when
-            this host is the one; ``used``: the folder may be there already.
+            this host is the one; ``used``: the folder may be there already; ``may_link``: it may hold symbolic
+            links to other folders.
     Returns:
         ``folder``: its full path; ``owner``: who sees the same disk and was first, or this host; "" when the folder
-        is somebody else's; ``made``: it was made just now.
+        is somebody else's; ``made``: it was made just now; ``linked``: which sub-folder is a link that it must not
+        hold, and to where; nothing is written then.
     """
     folder = Path(str(arguments["folder"])).absolute()
     mark = folder / str(arguments["mark"])
@@ -53,11 +55,15 @@ def claim(arguments: Arguments) -> dict[str, Any]:
     except FileExistsError:
         made = False
         if not (arguments["used"] or _appears(mark)):
-            return {"folder": str(folder), "owner": "", "made": False}
+            return {"folder": str(folder), "owner": "", "made": False, "linked": ""}
+        linked = None if arguments["may_link"] else linked_subfolder(folder)
+        if linked is not None:
+            words = f"{linked} is a symbolic link to {os.path.realpath(linked)}"
+            return {"folder": str(folder), "owner": "", "made": False, "linked": words}
     if not mark.is_file():
         write_text(mark, str(arguments["owner"]))
     owner = read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False)
-    return {"folder": str(folder), "owner": owner, "made": made}
+    return {"folder": str(folder), "owner": owner, "made": made, "linked": ""}
 
 
 def _appears(file: Path) -> bool:
