@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -260,7 +261,7 @@ def _child(case: Case, make: Reader, root: Path) -> NoReturn:
             YOLOFLEET_OFFLINE="1",
             COLUMNS="120",
         )
-        sys.modules["tempfile"].tempdir = None  # it remembers TMPDIR
+        tempfile.tempdir = None  # it remembers TMPDIR
         streams = [os.open(os.devnull, os.O_RDONLY)]
         streams += [
             os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

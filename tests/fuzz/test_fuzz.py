@@ -15,8 +15,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the fuzzer forks, and watches processes in /proc"
 )
 DEADLINE_S = 1200
-
-
 GRACE_S = 20.0  # until killed processes must be gone
 DISTURBS = """
 import os, signal, subprocess, sys, time
@@ -112,6 +110,7 @@ def test_no_process_of_a_case_outlives_a_killed_fuzzer(tmp_path: Path, sent: sig
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_whenever_it_is_repeated() -> None:
     first, second = (fuzz("run.py", "--seed", "3", "--case", "22").stdout for _ in range(2))
     assert first.startswith("reader: ") and first.splitlines()[0] == second.splitlines()[0]
