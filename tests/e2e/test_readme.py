@@ -103,6 +103,7 @@ def blocks_of(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 MARKED = [block for block in BLOCKS if block.is_marked]
+needs_sh = pytest.mark.skipif(sys.platform == "win32", reason="the pages speak sh")
 
 
 def test_the_pages_have_blocks_to_test() -> None:
@@ -113,16 +114,13 @@ def test_the_pages_have_blocks_to_test() -> None:
 # -- blocks that run ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """A folder for each page, as its reader would have it: a checkout, less the sources."""
-    made = {}
-    for page in {block.page for block in MARKED}:
-        folder = tmp_path_factory.mktemp(f"as {page.stem} says")
-        for file in ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "constraints.txt"):
-            (folder / file).symlink_to(ROOT / file)
-        made[page.name] = folder
-    yield made
+def place_of(page: Path, tmp_path: Path) -> Path:
+    """Make a folder as the reader of ``page`` has it: a checkout, less the sources."""
+    folder = tmp_path / f"as {page.stem} says"
+    folder.mkdir()
+    for file in ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "constraints.txt"):
+        (folder / file).symlink_to(ROOT / file)
+    return folder
 
 
 def smaller(words: list[str]) -> str:
@@ -137,10 +135,7 @@ def smaller(words: list[str]) -> str:
     return f"{line} {SMALL_TRAINING} {processes}" if is_new_run else line
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the pages speak sh")
-@pytest.mark.parametrize("block", MARKED, ids=str)
-def test_marked_blocks_run(block: Block, places: dict[str, Path]) -> None:
-    folder = places[block.page.name]
+def assert_runs(block: Block, folder: Path) -> None:
     if block.language == "python":
         changed = f"import yolofleet\nreal = yolofleet.Trainer\nyolofleet.Trainer = lambda **given: real(**given | {SMALL_TRAINER!r})\n"
         command = [sys.executable, "-c", changed + block.text]
@@ -156,6 +151,25 @@ def test_marked_blocks_run(block: Block, places: dict[str, Path]) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+
+
+@needs_sh
+def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
+    folder = place_of(README, tmp_path)
+    demo, quick_start = [block for block in MARKED if block.page == README][:2]
+    assert "make demo" in demo.text and "yolofleet data make" in quick_start.text
+    for block in (demo, quick_start):
+        assert_runs(block, folder)
+
+
+@needs_sh
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({block.page for block in MARKED}), ids=lambda page: page.name)
+def test_marked_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
+    folder = place_of(page, tmp_path)
+    for block in MARKED:
+        if block.page == page and block.text.strip() != "make demo":
+            assert_runs(block, folder)
 
 
 # -- commands that are only understood ---------------------------------------------------------------------------

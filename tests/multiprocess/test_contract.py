@@ -79,8 +79,7 @@ def trained(folder: Path, name: str, steps: int, *more: str) -> str:
     [
         ("yolov5", ["1,5,2", "dataparallel"]),
         pytest.param("yolov3", ["7,1"], marks=pytest.mark.slow),  # blocks of yolov5, the loss of yolov5
-        ("darknet", ["7,1"]),
-        ("ppyoloe", ["7,1"]),
+        *(pytest.param(family, ["7,1"], marks=pytest.mark.slow) for family in ("darknet", "ppyoloe")),
         pytest.param("ppyoloe", ["1,5,2", "dataparallel"], marks=pytest.mark.slow),
     ],
 )
@@ -105,6 +104,7 @@ def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str
     assert hashes == dict.fromkeys(FLEETS, alone)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one(folder: Path) -> None:
     """4 -> 3 -> 2 -> 1 processes, killed in mid-epoch at random steps (an epoch is 3 steps of 16 images)."""

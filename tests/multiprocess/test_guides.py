@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # one command of each launcher, and the remaining ones in the longer suite
-QUICK = ("one GPU", "DataParallel", "DDP, SyncBN, chosen GPUs, another port", "the old launcher", "fleetrun")
+QUICK = ("DDP, SyncBN, chosen GPUs, another port", "fleetrun")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_core_legs_hold_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     core = ["exact: one process", "exact: 2 processes, shares 3,1", "fast: one process"]
     figures = tmp_path / "figures.json"

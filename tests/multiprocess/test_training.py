@@ -131,6 +131,7 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])
 
 
+@pytest.mark.slow
 def test_sync_batchnorm_and_unequal_shares_train(folder: Path, data: Path) -> None:
     for name, more in (
         ("sync and shares", ["--sync-bn", "--shares", "3,1"]),

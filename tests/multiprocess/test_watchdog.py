@@ -309,6 +309,7 @@ def test_a_rank_that_hangs_in_its_code_shows_its_stack(
     assert hang.__name__ in stack.splitlines()[0] and "steps" in stack.splitlines()[1]
 
 
+@pytest.mark.slow
 def test_slow_but_moving_long_jobs_and_a_pause_of_all_ranks_are_no_stalls(tmp_path: Path) -> None:
     def slowly(step: int) -> None:
         time.sleep(0.8 * STALL_S)
@@ -393,6 +394,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     data = small_shapes(tmp_path)
@@ -462,6 +464,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_says_where_it_is_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     args = train_args(small_shapes(tmp_path), "--device", "cpu", "--workers", "0", "--max-steps", "12")

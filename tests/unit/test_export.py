@@ -99,7 +99,9 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize(
+    "format", [name if name == "openvino" else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
+)
 def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_path):
     """OpenVINO's leaves a stack for signals behind that is gone: the process would end with a segmentation fault."""
     out = tmp_path / ("m" + FORMATS[format].suffix)

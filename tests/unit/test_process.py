@@ -28,9 +28,8 @@ def asked(settings: dict, omp_threads: str, local_size: int = 1) -> list:
     return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.parametrize(
-    "omp_threads", ["1", "3"]
-)  # torchrun sets 1 for several processes and nothing for one
+# torchrun sets 1 for several processes and nothing for one
+@pytest.mark.parametrize("omp_threads", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_exact_mode_has_one_thread_and_deterministic_kernels_whatever_the_environment(
     omp_threads: str,
 ) -> None:
