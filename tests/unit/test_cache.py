@@ -395,3 +395,16 @@ def test_processes_that_start_together_agree(index):
         assert {(item[0], item[2]) for item in found} == {(total, "disk")}
         (file,) = (cache_root() / "images").iterdir()
         file.unlink()
+
+
+def test_without_a_folder_for_temporary_files_images_are_decoded_each_time(index, monkeypatch):
+    def none_is_usable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_is_usable)
+    assert cache_module._temporary_folders() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_module, "MEMORY_FOLDERS", ())
+        cache = ImageCache(index, 64, "ram")
+    assert cache.mode == "none" and "no folder for temporary files" in cache.note
+    cache.close()

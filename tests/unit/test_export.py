@@ -246,6 +246,32 @@ def test_a_torchscript_file_is_verified_with_torchs_own_loader(model, tmp_path, 
     assert [Path(file).name for file in loaded] == ["model.torchscript"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a limit on the size of files stands for a full disk")
+@pytest.mark.parametrize("format", HERE)
+def test_a_full_disk_is_named_and_leaves_nothing(weights, format, tmp_path):
+    out = tmp_path / f"full{FORMATS[format].suffix}"
+    program = (
+        "import resource, sys; from yolofleet.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)); sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["export", "--weights", weights, "--format", format, "--out", out]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    assert f"StorageError: cannot write {out}: File too large" in done.stderr and "--out" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_an_export_needs_no_folder_for_temporary_files(model, format, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    nms = Suppression(0.25, 0.45, 300, False) if FORMATS[format].nms else None
+    out = tmp_path / f"made{FORMATS[format].suffix}"
+    assert export(model, FORMATS[format], facts_of(model, nms=nms), SIZE_HW, out)["verified"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_boxes_without_a_partner_are_infinitely_far():
     box = torch.tensor([[0.0, 0, 10, 10, 0.9, 1]])
     assert partners_difference(box, box, above=0.5) == (0, 0)

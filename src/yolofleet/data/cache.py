@@ -45,7 +45,6 @@ except ImportError:  # Windows: each process keeps its own cache
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 Mode = Literal["none", "ram", "disk", "auto"]
 RAM_SHARE = {"auto": 0.5, "ram": 0.8}  # of the memory that is free now; the rest is for the run itself
-MEMORY_FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # the first where all images fit
 OPEN_WAIT_S = 60.0  # for another local process to lay out the file
 DISK_SHARE = 0.9
 _MAGIC = b"YFIMAGE1"
@@ -55,6 +54,17 @@ _PREFIX = "yolofleet-images-"
 _STALE_S = 60.0  # a named file in memory that is older and that nobody has open was left by a crash
 _UNUSED_S = 30 * 86400.0  # a file on disk that no run has opened for so long belongs to data that changed
 _FDS = Path("/proc/self/fd")  # where it exists, a file without a name can be opened again
+
+
+def _temporary_folders() -> list[Path]:
+    """Return the system's folder for temporary files; none where all of its choices are full or read-only."""
+    try:
+        return [Path(tempfile.gettempdir())]
+    except OSError:
+        return []
+
+
+MEMORY_FOLDERS = (Path("/dev/shm"), *_temporary_folders())  # the first where all images fit
 
 
 def resized_wh(sizes_wh: np.ndarray, img: int) -> np.ndarray:
@@ -356,6 +366,8 @@ def _disk_file(layout: _Layout) -> _PixelFile:
 def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
     """Raises OSError or _NoCache."""
     folders = [folder for folder in MEMORY_FOLDERS if folder.is_dir()]
+    if not folders:
+        raise _NoCache("no folder for temporary files can be written")
     _sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)
     shared = token if fcntl else ""
     secret = f"{shared or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if fcntl else 0}"

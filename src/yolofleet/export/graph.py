@@ -5,10 +5,12 @@ N images, K predictions of an image, C classes.
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -118,3 +120,16 @@ def quiet() -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def save_module(
+    module: torch.jit.ScriptModule, path: Path, extra_files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a module by way of memory: torch's own writer ends the process when the disk is full.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    stream = io.BytesIO()
+    torch.jit.save(module, stream, _extra_files=dict(extra_files or {}))
+    path.write_bytes(stream.getbuffer())

@@ -29,8 +29,10 @@ def write(job: ExportJob, path: Path) -> None:
     Raises:
         CheckpointError: pnnx cannot convert the graph.
     """
-    with TemporaryDirectory(prefix="yolofleet-ncnn-") as temporary:
-        job.traced().save(str(Path(temporary, "model.pt")))
+    from yolofleet.export.graph import save_module
+
+    with TemporaryDirectory(dir=path.parent, prefix=".ncnn-") as temporary:
+        save_module(job.traced(), Path(temporary, "model.pt"))
         shape = ",".join(map(str, job.example().shape))
         argv = [str(_converter()), "model.pt", f"inputshape=[{shape}]", f"fp16={int(job.facts.half)}"]
         try:

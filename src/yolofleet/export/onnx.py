@@ -35,11 +35,11 @@ def write(job: ExportJob, path: Path) -> None:
     Raises:
         ConfigError: ``--simplify`` without its package.
     """
-    path.write_bytes(model_of(job).SerializeToString())
+    path.write_bytes(model_of(job, path.parent).SerializeToString())
 
 
-def model_of(job: ExportJob) -> Any:
-    """As an ``onnx.ModelProto``."""
+def model_of(job: ExportJob, folder: Path) -> Any:
+    """As an ``onnx.ModelProto``; ``folder`` takes a temporary file."""
     import onnx
     import torch
 
@@ -50,7 +50,7 @@ def model_of(job: ExportJob) -> Any:
     free = {} if facts.size_hw else {2: "height", 3: "width"}
     rows = {} if facts.size_hw else {1: "rows"}
     axes = {IMAGES: batch | free, DECODED: batch | rows} if batch or free else None
-    with quiet(), TemporaryDirectory(prefix="yolofleet-onnx-") as temporary:
+    with quiet(), TemporaryDirectory(dir=folder, prefix=".onnx-") as temporary:
         file = Path(temporary, "model.onnx")
         torch.onnx.export(
             job.traced() if axes else job.graph,

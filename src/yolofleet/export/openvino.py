@@ -36,7 +36,7 @@ def write(job: ExportJob, path: Path) -> None:
     """A folder; with ``half`` the weights are stored in 16 bits."""
     import openvino
 
-    model = _core().read_model(onnx_format.model_of(job).SerializeToString())
+    model = _core().read_model(onnx_format.model_of(job, path.parent).SerializeToString())
     model.set_rt_info(job.facts.to_json(), [KEY])
     path.mkdir()
     openvino.save_model(model, str(path / MARKER), compress_to_fp16=job.facts.half)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -94,24 +94,28 @@ def export(
     job = ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)
     make_folder(out.parent)
     try:
-        with TemporaryDirectory(dir=out.parent, prefix=".yolofleet-export-") as temporary:
-            made = Path(temporary, out.name)
+        # beside the file, not in TMPDIR, which may be another disk and small; a runtime may still hold a file on Windows
+        with TemporaryDirectory(
+            dir=out.parent, prefix=".yolofleet-export-", ignore_cleanup_errors=True
+        ) as temporary:
+            made = Path(temporary, "made", out.name)
+            made.parent.mkdir()
             _write(format, job, made)
             figures: dict[str, Any] = {
                 "file": str(out),
                 "format": format.name,
-                "mib": round(size_bytes(Path(temporary)) / 2**20, 2),
+                "mib": round(size_bytes(made.parent) / 2**20, 2),
                 "facts": json.loads(facts.to_json()),
                 "pictures": data or "generated",
                 "verified": False,
             }
             figures |= _verified(format, job, made, model, batches_of(facts, size_hw, pictures))
-            for file in Path(temporary).iterdir():
+            for file in made.parent.iterdir():
                 replace(file, out.parent / file.name)
     except OSError as problem:
         raise StorageError(
             f"cannot write {out}: {problem.strerror or problem}",
-            hint="another --out, or more space on the disk",
+            hint="free some space, or choose another --out; some converters also need room in TMPDIR",
         ) from None
     return figures
 
@@ -120,13 +124,22 @@ def _write(format: Format, job: ExportJob, path: Path) -> None:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some converters talk
             format.module.write(job, path)
-    except (YolofleetError, OSError):
+    except OSError:
         raise
     except Exception as problem:  # each converter has exceptions of its own
+        _check_disk(path.parent)
+        if isinstance(problem, YolofleetError):
+            raise
         raise CheckpointError(
             f"{' and '.join(format.writes) or 'torch'} cannot convert this network: {first_line(problem)}",
             hint="--format onnx has the fewest limits; another version of the package may know more",
         ) from problem
+
+
+def _check_disk(folder: Path) -> None:
+    """Raise OSError if ``folder`` takes no more data: some converters fail then without saying why."""
+    with TemporaryFile(dir=folder) as file:
+        file.write(bytes(1 << 20))
 
 
 def _verified(
@@ -135,7 +148,7 @@ def _verified(
     """What running the file showed, or why it was not run."""
     if absent := missing(format.runs):
         return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
-    with TemporaryDirectory(prefix="yolofleet-verify-", ignore_cleanup_errors=True) as temporary:
+    with TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as temporary:
         plain_path, plain_job = path, job
         if job.facts.nms is not None:
             plain_job = dataclasses.replace(job, facts=dataclasses.replace(job.facts, nms=None))

@@ -35,7 +35,7 @@ def write(job: ExportJob, path: Path) -> None:
     builder = tensorrt.Builder(logger)
     network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = tensorrt.OnnxParser(network, logger)
-    if not parser.parse(onnx_format.model_of(job).SerializeToString()):
+    if not parser.parse(onnx_format.model_of(job, path.parent).SerializeToString()):
         raise CheckpointError(f"TensorRT cannot read this network: {parser.get_error(0).desc()}")
     config = builder.create_builder_config()
     config.clear_flag(tensorrt.BuilderFlag.TF32)  # 10 bits: boxes would move

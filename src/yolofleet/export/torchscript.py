@@ -11,7 +11,7 @@ from torch import Tensor
 
 from yolofleet.errors import CheckpointError
 from yolofleet.export.facts import KEY, ExportFacts
-from yolofleet.export.graph import ExportJob, quiet
+from yolofleet.export.graph import ExportJob, quiet, save_module
 from yolofleet.export.torchscript_program import Program
 from yolofleet.export.trial import Opened, cpu_only
 
@@ -22,7 +22,7 @@ def write(job: ExportJob, path: Path) -> None:
     """Freezing puts all code into one function, which ``torchscript_program`` can read."""
     with quiet():
         frozen = torch.jit.freeze(job.traced().eval(), optimize_numerics=False)
-        torch.jit.save(frozen, str(path), _extra_files={FACTS_FILE: job.facts.to_json().encode()})
+        save_module(frozen, path, {FACTS_FILE: job.facts.to_json().encode()})
 
 
 def parts(path: Path) -> list[Path]:
