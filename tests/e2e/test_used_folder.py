@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,36 @@ def test_forged_states_are_messages(run: Path, folder: Path, monkeypatch: pytest
         else:
             said = yolofleet(folder, *words, code=3)
             assert "Traceback" not in said.err and "not a training state" in said.err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no umask")
+@pytest.mark.parametrize(
+    ("mask", "folder_mode", "file_mode"),
+    [
+        (0o027, 0o750, 0o640),
+        pytest.param(0o022, 0o755, 0o644, marks=pytest.mark.slow),
+        pytest.param(0o077, 0o700, 0o600, marks=pytest.mark.slow),
+    ],
+    ids=["027", "022", "077"],
+)
+def test_files_of_a_run_follow_the_umask(tmp_path: Path, mask: int, folder_mode: int, file_mode: int) -> None:
+    data = small_shapes(tmp_path, images=4, val_images=2)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(folder_mode if path.is_dir() else file_mode)
+    before = os.umask(mask)
+    try:
+        plots = [
+            word
+            for word in train_args(data, "--device", "cpu:2", "--cache", "disk", "--epochs", "1")
+            if word != "--no-plots"
+        ]
+        yolofleet(tmp_path, *plots)
+        weights = tmp_path / "runs" / "train" / "exp" / "weights" / "last.safetensors"
+        yolofleet(tmp_path, "export", "--weights", weights, "--format", "torchscript", "--img", "64")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    odd = [path for path, mode in modes.items() if mode != (folder_mode if path.is_dir() else file_mode)]
+    assert not odd
+    kinds = {path.suffix for path in modes}
+    assert {".pixels", ".arrays", ".safetensors", ".torchscript", ".png", ".log", ".yaml", ".csv"} <= kinds

@@ -397,6 +397,19 @@ def test_processes_that_start_together_agree(index):
         file.unlink()
 
 
+@linux_only
+def test_images_on_disk_follow_the_umask_and_images_in_memory_are_private(index):
+    mask = os.umask(0o027)
+    try:
+        kept = [ImageCache(index, 64, "disk"), ImageCache(index, 64, "ram", token="together")]
+    finally:
+        os.umask(mask)
+    (on_disk,), (in_memory,) = (cache_root() / "images").iterdir(), named_files()
+    assert [path.stat().st_mode & 0o777 for path in (on_disk, in_memory)] == [0o640, 0o600]
+    for cache in kept:
+        cache.close()
+
+
 def test_without_a_folder_for_temporary_files_images_are_decoded_each_time(index, monkeypatch):
     def none_is_usable():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")

@@ -302,17 +302,18 @@ def _lay_out(handle: int, layout: _Layout, covered: int) -> None:
     _write_at(handle, memoryview(_HEADER.pack(_MAGIC, layout.images, covered, layout.digest)), 0)
 
 
-def _shared_file(path: Path, layout: _Layout, cover: Callable[[], int]) -> int:
+def _shared_file(path: Path, layout: _Layout, cover: Callable[[], int], mode: int) -> int:
     """Opens a file that other processes may open at this moment; the first lays it out.
 
     A shared lock is held as long as the file is open, here or in a forked child: it says "in use".
 
     Args:
         cover: how many images to cover; called by the one that lays out. May raise _NoCache.
+        mode: of a new file, before the umask.
     """
     deadline_s = time.monotonic() + OPEN_WAIT_S
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, mode)
         try:
             if _lock(handle, exclusive=True):
                 if os.fstat(handle).st_nlink or not fcntl:  # else it was removed between open and lock
@@ -358,7 +359,7 @@ def _disk_file(layout: _Layout) -> _PixelFile:
         return covered
 
     path = folder / f"{layout.digest.hex()}.pixels"
-    handle = _shared_file(path, layout, cover)
+    handle = _shared_file(path, layout, cover, 0o666)
     os.utime(path)  # in use
     return _PixelFile(handle, None, layout)
 
@@ -391,7 +392,8 @@ def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
         return covered
 
     path = folder / name
-    file = _PixelFile(_shared_file(path, layout, cover), path, layout)
+    # every user of the machine can look into this folder
+    file = _PixelFile(_shared_file(path, layout, cover, 0o600), path, layout)
     _promised[file] = file.size
     if not shared and _FDS.is_dir():
         file.unlink()
