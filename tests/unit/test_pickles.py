@@ -1,6 +1,7 @@
 """Strangers' .pt files: read as data, and harmless however they are made."""
 
 import collections
+import copy
 import datetime
 import io
 import os
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.checkpoint.pickle_machine import PickledObject
+from yolofleet.checkpoint import pickle_machine, pickles
+from yolofleet.checkpoint.pickle_machine import MAX_OBJECT_BYTES, MAX_PICKLE_BYTES, PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.errors import CheckpointError
+from yolofleet.families import outline
+from yolofleet.models.description import describe
 
 PROTO = b"\x80\x02"
 
@@ -125,6 +129,37 @@ def test_modules_become_inert_objects(tmp_path):
         assert file.root.class_path == "torch.nn.modules.container.Sequential"
         conv = file.root.state["_modules"]["0"]
         assert file.tensor(conv.state["_parameters"]["weight"]).shape == (4, 3, 1, 1)
+
+
+def hollow(tensor, dtype):
+    """A tensor of the same shape that keeps one number in memory and in a file."""
+    if not tensor.shape:
+        return torch.zeros((), dtype=tensor.dtype)
+    return torch.zeros(1, dtype=dtype if tensor.is_floating_point() else tensor.dtype).expand(tensor.shape)
+
+
+def test_a_training_checkpoint_of_the_largest_network_is_far_below_the_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(pickles, "INERT_PACKAGES", (*pickles.INERT_PACKAGES, "yolofleet."))
+    model = outline(describe("yolov5x6"), 80)
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                module._parameters[name] = torch.nn.Parameter(hollow(value.data, torch.float16))
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = hollow(value, torch.float16)
+    moments = ("exp_avg", "exp_avg_sq")
+    state = {
+        i: {name: hollow(p.data, torch.float32) for name in moments} for i, p in enumerate(model.parameters())
+    }
+    path = tmp_path / "last.pt"
+    torch.save({"model": model, "ema": copy.deepcopy(model), "optimizer": {"state": state}}, path)
+    with zipfile.ZipFile(path) as file:
+        (pickled,) = (m.file_size for m in file.infolist() if m.filename.endswith("/data.pkl"))
+    assert 400_000 < pickled < MAX_PICKLE_BYTES / 5
+    monkeypatch.setattr(pickle_machine, "MAX_OBJECT_BYTES", MAX_OBJECT_BYTES // 5)
+    with TorchFile(path) as file:
+        assert len(file.root["optimizer"]["state"]) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize(
