@@ -9,9 +9,11 @@ import torch
 from fleet import on_fleet
 from torch import nn
 
+from yolofleet import devices
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.errors import ClusterError
+from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.process import fleet_precision
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.train.agreement import all_alike, check_agreement, check_settings, digest
@@ -95,3 +97,23 @@ def test_a_machine_that_was_given_another_command_is_named(tmp_path: Path, odd: 
     assert len(set(messages)) == 1
     assert says in messages[0] if says else not messages[0]
     assert not says or messages[0].startswith("rank 1 (")
+
+
+def chosen_format(world: World, asked: str, odd_rank: int) -> str:
+    """The number format that a rank takes when the devices of all but one compute in 16 bits by default."""
+    devices.half_by_default = lambda _: world.rank != odd_rank  # this process ends after the test
+    return fleet_precision(asked, world)
+
+
+@pytest.mark.parametrize(
+    ("asked", "odd_rank", "chosen"), [("auto", 9, "fp16"), ("auto", 1, "fp32"), ("bf16", 1, "bf16")]
+)
+def test_ranks_with_unlike_devices_compute_in_one_number_format(
+    tmp_path: Path, asked: str, odd_rank: int, chosen: str
+) -> None:
+    assert on_fleet(2, tmp_path, chosen_format, asked, odd_rank) == [chosen, chosen]
+
+
+def test_a_format_that_a_device_cannot_compute_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        fleet_precision("fp16", World.single())
