@@ -1,0 +1,140 @@
+"""The limits of readers in docs/security.md are those of the code, and a larger file is refused unread."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from yolofleet.checkpoint import paddle, pickle_machine, pickles
+from yolofleet.checkpoint.pickles import TorchFile
+from yolofleet.config import yaml_lines
+from yolofleet.data import decode, imageheader, vocxml, yolotxt
+from yolofleet.data.labels import ProblemLog
+from yolofleet.errors import YolofleetError
+from yolofleet.export import onnx_check, torchscript_program, trial
+from yolofleet.files import archive
+from yolofleet.launch import frames
+from yolofleet.models import darknet_cfg, description
+from yolofleet.report import results
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def mib(size_bytes: int) -> str:
+    assert size_bytes % 2**20 == 0
+    return f"{size_bytes >> 20} MiB"
+
+
+def gib(size_bytes: int) -> str:
+    assert size_bytes % 2**30 == 0
+    return f"{size_bytes >> 30} GiB"
+
+
+OBJECTS = f"pickle {mib(pickle_machine.MAX_PICKLE_BYTES)}, its objects {mib(pickle_machine.MAX_OBJECT_BYTES)}"
+TRIAL = f"memory {gib(trial.MEMORY_BYTES)} and more with their size, CPU time {trial.CPU_S} s and more"
+LIMITS = {
+    "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
+    "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} beside the arrays",
+    "settings, recipes, data sets (YAML)": mib(yaml_lines.MAX_BYTES),
+    "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
+    "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
+    "lists of images": mib(yolotxt.MAX_LIST_BYTES),
+    "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
+    "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
+    "images": f"file {gib(decode.MAX_FILE_BYTES)}, {imageheader.MAX_PIXELS:,} pixels",
+    "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
+    "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
+    "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_FACTS)}",
+    "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
+    "results of an earlier run": mib(results.MAX_BYTES),
+    "a message of a host": mib(frames.MOST_FRAME_BYTES),
+}
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = page.partition("| reader | limit | where |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert {name: limit for name, limit, _ in rows} == LIMITS
+    for _, _, where in rows:
+        for module in re.findall("`(.*?)`", where):
+            assert (ROOT / "src" / "yolofleet" / module).is_file(), module
+
+
+def _labels(path: Path) -> None:
+    log = ProblemLog()
+    assert yolotxt._read(str(path), log) is None
+    raise YolofleetError(log.kept[0].what)
+
+
+SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
+    ("a.yaml", yaml_lines.MAX_BYTES, yaml_lines.read_yaml),
+    ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
+    ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
+    ("list.txt", yolotxt.MAX_LIST_BYTES, lambda path: list(yolotxt._listed(path))),
+    ("label.txt", yolotxt._MAX_LABEL_BYTES, _labels),
+    ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
+    ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
+    ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
+    ("results.csv", results.MAX_BYTES, lambda path: results.ResultsTable(path, ()).rows()),
+]
+
+
+@pytest.mark.parametrize(("name", "limit_bytes", "read"), SIZES, ids=[name for name, _, _ in SIZES])
+def test_a_file_of_one_byte_more_than_the_limit_is_refused_unread(
+    tmp_path: Path, name: str, limit_bytes: int, read: Callable[[Path], Any]
+) -> None:
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(limit_bytes + 1)  # a hole: it takes no room on the disk
+    with pytest.raises((YolofleetError, OSError, vocxml.VocError), match=r"at most .* are read"):
+        read(path)
+
+
+def test_a_pt_file_with_too_large_a_pickle_or_too_many_members_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", bytes(pickle_machine.MAX_PICKLE_BYTES + 1))
+    with pytest.raises(YolofleetError, match="pickle of more than 4194304 bytes"):
+        TorchFile(path)
+    monkeypatch.setattr(pickles, "MAX_MEMBERS", 2)
+    with zipfile.ZipFile(path, "w") as file:
+        for name in "bcd":
+            file.writestr(f"a/{name}", b"")
+    with pytest.raises(YolofleetError, match="has 3 members"):
+        TorchFile(path)
+
+
+def test_objects_of_a_pickle_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + b"}" * 3_000_000 + b".")
+    with pytest.raises(YolofleetError, match="objects of more than 134217728 bytes"):
+        TorchFile(path)
+
+
+def test_an_onnx_file_with_too_many_nodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [onnx.helper.make_node("Identity", [f"v{i}"], [f"v{i + 1}"]) for i in range(11)]
+    path = tmp_path / "a.onnx"
+    path.write_bytes(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [])).SerializeToString())
+    monkeypatch.setattr(onnx_check, "MAX_NODES", 10)
+    with pytest.raises(YolofleetError, match="more than 10 nodes"):
+        onnx_check.checked_model(path)
+
+
+def test_an_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MAX_MEMBERS", 3)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for name in "abcd":
+            file.writestr(name, b"x")
+    with pytest.raises(YolofleetError, match="more than 3 members"):
+        archive.unpack(tmp_path / "a.zip", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
