@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.export.facts import ExportFacts
+from yolofleet.files.atomic import whole_file
 from yolofleet.models.blocks import Upsample
 from yolofleet.models.darknet import Pool
 from yolofleet.models.detector import Detector
@@ -132,4 +133,5 @@ def save_module(
     """
     stream = io.BytesIO()
     torch.jit.save(module, stream, _extra_files=dict(extra_files or {}))
-    path.write_bytes(stream.getbuffer())
+    with whole_file(path) as file:
+        file.write(stream.getbuffer())
