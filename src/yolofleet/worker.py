@@ -49,7 +49,6 @@ from yolofleet.evaluate.run import Evaluation, evaluate
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.files.atomic import emit_json, open_append, write_json, write_text
-from yolofleet.launch.local import die_with_parent, error_path, stoppable
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
@@ -74,6 +73,8 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.children import die_with_parent
+from yolofleet.system.signals import stoppable
 from yolofleet.text import echo
 from yolofleet.train.agreement import all_alike, check_settings
 from yolofleet.train.loop import StepSplitter, TrainingRun
@@ -554,7 +555,7 @@ def main(argv: list[str]) -> int:
         words = {"message": message, "exit_code": exit_code, **more}
         words |= {"rank": rank, "host": platform.node(), "time": time.time()}
         try:
-            write_text(error_path(folder.path, rank), json.dumps(words))
+            write_text(folder.failure(rank), json.dumps(words))
         except StorageError:
             echo(message)
         return exit_code

@@ -34,7 +34,7 @@ from yolofleet.cli import main
 from yolofleet.data.index import build_index
 from yolofleet.data.shapes import make_shapes
 from yolofleet.data.sources import load_dataset
-from yolofleet.launch.processes import variable
+from yolofleet.system.proc import environment_variable
 
 DEADLINE_S = 120
 NAMES = ("circle", "square", "triangle", "star")
@@ -694,7 +694,7 @@ def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, devic
 @needs_linux
 def test_a_second_ctrl_c_ends_what_does_not_listen(here):
     with training(here, "--device", "cpu:2") as (process, _, processes):
-        ranks = [pid for pid in processes if variable(pid, "RANK")]
+        ranks = [pid for pid in processes if environment_variable(pid, "RANK")]
         assert len(ranks) == 2
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
@@ -737,7 +737,7 @@ def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
 @needs_linux
 def test_a_rank_that_is_killed_is_named(here):
     with training(here, "--device", "cpu:2") as (process, _, processes):
-        ranks = [pid for pid in processes if variable(pid, "RANK") == "1"]
+        ranks = [pid for pid in processes if environment_variable(pid, "RANK") == "1"]
         os.kill(ranks[0], signal.SIGKILL)
         outcome = end(process, code=4)
         assert_told(outcome)

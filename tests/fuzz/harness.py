@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 from yolofleet.cli import main
 from yolofleet.errors import YolofleetError
-from yolofleet.launch.processes import variable
+from yolofleet.system.proc import environment_variable
 
 MOST_S = 30.0  # on a machine that is not overloaded: the load of other programs stretches it
 MOST_BYTES = 2 << 30
@@ -237,7 +237,7 @@ def _processes_below(folder: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            places = (str((process / "cwd").readlink()), variable(int(process.name), "HOME"))
+            places = (str((process / "cwd").readlink()), environment_variable(int(process.name), "HOME"))
             if any(place.startswith(f"{folder}{os.sep}") for place in places):
                 found.append(int(process.name))
     return found

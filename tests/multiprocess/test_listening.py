@@ -12,7 +12,7 @@ import pytest
 from attack import LOOPBACK, attack, listening
 from commands import environment, family, small_shapes, train_args
 
-from yolofleet.launch.processes import signal_all, variable
+from yolofleet.system.proc import environment_variable, signal_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
 
@@ -60,7 +60,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
             assert time.monotonic() < deadline
             for pid in family(run.pid):
                 for port, addresses in listening(pid).items():
-                    if port not in seen and not variable(pid, "RANK"):  # torchrun's agent
+                    if port not in seen and not environment_variable(pid, "RANK"):  # torchrun's agent
                         stores += [port] * attack("127.0.0.1", port, mark)
                     seen.setdefault(port, set()).update(addresses)
             if len(list(tmp_path.glob("met-*"))) == 2:

@@ -16,8 +16,8 @@ from yolofleet.cli.selftest import selftest
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.doctor.selftest import Comparison, plan
 from yolofleet.errors import ClusterError
-from yolofleet.launch.processes import descendants
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.proc import descendants
 
 CONFIG = SelftestConfig(device="cpu:2", steps=2, img=64)
 

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
 
-from yolofleet.launch.processes import variable
 from yolofleet.parallel import stall, watchdog
 from yolofleet.parallel.stall import Beat, Findings, Member, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
-from yolofleet.parallel.witness import started_ticks
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
+from yolofleet.system.proc import environment_variable, started_ticks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks at them in /proc")
 
@@ -194,9 +193,7 @@ def test_only_a_process_of_the_same_parent_and_program_is_a_sibling() -> None:
     def started(*argv: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    look = (
-        "import sys, os, yolofleet.parallel.witness as w; print([w.is_sibling(int(p)) for p in sys.argv[1:]])"
-    )
+    look = "import sys, os, yolofleet.system.proc as w; print([w.is_sibling(int(p)) for p in sys.argv[1:]])"
     python, other = started(sys.executable, "-c", "input()"), started("cat")
     with python, other:
         words = [sys.executable, "-c", look, *map(str, (python.pid, other.pid, os.getpid(), 1, 2**22 + 1))]
@@ -357,7 +354,7 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
         assert launcher.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
     everybody = family(launcher.pid)
-    (rank_1,) = [pid for pid in everybody if variable(pid, "RANK") == "1"]
+    (rank_1,) = [pid for pid in everybody if environment_variable(pid, "RANK") == "1"]
     os.kill(rank_1, signal.SIGSTOP)
     _, said = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 4, said

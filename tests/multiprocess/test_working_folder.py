@@ -11,13 +11,13 @@ import pytest
 from commands import SMALL, environment, small_shapes
 
 from yolofleet import children
-from yolofleet.children import module_argv
 from yolofleet.doctor.probes import APART_S, apart
 from yolofleet.errors import CheckpointError
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.trial import _try_in_child
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.remote import Remote
+from yolofleet.system.children import module_argv
 
 HOSTILE = ("numpy", "yaml", "torch", "cv2", "json", "pickle", "yolofleet", "sitecustomize")
 DEADLINE_S = 240
@@ -101,7 +101,7 @@ def test_children_use_this_package_when_the_working_folder_was_its_place(
     for name in ("__init__.py", "children.py"):
         shutil.copy(Path(children.__file__).with_name(name), package)
     (package / "__main__.py").write_text(
-        "import os, subprocess, yolofleet.children as c\n"
+        "import os, subprocess, yolofleet.system.children as c\n"
         "subprocess.run(c.module_argv('yolofleet.where'), env=c.module_environment(os.environ), check=True)\n"
     )
     (package / "where.py").write_text("print(__file__)")

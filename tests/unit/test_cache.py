@@ -18,9 +18,9 @@ from yolofleet.data.arrayfile import cache_root
 from yolofleet.data.cache import ImageCache, resized_wh
 from yolofleet.data.decode import read_image
 from yolofleet.data.index import build_index
-from yolofleet.data.memory import available_bytes
 from yolofleet.data.sources import load_dataset
 from yolofleet.errors import DataError
+from yolofleet.system.cgroup import available_bytes
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="shared memory files and /proc")

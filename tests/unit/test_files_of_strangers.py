@@ -42,9 +42,7 @@ MAY_OPEN = {
     "data/sources.py:_copied": "a description that comes with this package",
     "doctor/facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("data/memory.py:_text", "doctor/machine.py:text_of", "launch/processes.py:variable",
-         "launch/processes.py:_group_counts", "launch/processes.py:_counted", "parallel/witness.py:machine_id",
-         "parallel/witness.py:stat_fields", "parallel/witness.py:state_of"),
+        ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("launch/code.py:packed", "launch/code.py:take"), "an archive in memory"),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from small_files import FLEET_FILE
 
-from yolofleet.children import START
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
@@ -28,6 +27,7 @@ from yolofleet.launch.ssh import job_text
 from yolofleet.launch.start import start
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.children import START
 
 
 def test_the_short_form() -> None:

@@ -18,9 +18,9 @@ from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch import jobs
 from yolofleet.launch.fleet import Fleet, Host
 from yolofleet.launch.keeper import RECALLED
-from yolofleet.launch.processes import started_at
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import Watch
+from yolofleet.system.proc import started_at
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 Cli = Callable[..., tuple[int, str, str]]

@@ -15,7 +15,7 @@ SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own part and earlier ones
     ("text",),
     ("errors",),
-    ("children",),
+    ("system",),
     ("files",),
     ("config",),
     ("devices",),
@@ -37,7 +37,7 @@ ORDER = (  # a module imports its own part and earlier ones
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
 TO_A_ROOT = {("launch", "worker")}  # inside a function: this process becomes a worker
-WITHOUT_TORCH = ("text", "errors", "children", "files", "config", "launch", "cli", "__init__", "__main__")
+WITHOUT_TORCH = ("text", "errors", "system", "files", "config", "launch", "cli", "__init__", "__main__")
 
 
 def modules() -> list[Path]:

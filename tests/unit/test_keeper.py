@@ -23,8 +23,8 @@ from yolofleet.errors import ClusterError
 from yolofleet.launch.code import discard, packed, take
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.preflight import files
-from yolofleet.launch.processes import descendants
 from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
+from yolofleet.system.proc import descendants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 

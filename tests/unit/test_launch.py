@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.children import START
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.job import (
@@ -20,8 +19,10 @@ from yolofleet.launch.job import (
     agent_environment,
     loopback_interface,
 )
-from yolofleet.launch.local import error_path, exit_text, explain
-from yolofleet.launch.processes import OomKills
+from yolofleet.launch.local import exit_text, explain
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.cgroup import OomKills
+from yolofleet.system.children import START
 
 
 def test_the_agents_command_is_exactly_this() -> None:
@@ -80,7 +81,7 @@ def test_no_device_is_an_error_that_shows_some(device: str) -> None:
 
 
 def words(folder: Path, rank: int, **fields: object) -> None:
-    path = error_path(folder, rank)
+    path = RunFolder(folder).failure(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"rank": rank, "host": "h", "time": 1.0, "exit_code": 4, **fields}))
 
@@ -98,7 +99,7 @@ def test_last_words_that_are_none_are_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     words(tmp_path, 1, message="DataError: image x.jpg is cut", exit_code=3)
-    error_path(tmp_path, 0).write_text(broken)
+    RunFolder(tmp_path).failure(0).write_text(broken)
     assert explain(tmp_path, 1, 0) == 3
     assert "x.jpg" in capsys.readouterr().err
 

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.launch import processes
-from yolofleet.launch.processes import OomKills, children, descendants, oom_kills, started_at
+from yolofleet.system.cgroup import OomKills, oom_kills
+from yolofleet.system.proc import children, descendants, started_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 
-def machine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, counts: dict[str, int], machine: int = 9
-) -> None:
-    """A /proc whose own process is in the control groups ``cgroup``, and the counts in some files of those."""
+def machine(folder: Path, cgroup: str, counts: dict[str, int], machine: int = 9) -> tuple[Path, Path]:
+    """Make a /proc whose own process is in the control groups ``cgroup``, and the counts in some files of those; return both folders."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(cgroup)
     (folder / "proc/vmstat").write_text(f"pgfault 7\noom_kill {machine}\n")
@@ -27,8 +25,7 @@ def machine(
         file = folder / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"oom 3\noom_kill_disable 1\noom_kill {count}\n")
-    monkeypatch.setattr(processes, "PROC", folder / "proc")
-    monkeypatch.setattr(processes, "CONTROL_GROUPS", folder / "groups")
+    return folder / "proc", folder / "groups"
 
 
 @pytest.mark.parametrize(
@@ -43,10 +40,9 @@ def machine(
     ],
 )
 def test_the_own_control_groups_count_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, counts: dict[str, int], group: int | None
+    tmp_path: Path, cgroup: str, counts: dict[str, int], group: int | None
 ) -> None:
-    machine(tmp_path, monkeypatch, cgroup, counts)
-    assert oom_kills() == OomKills(group, 9)
+    assert oom_kills(*machine(tmp_path, cgroup, counts)) == OomKills(group, 9)
 
 
 def test_counts_since_the_start() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from yolofleet.parallel.activity import Activity
+from yolofleet.parallel.stacks import dumped_stack, main_stack
 from yolofleet.parallel.stall import (
     FIRST_STEPS,
     Beat,
@@ -26,9 +27,9 @@ from yolofleet.parallel.stall import (
     stall_error,
 )
 from yolofleet.parallel.watchdog import Watchdog
-from yolofleet.parallel.witness import children_of, dumped_stack, main_stack, started_ticks, state_of
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
+from yolofleet.system.proc import child_states, started_ticks, state_of
 
 STALL_S, TIMEOUT_S = 30.0, 600.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -230,7 +231,7 @@ def test_states_of_processes_and_of_their_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         began = started_ticks(child.pid)
         assert state_of(child.pid, began).letter in "RSD"
-        assert child.pid in [found.pid for found in children_of(os.getpid())]
+        assert child.pid in [found.pid for found in child_states(os.getpid())]
         os.kill(child.pid, 19)
         deadline_s = time.monotonic() + 240
         while state_of(child.pid, began).letter != "T" and time.monotonic() < deadline_s:

@@ -15,10 +15,10 @@ from yolofleet.cli import main
 from yolofleet.errors import Stopped
 from yolofleet.launch.fleet import Fleet, Host
 from yolofleet.launch.folders import Folders, Site
-from yolofleet.launch.local import stoppable
 from yolofleet.launch.remote import Frame, Remote
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.signals import stoppable
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 

@@ -16,18 +16,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from yolofleet.children import module_argv, module_environment
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError, Stopped
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.local import die_with_parent, explain
-from yolofleet.launch.processes import descendants, end_descendants, variable
+from yolofleet.launch.local import explain
 from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.children import die_with_parent, module_argv, module_environment
+from yolofleet.system.proc import descendants, end_descendants, environment_variable
 from yolofleet.text import echo, screen_line
 
 if TYPE_CHECKING:
@@ -190,7 +190,11 @@ def killed_rank_check(
                 if time.monotonic() > deadline_s:
                     return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
                 time.sleep(0.05)
-                ranks = [pid for pid in descendants(run.pid) if variable(pid, "RANK") == str(processes - 1)]
+                ranks = [
+                    pid
+                    for pid in descendants(run.pid)
+                    if environment_variable(pid, "RANK") == str(processes - 1)
+                ]
             os.kill(ranks[0], signal.SIGKILL)
             killed_at_s = time.monotonic()
             try:

@@ -34,8 +34,8 @@ import numpy as np
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.data.decode import read_image
 from yolofleet.data.index import DataIndex
-from yolofleet.data.memory import available_bytes
 from yolofleet.errors import DataError
+from yolofleet.system.cgroup import available_bytes
 
 try:
     import fcntl

@@ -13,7 +13,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from yolofleet.doctor.machine import Machine, number_of, text_of, within
+from yolofleet.doctor.machine import Machine, within
+from yolofleet.system.kernel_files import number_of, text_of
 
 Card = dict[str, Any]  # JSON-able: name, addresses ["10.0.0.1/24"], up, mtu, kind, speed_mbit
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yolofleet
-from yolofleet.data.memory import available_bytes
-from yolofleet.doctor.machine import Machine, folders_in, text_of
+from yolofleet.doctor.machine import Machine
+from yolofleet.system.cgroup import available_bytes, cpu_quota
+from yolofleet.system.kernel_files import entries_of, text_of
+from yolofleet.system.proc import memory_info
 
 Facts = dict[str, Any]  # JSON-able
 
@@ -97,11 +99,7 @@ def network_id(machine: Machine) -> str:
 def memory(machine: Machine) -> Facts:
     """Main memory: of the machine, and what this process may still take (control groups v1 and v2 count);
     ``available`` is None where the kernel does not say."""
-    values = {}
-    for line in text_of(machine.proc / "meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if value.split()[1:] == ["kB"]:
-            values[name] = int(value.split()[0]) * 1024
+    values = memory_info(machine.proc)
     return {
         "total": values.get("MemTotal"),
         "swap": values.get("SwapTotal"),
@@ -116,7 +114,7 @@ def shared_memory(machine: Machine) -> Facts | None:
     if space is None:
         return None
     largest = []
-    for file in folders_in(machine.shm):
+    for file in entries_of(machine.shm):
         try:
             largest.append((file.stat().st_blocks * 512, file.name))
         except OSError:
@@ -128,31 +126,7 @@ def shared_memory(machine: Machine) -> Facts | None:
 def cores(machine: Machine) -> Facts:
     """How many this machine has, how many this process may use, and how much of their time."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return {"visible": os.cpu_count(), "usable": affinity, "quota": _cpu_quota(machine)}
-
-
-def _cpu_quota(machine: Machine) -> float | None:
-    """Cores' worth of time that control groups grant; None: no limit, or not to be seen."""
-    found = []
-    for line in text_of(machine.proc / "self" / "cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if number == "0":
-            root = machine.groups
-        elif "cpu" in controllers.split(","):
-            root = machine.groups / "cpu"
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        while True:  # a limit of any parent counts
-            quota, period = (*text_of(folder / "cpu.max").split(), "", "")[:2]  # v2
-            if not quota:
-                quota, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
-            if quota.isdecimal() and period.isdecimal() and int(period):
-                found.append(int(quota) / int(period))
-            if folder == root:
-                break
-            folder = folder.parent
-    return min(found, default=None)
+    return {"visible": os.cpu_count(), "usable": affinity, "quota": cpu_quota(machine.proc, machine.groups)}
 
 
 def limits() -> Facts:
@@ -221,7 +195,7 @@ def gpus(machine: Machine) -> Facts:
     """
     cards = [
         folder.name
-        for folder in folders_in(machine.system / "bus" / "pci" / "devices")
+        for folder in entries_of(machine.system / "bus" / "pci" / "devices")
         if text_of(folder / "vendor") == "0x10de" and text_of(folder / "class").startswith("0x03")
     ]
     driver = text_of(machine.proc / "driver" / "nvidia" / "version").splitlines()
@@ -258,12 +232,12 @@ def gpu_count(machine: Machine) -> int | None:
     if any(line.lstrip().startswith("MIG ") for line in lines):
         return None
     count = sum(line.startswith("GPU ") for line in lines)
-    count = count or len(folders_in(machine.proc / "driver" / "nvidia" / "gpus"))
+    count = count or len(entries_of(machine.proc / "driver" / "nvidia" / "gpus"))
     if count:
         return count
     other = any(
         file.name in ("kfd", "dxg") or file.name.startswith(("nvidia", "nvhost"))
-        for file in folders_in(machine.dev)
+        for file in entries_of(machine.dev)
     )
     other = other or bool(metadata.entry_points(group="torch.backends"))  # torch loads these packages itself
     return None if other or machine.platform != "linux" else 0
@@ -295,8 +269,8 @@ def clock(machine: Machine) -> Facts:
 def infiniband(machine: Machine) -> list[Facts]:
     """Ports of InfiniBand and RoCE adapters."""
     found = []
-    for adapter in folders_in(machine.system / "class" / "infiniband"):
-        for port in folders_in(adapter / "ports"):
+    for adapter in entries_of(machine.system / "class" / "infiniband"):
+        for port in entries_of(adapter / "ports"):
             state = text_of(port / "state").partition(":")[2].strip() or "unknown"
             found.append(
                 {

@@ -99,27 +99,3 @@ class Machine:
     @property
     def groups(self) -> Path:
         return self.system / "fs" / "cgroup"
-
-
-def text_of(path: Path) -> str:
-    """A small file of the kernel's; "" where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # EINVAL too: the speed of a card that is down
-        return ""
-
-
-def number_of(path: Path) -> int | None:
-    """The whole number in a file; None where there is none."""
-    try:
-        return int(text_of(path))
-    except ValueError:
-        return None
-
-
-def folders_in(path: Path) -> list[Path]:
-    """What is in a folder, by name; [] where it cannot be read."""
-    try:
-        return sorted(path.iterdir())
-    except OSError:
-        return []

@@ -8,7 +8,8 @@ import re
 import socket
 from typing import Any
 
-from yolofleet.doctor.machine import Machine, folders_in, text_of
+from yolofleet.doctor.machine import Machine
+from yolofleet.system.kernel_files import entries_of, text_of
 
 ASK_S = 3.0  # for the tools of a firewall
 _LISTENING = "0A"
@@ -41,10 +42,10 @@ def _listener(machine: Machine, port: int) -> tuple[int, str] | None:
 
 def _owner(machine: Machine, inode: str) -> int | None:
     """Only root sees other users' files."""
-    for process in folders_in(machine.proc):
+    for process in entries_of(machine.proc):
         if not process.name.isdecimal():
             continue
-        for file in folders_in(process / "fd"):
+        for file in entries_of(process / "fd"):
             try:
                 if str(file.readlink()) == f"socket:[{inode}]":
                     return int(process.name)

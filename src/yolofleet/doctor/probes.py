@@ -22,12 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from yolofleet.children import module_argv, module_environment
 from yolofleet.doctor import facts as seen
 from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
 from yolofleet.doctor.machine import Machine, run_for, within
 from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
 from yolofleet.parallel.listener import open_listener
+from yolofleet.system.children import module_argv, module_environment
 
 Json = dict[str, Any]
 

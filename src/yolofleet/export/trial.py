@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet import __version__
-from yolofleet.children import module_argv, module_environment
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS, Format
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
+from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text
 
 MEMORY_BYTES = 2 << 30  # a child may use so much, plus a share for each byte of the file and each pixel

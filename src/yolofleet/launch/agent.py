@@ -22,12 +22,13 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
-from yolofleet.children import module_argv, module_environment
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.job import AGENT_DEFAULTS, loopback_interface
 from yolofleet.launch.local import exit_text
-from yolofleet.launch.processes import OomKills, children, oom_kills, signal_all
 from yolofleet.parallel.place import scheduled_place
+from yolofleet.system.cgroup import OomKills, oom_kills
+from yolofleet.system.children import module_argv, module_environment
+from yolofleet.system.proc import children, signal_all
 from yolofleet.text import echo
 
 POLL_S = 0.2

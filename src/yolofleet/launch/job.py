@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from yolofleet.children import module_argv
+from yolofleet.system.children import module_argv
 
 # seconds from a SIGTERM until the agent kills its workers; torch's own 30 may be too few to save in (older ones know
 # no other)

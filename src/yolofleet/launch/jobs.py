@@ -20,7 +20,7 @@ from typing import Any
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign
-from yolofleet.launch.processes import started_at
+from yolofleet.system.proc import started_at
 
 KEPT = 20  # jobs that have ended
 MOST_RECORD_BYTES = 1 << 20

@@ -29,7 +29,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from yolofleet.children import module_environment
 from yolofleet.doctor.facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import open_append, write_text
@@ -45,20 +44,22 @@ from yolofleet.launch.job import (
     agent_environment,
     meeting_environment,
 )
-from yolofleet.launch.local import adopt_orphans, die_with_parent, error_path, last_words
-from yolofleet.launch.processes import (
-    UNKNOWN,
-    OomKills,
+from yolofleet.launch.local import last_words
+from yolofleet.launch.relay import Relay
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
+from yolofleet.system.children import adopt_orphans, die_with_parent, module_environment
+from yolofleet.system.proc import (
+    STOPPED,
     descendants,
     end_descendants,
-    oom_kills,
+    environment_variable,
     reap_orphans,
     signal_all,
     started_at,
-    variable,
+    started_ticks,
+    state_of,
 )
-from yolofleet.launch.relay import Relay
-from yolofleet.parallel.witness import STOPPED, started_ticks, state_of
 
 BEAT_S = 2.0
 SILENCE_S = 20.0
@@ -168,7 +169,9 @@ def no_command(problem: OSError, name: str) -> tuple[int, str]:
 def stopped_ranks(pids: list[int]) -> list[str]:
     """Of these processes the workers that somebody or something has stopped."""
     states = {pid: state_of(pid, started_ticks(pid)) for pid in pids}
-    found = [(variable(pid, "RANK"), state) for pid, state in states.items() if state.letter in STOPPED]
+    found = [
+        (environment_variable(pid, "RANK"), state) for pid, state in states.items() if state.letter in STOPPED
+    ]
     return [f"rank {rank}: {state.text()}" for rank, state in found if rank]
 
 
@@ -198,7 +201,7 @@ def start(job: Frame) -> Running:
         write_text(text, job["text"])
         ranks = range(first_rank, first_rank + processes)
         for rank in ranks:
-            error_path(folder, rank).unlink(missing_ok=True)
+            RunFolder(folder).failure(rank).unlink(missing_ok=True)
         tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
         tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
     grace_s = float(job["grace_s"])
@@ -341,7 +344,7 @@ class Keeper:
         self.send(
             type="exit",
             code=exit_code,
-            words=last_words(error_path(Path(running.record.folder), rank) for rank in running.ranks),
+            words=last_words(RunFolder(Path(running.record.folder)).failure(rank) for rank in running.ranks),
             log=running.log_tail(),
             why=running.why,
             stopped=running.stopped,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -10,21 +9,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from yolofleet.children import module_environment
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.launch.frames import WORDS, fits
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.processes import UNKNOWN, OomKills, end_descendants, oom_kills
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
+from yolofleet.system.children import die_with_parent, module_environment
+from yolofleet.system.proc import end_descendants
+from yolofleet.system.signals import STOP_SIGNALS, interrupt
 from yolofleet.text import echo
 
 EXIT_SIGNALS = {
@@ -63,61 +64,10 @@ def exit_text(exit_code: int, killed: OomKills) -> str:
 
 MOST_WORDS_BYTES = 1 << 20
 MOST_LOG_BYTES = 64 << 20  # of what the processes of one start wrote
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
-
-    May be called between fork and exec. The kernel means the thread that forked, so that one must live on.
-    """
-    if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def adopt_orphans() -> None:
-    """Ask the kernel (Linux) to make descendants that lose their parent children of this process."""
-    if _LIBC is not None:
-        _LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`. Training's steps (``train/loop.py``) and a
-    launcher that has started its processes know better what to do with a signal, and have handlers of their own.
-
-    Within the block they are a KeyboardInterrupt, which no ``except Exception`` takes for a failure.
-    """
-    previous = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
-        yield
-    except KeyboardInterrupt as interrupt:
-        raise Stopped(
-            "stopped on request, outside of training: there was nothing to save",
-            source=str(interrupt) or "Ctrl-C",
-            hint="give the same command again",
-        ) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def error_path(folder: Path, rank: int) -> Path:
-    """Where the worker of ``rank`` leaves its last words, as JSON."""
-    return folder / "logs" / f"error-rank-{rank}.json"
 
 
 def last_words(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Of the workers that failed, as they wrote them; see :func:`error_path`."""
+    """Of the workers that failed, as they wrote them; see :meth:`RunFolder.failure`."""
     found = []
     for file in files:
         with suppress(OSError, ValueError, RecursionError):
@@ -142,7 +92,7 @@ def run_agent(job: JobSpec) -> int:
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal asked, hasty
         if agent is None:
-            _interrupt(number, frame)
+            interrupt(number, frame)
         elif agent.poll() is None:
             hasty = hasty or (bool(asked) and number == signal.SIGINT)
             words = (

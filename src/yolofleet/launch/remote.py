@@ -22,7 +22,6 @@ from queue import Empty, Queue
 from typing import Any
 
 from yolofleet import __version__
-from yolofleet.children import module_argv, with_this_package
 from yolofleet.errors import ClusterError
 from yolofleet.launch.fleet import HERE, Host
 from yolofleet.launch.frames import (
@@ -35,6 +34,7 @@ from yolofleet.launch.frames import (
     frame_of,
     is_sound,
 )
+from yolofleet.system.children import module_argv, with_this_package
 
 CONNECT_S = 10
 OPEN_S = 30.0

@@ -21,8 +21,8 @@ from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
 from yolofleet.launch import jobs
 from yolofleet.launch.code import take
-from yolofleet.launch.processes import signal_all
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.proc import signal_all
 
 PIECE_BYTES = 1 << 20
 MOST_MARK_BYTES = 1 << 10

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.children import SAFE_PATH
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
 from yolofleet.errors import ClusterError, ConfigError, Stopped
 from yolofleet.launch.scheduler import processes_per_machine, train_arguments
+from yolofleet.system.children import SAFE_PATH
 
 SUBMIT_S = 60
 WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # what names in SLURM consist of; nothing that quotes

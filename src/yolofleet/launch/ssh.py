@@ -28,7 +28,6 @@ from yolofleet.files.atomic import write_bytes
 from yolofleet.launch.code import packed
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.folders import LAUNCHER, Folders
-from yolofleet.launch.local import stoppable
 from yolofleet.launch.preflight import (
     Plan,
     enter_folders,
@@ -42,6 +41,7 @@ from yolofleet.launch.remote import Frame, Remote, Unreachable
 from yolofleet.launch.start import as_training
 from yolofleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
+from yolofleet.system.signals import stoppable
 
 PORT_TRIES = 3
 SEND_S = 120.0  # for the code

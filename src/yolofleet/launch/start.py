@@ -13,10 +13,11 @@ from yolofleet.errors import ClusterError, ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
 from yolofleet.launch.fleet import Fleet, fleet_of
 from yolofleet.launch.job import JobSpec
-from yolofleet.launch.local import run_agent, stoppable
+from yolofleet.launch.local import run_agent
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.signals import stoppable
 from yolofleet.text import echo
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor

@@ -19,10 +19,11 @@ from typing import Any
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.keeper import AGENT, ASKED, RECALLED
-from yolofleet.launch.local import STOP_SIGNALS, Ending, ends_in, tell
-from yolofleet.launch.processes import OomKills
+from yolofleet.launch.local import Ending, ends_in, tell
 from yolofleet.launch.remote import Frame, Remote
 from yolofleet.launch.screen import Screen
+from yolofleet.system.cgroup import OomKills
+from yolofleet.system.signals import STOP_SIGNALS
 from yolofleet.text import RelayedText, echo
 
 SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why

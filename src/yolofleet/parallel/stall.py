@@ -40,7 +40,7 @@ class Member:
     """Who a rank is; published once.
 
     Attributes:
-        machine: equal for ranks whose processes see each other (``witness.machine_id``).
+        machine: equal for ranks whose processes see each other (``system/proc.py: machine_id``).
         log: its file, on its own disk.
     """
 

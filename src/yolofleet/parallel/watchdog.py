@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from yolofleet.errors import ClusterError
 from yolofleet.files.atomic import open_append
+from yolofleet.parallel.stacks import dumped_stack, main_stack
 from yolofleet.parallel.stall import (
     Beat,
     Evidence,
@@ -40,16 +41,8 @@ from yolofleet.parallel.stall import (
     stall_error,
     stall_note,
 )
-from yolofleet.parallel.witness import (
-    children_of,
-    dumped_stack,
-    kill_sibling,
-    machine_id,
-    main_stack,
-    started_ticks,
-    state_of,
-)
 from yolofleet.parallel.world import Store, World
+from yolofleet.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
 from yolofleet.text import echo
 
 LOOK_S = 1.0
@@ -322,7 +315,7 @@ class Watchdog:
             if r != self.world.rank and self._sees(member):
                 state = state_of(member.pid, member.started_ticks)
                 stack = dumped_stack(Path(member.log), self.beats[r].silence_s)
-                children = children_of(member.pid) if state.letter not in DEAD else []
+                children = child_states(member.pid) if state.letter not in DEAD else []
                 found[r] = Findings(
                     state.text(), state.letter, tuple(stack), tuple(child.text() for child in children)
                 )
@@ -354,7 +347,7 @@ def own_findings() -> Findings:
     """Of a process that runs this."""
     pid = os.getpid()
     state = state_of(pid, started_ticks(pid))
-    children = tuple(child.text() for child in children_of(pid))
+    children = tuple(child.text() for child in child_states(pid))
     return Findings(state.text(), state.letter, tuple(main_stack()), children)
 
 

@@ -155,6 +155,10 @@ class RunFolder:
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
 
+    def failure(self, rank: int) -> Path:
+        """Where the worker of ``rank`` leaves its last words, as JSON, when it fails."""
+        return self.logs / f"error-rank-{rank}.json"
+
     def make_tree(self) -> None:
         """The sub-folders of a training run.
 

@@ -1,4 +1,4 @@
-"""Start modules of this package in child processes that import nothing from the working folder.
+"""Start child processes that import nothing from the working folder and end with their parent.
 
 ``python -m MODULE`` and ``python -c CODE`` put the working folder first on the import path. There, a file such as
 ``numpy.py`` of somebody else would be executed. ``yolofleet`` itself does not look there, and its children must not.
@@ -6,19 +6,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PACKAGES = str(Path(__file__).resolve().parents[1])  # the folder that this package was imported from
+PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that this package was imported from
 # PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
 START = (
     "import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "
     'run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
 SAFE_PATH = "PYTHONSAFEPATH"  # Python 3.11 and newer: also for what the child starts
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def module_argv(module: str, *words: str, python: str = "") -> list[str]:
@@ -65,3 +69,18 @@ def safe_spawn() -> Iterator[None]:
             del os.environ[SAFE_PATH]
         else:
             os.environ[SAFE_PATH] = before
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
+
+    May be called between fork and exec. The kernel means the thread that forked, so that one must live on.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel (Linux) to make descendants that lose their parent children of this process."""
+    if _LIBC is not None:
+        _LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -1,0 +1,1 @@
+"""What the operating system says and does: processes, control groups, signals, child processes. No torch."""

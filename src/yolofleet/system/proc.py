@@ -1,0 +1,199 @@
+"""Processes of this machine, as Linux's /proc shows them. Elsewhere no process is seen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from yolofleet.system.kernel_files import text_of
+
+PROC = Path("/proc")
+STATES = {
+    "T": "is stopped (state T: SIGSTOP, Ctrl-Z or a paused container)",
+    "t": "is held by a debugger (state t)",
+    "D": "waits in the kernel for a disk, a network file system or a driver (state D)",
+    "Z": "has died (state Z)",
+    "R": "is running (state R)",
+    "S": "is asleep (state S)",
+}
+STOPPED = "Tt"  # states of processes that cannot react
+ENDED = "ZX"  # states of processes that have ended
+GONE = "X"
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What the kernel shows of a process.
+
+    Attributes:
+        letter: the state in /proc/PID/stat; "X" if the process is gone.
+        wait_channel: the kernel function that it sleeps in; "" if unknown.
+    """
+
+    pid: int
+    letter: str
+    wait_channel: str = ""
+
+    def text(self) -> str:
+        what = STATES.get(self.letter, f"has state {self.letter}")
+        if self.letter == GONE:
+            what = "is gone: it was killed or crashed (dmesg tells whether memory ran out)"
+        where = f", in {self.wait_channel}" if self.wait_channel and self.letter in "DS" else ""
+        return f"process {self.pid} {what}{where}"
+
+
+def memory_info(proc: Path = PROC) -> dict[str, int]:
+    """Return the sizes of /proc/meminfo in bytes, by name."""
+    found = {}
+    for line in text_of(proc / "meminfo").splitlines():
+        name, _, value = line.partition(":")
+        number, *unit = value.split() or [""]
+        if number.isdecimal() and unit == ["kB"]:
+            found[name] = int(number) * 1024
+    return found
+
+
+def machine_id() -> str:
+    """Return a text that is equal for processes that see each other in /proc; "" where there is no /proc."""
+    with suppress(OSError):
+        boot = text_of(PROC / "sys/kernel/random/boot_id")
+        return f"{boot} {(PROC / 'self/ns/pid').readlink()}"
+    return ""
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return /proc/PID/stat from the state on: state, parent, ..., [19] = start time in ticks; [] if it has ended."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_bytes()  # a process may have any bytes in its name
+    except OSError:
+        return []
+    fields = stat.rpartition(b")")[2].decode("ascii", "replace").split()
+    return fields if len(fields) > 19 else []
+
+
+def stat_table() -> dict[int, list[str]]:
+    """Return :func:`stat_fields` of all processes of this machine, by process number."""
+    pids = [int(folder.name) for folder in PROC.glob("[0-9]*")] if PROC.is_dir() else []
+    return {pid: fields for pid in pids if (fields := stat_fields(pid))}
+
+
+def started_ticks(pid: int) -> int:
+    """Return when a process began, in the kernel's ticks; 0 if unknown. Number and start time identify a process."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+def started_at(pid: int) -> str:
+    """Return the start time of a living process as text; "" if it does not run. A later process of the same number
+    has another."""
+    fields = stat_fields(pid)
+    return fields[19] if fields and fields[0] not in ENDED else ""
+
+
+def state_of(pid: int, started: int) -> ProcessState:
+    """Return the state of the process that began at ``started`` (see :func:`started_ticks`)."""
+    fields = stat_fields(pid)
+    if not fields or int(fields[19]) != started:
+        return ProcessState(pid, GONE)
+    channel = text_of(PROC / str(pid) / "wchan").replace("\0", "")
+    return ProcessState(pid, fields[0], "" if channel == "0" else channel)
+
+
+def child_states(pid: int) -> list[ProcessState]:
+    """Return the states of the processes that ``pid`` started, including those that have ended."""
+    found = {child: int(fields[19]) for child, fields in stat_table().items() if int(fields[1]) == pid}
+    return [state_of(child, started) for child, started in sorted(found.items())]
+
+
+def children(pid: int) -> list[int]:
+    """Return the living processes that ``pid`` started."""
+    return _children().get(pid, [])
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living children of ``pid``, their children, and so on."""
+    of = _children()
+    found = list(of.get(pid, []))
+    for child in found:
+        found += of.get(child, [])
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Return living processes by the process that started them."""
+    found: dict[int, list[int]] = {}
+    for pid, fields in stat_table().items():
+        if fields[0] not in ENDED:
+            found.setdefault(int(fields[1]), []).append(pid)
+    return found
+
+
+def environment_variable(pid: int, name: str) -> str:
+    """Return a variable of the environment that a process was started with; "" if it has none of that name."""
+    with suppress(OSError):
+        for entry in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            key, _, value = entry.partition(b"=")
+            if key.decode("utf-8", "replace") == name:
+                return value.decode("utf-8", "replace")
+    return ""
+
+
+def is_sibling(pid: int) -> bool:
+    """Return whether the parent of this process also started ``pid``, from the same executable.
+
+    torchrun's agent, srun and mpirun start all ranks of a machine in this way.
+    """
+    fields = stat_fields(pid)
+    try:
+        same = (PROC / str(pid) / "exe").readlink() == (PROC / "self/exe").readlink()
+    except OSError:  # it has ended, or belongs to another user
+        return False
+    return same and bool(fields) and int(fields[1]) == os.getppid()
+
+
+def kill_sibling(pid: int, started: int) -> None:
+    """Kill another rank of this machine that does not respond.
+
+    Its number came through the store, where somebody else may have written that of any process. Only siblings are
+    killed.
+    """
+    if sys.platform != "win32" and is_sibling(pid) and state_of(pid, started).letter not in ENDED:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
+
+
+def reap_orphans(but: int) -> None:
+    """Reap adopted processes of other sessions that have ended, so that they free their process numbers.
+
+    Args:
+        but: PID to skip: its parent reaps it.
+    """
+    with suppress(OSError):  # this process has no child
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but or os.getsid(ended.si_pid) == os.getsid(0):
+                break
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def end_descendants(pid: int, deadline_s: float = 5.0) -> list[int]:
+    """Kill all descendants of ``pid``; return those that still exist after ``deadline_s`` (stuck in the kernel)."""
+    gives_up_at_s = time.monotonic() + deadline_s
+    while left := descendants(pid):
+        if time.monotonic() > gives_up_at_s:
+            return left
+        signal_all(left, signal.SIGKILL)
+        time.sleep(0.02)
+    return []
