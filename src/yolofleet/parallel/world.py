@@ -1,8 +1,8 @@
 """Who am I and how do we talk: the processes of one run.
 
-``World`` is built once, in ``worker.py``, and passed. Nothing else reads ``RANK`` or calls
-``torch.distributed``. Every method that talks is a collective: all ranks call it, in the same order, and it
-ends within ``timeout_s`` or raises ``ClusterError``.
+``World`` is built once, in ``worker.py``, from the place that ``place.py`` reads in the environment. The training and
+validation of a run communicate through it alone. Each communicating method is a collective: all ranks call it, in the
+same order, and it ends within ``timeout_s`` or raises ``ClusterError``.
 """
 
 from __future__ import annotations
