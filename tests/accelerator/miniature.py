@@ -23,12 +23,14 @@ Needs ``_setup_privateuseone_for_python_backend`` (torch 2.10 or newer).
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +272,9 @@ class Accelerator:
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One operation of a device."""
-        name = func._schema.name
+        name, is_view = func._schema.name, func.is_view
+        if is_composite(func) and not is_view:
+            return func.decompose(*args, **kwargs)
         tensors = flat_tensors((*args, *kwargs.values()))
         ours = [t for t in tensors if isinstance(t, DeviceTensor)]
         index = self.device_of(func, ours, kwargs)
@@ -278,7 +282,6 @@ class Accelerator:
         if name in ("aten::_to_copy", "aten::copy_") and (moved := self.move(func, args, kwargs)) is not None:
             return moved
         self.check_devices(name, tensors, ours)
-        is_view = func.is_view
         if not is_view:
             with self.lock:
                 self.launches[place().partition(":")[0], name] += 1
@@ -299,7 +302,11 @@ class Accelerator:
             out = narrowed(out, ours[0].dtype)
         if name in ALLOCATES_GARBAGE:
             fill_with_garbage(out)
-        return self.rewrapped(out, {id(t.inner): t for t in ours}, index)
+        known = {id(t.inner): t for t in ours}
+        if is_view and torch.is_inference_mode_enabled() and not ours[0].is_inference():
+            with torch.inference_mode(False):  # a view is an inference tensor only if its base is one
+                return self.rewrapped(out, known, index)
+        return self.rewrapped(out, known, index)
 
     def device_of(self, func: Any, ours: Sequence[DeviceTensor], kwargs: dict[str, Any]) -> int:
         """The device that executes an operation."""
@@ -492,9 +499,9 @@ def place() -> str:
     """``file.py:function`` of the package's innermost frame; in a backward pass ``backward``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(PACKAGE):
-            return f"{Path(path).name}:{frame.f_code.co_name}"
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith(PACKAGE) and not name.startswith("<"):  # newer Pythons inline comprehensions
+            return f"{os.path.basename(path)}:{name}"  # noqa: PTH119  # ten thousand times a test
         frame = frame.f_back
     return "backward" if in_backward() else "test"
 
@@ -552,6 +559,17 @@ def fill_with_garbage(tensor: Tensor) -> None:
         tensor.fill_(float("nan"))
     else:
         tensor.fill_(GARBAGE.get(tensor.dtype, WHOLE_GARBAGE if tensor.dtype.itemsize > 2 else 0x5A))
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether the operation is only a sequence of others, so that no device has a kernel for it.
+
+    Autograd takes it apart before a device sees it. In inference mode the device has to, else the accelerator would
+    miss the parts: ``conv2d`` is a ``convolution``, and ``where(mask)`` is a ``nonzero``.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # type: ignore[attr-defined]
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def has_boolean_index(name: str, args: Sequence[Any]) -> bool:

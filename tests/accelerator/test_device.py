@@ -177,6 +177,18 @@ def test_autocast_computes_convolutions_in_half(accelerator: Accelerator):
     assert {dtype for _, dtype in accelerator.seen_dtypes} == {torch.bfloat16}
 
 
+def test_inference_mode_hides_no_part_of_an_operation(accelerator: Accelerator):
+    """Without autograd the device gets ``conv2d`` and ``nonzero_numpy`` whole."""
+    convolution = torch.nn.Conv2d(3, 4, 3, device=ZERO)
+    with torch.inference_mode(), torch.autocast("mini", torch.bfloat16):
+        out = convolution(torch.ones(1, 3, 8, 8, device=ZERO))
+        (out > 0).nonzero(as_tuple=True)
+        weights = convolution.weight.unbind(0)
+    assert accelerator.seen_dtypes == {("aten::convolution", torch.bfloat16)}
+    assert [wait.what for wait in accelerator.waits] == ["aten::nonzero"]
+    assert out.is_inference() and not weights[0].is_inference()
+
+
 def test_operations_are_counted_where_the_package_starts_them(accelerator: Accelerator):
     boxes = torch.rand(5, 4, device=ZERO)
     accelerator.reset()
