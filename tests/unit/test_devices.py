@@ -175,6 +175,14 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
         resolve_precision("tf32", CPU)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they work")
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, torch.amp.autocast])
+def test_autocast_and_a_scaler_that_switch_themselves_off_fail_a_test(make: Any):
+    """They only warn; pyproject.toml makes that warning an error."""
+    with pytest.raises(UserWarning, match="Disabling"):
+        make("cuda")
+
+
 def test_what_a_device_lacks_is_no_error():
     meta = torch.device("meta")
     assert devices.peak_memory_bytes(meta) == 0
