@@ -119,8 +119,8 @@ def can_pin(device: torch.device) -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to ``device`` without a wait for the work that is queued there."""
-    if can_pin(device):
+    """Copy a CPU tensor to ``device`` without a wait for the work that is queued there; one that is there stays."""
+    if is_host(tensor.device) and can_pin(device):
         tensor = tensor.pin_memory()  # the allocator keeps the memory until the copy is done
     return tensor.to(device, non_blocking=True)
 

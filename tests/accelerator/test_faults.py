@@ -11,7 +11,7 @@ import pytest
 import torch
 from miniature import Accelerator, UnexpectedWait
 from small_training import SmallRun, small_run
-from test_training import TARGETS, restored
+from test_training import restored
 
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
@@ -63,7 +63,7 @@ def test_a_drained_device_is_seen_in_a_steady_step(
         monkeypatch.setattr(step_module, "to_device", lambda tensor, device: tensor.to(device))
     elif fault == "norm":
         monkeypatch.setattr(step_module, "UNSEEN_NORMS", 0)
-    with accelerator.only_waits(*TARGETS, behind=step):
+    with accelerator.only_waits(behind=step):
         if fault:
             with pytest.raises(UnexpectedWait):
                 run.do(1)

@@ -1,8 +1,6 @@
-"""The real training step on the accelerator: the CPU's bits, no drained device, a bounded number of operations."""
+"""The real training step on the accelerator: the CPU's bits, overflow, resume, memory. Waits: ``test_waits.py``."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from yolofleet.checkpoint.store import Snapshot
 
 ZERO, BOTH = ("mini:0",), ("mini:0", "mini:1")
 PPYOLOE = {"model": "ppyoloe-narrow", "images": 4}
-# places where a steady step copies pageable memory: the labels' targets, once a micro-batch
-TARGETS = ("yolov5.py:<genexpr>", "ppyoloe.py:<listcomp>", "ppyoloe.py:_sums", "assign.py:<genexpr>")
 
 
 def assert_equal(there: SmallRun, here: SmallRun) -> None:
@@ -78,15 +74,6 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
     assert_equal(elsewhere, whole)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_convolutions_compute_in_the_precision_that_was_asked_for(accelerator: Accelerator, precision: str):
-    run = small_run(devices=ZERO, precision=precision, images=2, pin=True)
-    run.do(1)
-    asked = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    assert {dtype for name, dtype in accelerator.seen_dtypes if "convolution" in name} == {asked}
-    assert all(t.isfinite().all() for t in run.tensors().values())
-
-
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
 def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run = small_run(devices=ZERO, precision="fp16", optimizer=optimizer, images=2, pin=True)
@@ -100,34 +87,6 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run.do(2)
     assert all(t.isfinite().all() for t in run.tensors().values())
     assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
-
-
-STEADY = {
-    "yolov5n": ({"model": "yolov5n"}, 0.0),
-    "exact": ({"exact": True}, 0.0),
-    "bf16": ({"precision": "bf16"}, 0.0),
-    "two-devices": ({"devices": BOTH}, 0.0),
-    "ppyoloe-atss": (PPYOLOE, 0.0),
-    "ppyoloe-aligned": (PPYOLOE, 0.9),
-}
-
-
-@pytest.mark.parametrize("name", STEADY)
-def test_the_host_never_waits_for_the_work_of_the_same_step(accelerator: Accelerator, name: str):
-    settings, progress = STEADY[name]
-    run = small_run(**{"devices": ZERO, "images": 4, "pin": True, **settings})
-    run.progress = progress
-    run.do(3)
-    accelerator.reset()
-    before = accelerator.devices[0].operations
-    run.do(1)
-    step = accelerator.devices[0].operations - before
-    draining = Counter(wait.where for wait in accelerator.waits if wait.behind < step)
-    aligned = {"assign.py:task_aligned"} if name == "ppyoloe-aligned" else set()
-    assert set(draining) <= {*TARGETS, *aligned}, draining
-    assert {wait.where for wait in accelerator.unpinned} <= set(TARGETS)
-    old = [wait for wait in accelerator.waits if wait.behind >= step]
-    assert [(wait.what, wait.where) for wait in old] == [("event", "devices.py:read")]
 
 
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):

@@ -208,8 +208,7 @@ def task_aligned(
         return probability**SCORE_POWER * iou**IOU_POWER, iou
 
     cells, labels, places = (
-        torch.from_numpy(array).to(device, non_blocking=True).long()
-        for array in (pairs.cells, pairs.labels, pairs.best)
+        to_device(torch.from_numpy(array), device).long() for array in (pairs.cells, pairs.labels, pairs.best)
     )
     merits, _ = merit(cells, labels, pairs.sizes)
     best = _by_label_then_falling(labels, merits)[places]  # [S]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from yolofleet.devices import is_host
+from yolofleet.devices import is_host, to_device
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.losses.assign import (
     Grid,
@@ -210,7 +210,7 @@ def _rows(raws: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _on(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
+    return [to_device(torch.from_numpy(array), device) for array in arrays]
 
 
 def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:

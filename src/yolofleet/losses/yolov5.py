@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
+from yolofleet.devices import to_device
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.boxcoding import BoxCoding, SquaredSigmoid
 from yolofleet.geometry.iou import ciou_pairs_cxcywh
@@ -157,7 +158,7 @@ class Yolov5Loss:
         """
         device = raws[0].device
         cells, boxes, anchors, classes, winners, winner_cells = (
-            torch.from_numpy(array).to(device, non_blocking=True)
+            to_device(torch.from_numpy(array), device)
             for array in (
                 targets.cells,
                 targets.boxes_cxcywh,

@@ -1,0 +1,188 @@
+"""Where the host waits for the device in training, and in which type convolutions compute.
+
+The counters below are the list of allowed waits: a new one fails the tests. After a wait the device has nothing to do
+until the host has given it the next work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from miniature import Accelerator, Wait
+from small_training import SmallRun, small_run
+
+from yolofleet.devices import HostCopy
+from yolofleet.losses import ppyoloe as ppyoloe_module
+from yolofleet.losses import yolov5 as yolov5_module
+from yolofleet.train import step as step_module
+
+ZERO = torch.device("mini", 0)
+FAMILIES = {  # model, fraction of the run
+    "yolov5": ("yolov5n", 0.0),
+    "yolov3": ("yolov3-narrow", 0.0),
+    "darknet": ("darknet-narrow", 0.0),
+    "ppyoloe-atss": ("ppyoloe-narrow", 0.0),
+    "ppyoloe-aligned": ("ppyoloe-narrow", 0.9),
+}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Place = tuple[str, str]  # ``file.py:function`` of the package, and what it waits for
+Waits = Counter[Place]
+
+# Each for one micro-batch or one pass. Predicted boxes decide how much is matched, and a tensor needs its size.
+ALIGNMENT: Waits = Counter(
+    {
+        ("assign.py:task_aligned", "aten::unique_consecutive"): 1,  # how many cells match
+        ("assign.py:task_aligned", "aten::nonzero"): 1,  # how many cells several labels want
+        ("assign.py:task_aligned", "copy to the host"): 1,  # how many matches lie on each level
+    }
+)
+# The first step of exact sums has no last one that tells the grid. It must know whether it overflowed.
+FIRST_EXACT_STEP = ("exact.py:_choose_scales", "aten::_local_scalar_dense")
+# The norm of the step before the last one: the device has done that work long ago.
+LATE_NORM = ("devices.py:read", "event")
+
+
+@dataclass
+class Step:
+    """What the accelerator saw in one step.
+
+    Attributes:
+        waits: for work of the same step.
+        late: for work that is at least a step old.
+    """
+
+    waits: Waits
+    late: Waits
+    unpinned: list[Wait]
+    types: set[torch.dtype]
+
+
+def counted(waits: list[Wait]) -> Waits:
+    return Counter((wait.where, wait.what) for wait in waits)
+
+
+def types_of_convolutions(accelerator: Accelerator) -> set[torch.dtype]:
+    return {dtype for name, dtype in accelerator.seen_dtypes if "convolution" in name}
+
+
+def family_run(family: str, **settings: object) -> SmallRun:
+    model, progress = FAMILIES[family]
+    run = small_run(model, **{"devices": (str(ZERO),), "images": 2, "pin": True, **settings})  # type: ignore[arg-type]
+    run.progress = progress
+    if run.state.scaler.enabled:  # a scale that needs no search
+        run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    return run
+
+
+def watched_step(accelerator: Accelerator, run: SmallRun) -> Step:
+    shares = run.micro_batches(run.step)
+    accelerator.reset()
+    before = accelerator.devices[0].operations
+    run.do(1, shares=shares)
+    operations = accelerator.devices[0].operations - before
+    return Step(
+        waits=counted([wait for wait in accelerator.waits if wait.behind < operations]),
+        late=counted([wait for wait in accelerator.waits if wait.behind >= operations]),
+        unpinned=list(accelerator.unpinned),
+        types=types_of_convolutions(accelerator),
+    )
+
+
+def waits_of_loss(family: str) -> Waits:
+    return ALIGNMENT if family == "ppyoloe-aligned" else Counter()
+
+
+STEPS = [
+    *product(("yolov5", "yolov3", "ppyoloe-atss"), PRECISIONS, (False, True)),
+    *product(("darknet", "ppyoloe-aligned"), ("fp32", "fp16"), (True,)),
+]
+
+
+@pytest.mark.parametrize(("family", "precision", "exact"), STEPS)
+def test_a_steady_step_waits_for_nothing_and_computes_in_the_type_that_was_asked_for(
+    accelerator: Accelerator, family: str, precision: str, exact: bool
+):
+    run = family_run(family, precision=precision, exact=exact)
+    weight = next(run.state.model.parameters())
+    before = weight.detach().clone()
+    first = watched_step(accelerator, run)
+    allowed = waits_of_loss(family)
+    if exact:
+        allowed = allowed + Counter({FIRST_EXACT_STEP: len(run.state.buckets.buckets)})
+    assert (first.waits, first.unpinned) == (allowed, [])
+    run.do(1)
+    steady = watched_step(accelerator, run)
+    assert (steady.waits, steady.unpinned) == (waits_of_loss(family), [])
+    assert steady.late == {LATE_NORM: 1}
+    assert steady.types == {PRECISIONS[precision]}
+    assert weight.isfinite().all() and not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("family", "images"), [("yolov3", 8), ("ppyoloe-atss", 4)])
+def test_a_steady_step_of_two_devices_waits_for_nothing(accelerator: Accelerator, family: str, images: int):
+    run = family_run(family, devices=("mini:0", "mini:1"), images=images)
+    run.do(2)
+    steady = watched_step(accelerator, run)
+    assert (steady.waits, steady.unpinned, steady.late) == ({}, [], {LATE_NORM: 1})
+
+
+# -- faults put back -----------------------------------------------------------------------------------------
+
+
+def read_loss(loss: object) -> Callable[..., torch.Tensor]:
+    def sums(self: object, raws: object, targets: object) -> torch.Tensor:
+        found: torch.Tensor = original(self, raws, targets)
+        found.sum().item()
+        return found
+
+    original = type(loss).sums  # type: ignore[attr-defined]
+    return sums
+
+
+@pytest.mark.parametrize("family", ["yolov3", "ppyoloe-atss"])
+def test_a_loss_that_the_host_reads_is_seen(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, family: str
+):
+    run = family_run(family)
+    monkeypatch.setattr(type(run.loss), "sums", read_loss(run.loss))
+    step = watched_step(accelerator, run)
+    assert {what: count for (_, what), count in step.waits.items()} == {"aten::_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize(("family", "module"), [("yolov3", yolov5_module), ("ppyoloe-atss", ppyoloe_module)])
+def test_targets_copied_from_pageable_memory_are_seen(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, family: str, module: object, non_blocking: bool
+):
+    monkeypatch.setattr(module, "to_device", lambda t, device: t.to(device, non_blocking=non_blocking))
+    step = watched_step(accelerator, family_run(family))
+    assert sum(step.waits.values()) >= 6
+    assert len(step.unpinned) == (sum(step.waits.values()) if non_blocking else 0)
+
+
+def test_a_norm_that_is_read_at_once_is_seen(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_module, "UNSEEN_NORMS", 0)
+    assert watched_step(accelerator, family_run("yolov3")).waits == {LATE_NORM: 1}
+    monkeypatch.setattr(step_module, "HostCopy", lambda norm: HostCopy(torch.tensor(float(norm))))
+    assert watched_step(accelerator, family_run("yolov3")).waits != {}
+
+
+def test_autocast_of_another_device_leaves_convolutions_in_float32(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+):
+    run = family_run("yolov3", precision="bf16")
+    monkeypatch.setattr(step_module, "autocast", lambda *_: torch.autocast("cpu", torch.bfloat16))
+    assert watched_step(accelerator, run).types == {torch.float32}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autocast works")
+def test_autocast_that_switches_itself_off_fails_the_step(monkeypatch: pytest.MonkeyPatch):
+    run = family_run("yolov3", precision="bf16")
+    monkeypatch.setattr(step_module, "autocast", lambda *_: torch.autocast("cuda", torch.bfloat16))
+    with pytest.raises(UserWarning, match="Disabling"):
+        run.do(1)
