@@ -1,4 +1,4 @@
-"""Where the host waits for the device in training, and in which type convolutions compute.
+"""Where the host waits for the device in training, validation and prediction, and in which type convolutions compute.
 
 The counters below are the list of allowed waits: a new one fails the tests. After a wait the device has nothing to do
 until the host has given it the next work.
@@ -11,14 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from commands import small_shapes
 from miniature import Accelerator, Wait
-from small_training import SmallRun, small_run
+from small_training import SmallRun, described, small_run
 
+from yolofleet.config.recipe import load_recipe
+from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.sources import load_dataset
 from yolofleet.devices import HostCopy
+from yolofleet.evaluate.run import evaluate
+from yolofleet.families import build_model, family_of
 from yolofleet.losses import ppyoloe as ppyoloe_module
 from yolofleet.losses import yolov5 as yolov5_module
+from yolofleet.models import detector as detector_module
+from yolofleet.parallel.world import World
+from yolofleet.predict.predictor import Predictor
 from yolofleet.train import step as step_module
 
 ZERO = torch.device("mini", 0)
@@ -45,6 +55,19 @@ ALIGNMENT: Waits = Counter(
 FIRST_EXACT_STEP = ("exact.py:_choose_scales", "aten::_local_scalar_dense")
 # The norm of the step before the last one: the device has done that work long ago.
 LATE_NORM = ("devices.py:read", "event")
+# Suppression needs the number of boxes, so validation and prediction wait for each pass before they suppress.
+PASS: Waits = Counter({("devices.py:synchronize", "synchronize"): 1})
+# Loss sums of validation, read just before the device is waited for anyway.
+VALIDATION: Waits = PASS + Counter({("run.py:__call__", "copy to the host"): 1})
+# Suppression: how many boxes are left decides each size, and how often the loop runs.
+SUPPRESSION = {
+    ("nms.py:detections", "aten::index"),  # boxes above the lowest score
+    ("nms.py:detections", "aten::nonzero"),  # their classes
+    ("nms.py:nms", "aten::index"),  # boxes of a block that are left
+    ("nms.py:nms", "aten::equal"),  # whether another pass over the block is needed
+    ("run.py:_native_detections", "copy to the host"),  # the result
+    ("predictor.py:_pass", "copy to the host"),  # the result
+}
 
 
 @dataclass
@@ -131,6 +154,66 @@ def test_a_steady_step_of_two_devices_waits_for_nothing(accelerator: Accelerator
     assert (steady.waits, steady.unpinned, steady.late) == ({}, [], {LATE_NORM: 1})
 
 
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> DataIndex:
+    folder = tmp_path_factory.mktemp("shapes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("YOLOFLEET_CACHE", str(folder / "cache"))
+        return build_index(load_dataset(str(small_shapes(folder, images=2, val_images=4))), "val")
+
+
+def up_to_suppression(accelerator: Accelerator) -> Waits:
+    waits = counted(accelerator.waits)
+    return Counter({place: count for place, count in waits.items() if place not in SUPPRESSION})
+
+
+def validate(accelerator: Accelerator, family: str, precision: str, index: DataIndex) -> None:
+    """Two batches of two images."""
+    name, progress = FAMILIES[family]
+    model = build_model(described(name), len(index.names))
+    parts = family_of(model.description)
+    loss = parts.loss(model, load_recipe(parts.recipe_name).value, 64).at(progress)
+    model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    accelerator.reset()
+    evaluate(
+        model, index, world=World.single(ZERO), device=ZERO, precision=precision, img=64,
+        batch=2, max_det=5, loss=loss,
+    )  # fmt: skip
+
+
+def predict(accelerator: Accelerator, family: str, precision: str, index: DataIndex) -> None:
+    """Two passes of one picture."""
+    model = build_model(described(FAMILIES[family][0]), len(index.names))
+    predictor = Predictor(
+        model.eval(), index.names, device=ZERO, precision=precision, img=64, conf=0.0001, max_det=5
+    )
+    accelerator.reset()
+    predictor.predict([np.full((48, 64, 3), grey, np.uint8) for grey in (90, 160)])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_validation_waits_once_for_its_losses_and_once_before_suppression(
+    accelerator: Accelerator, family: str, precision: str, index: DataIndex
+):
+    validate(accelerator, family, precision, index)
+    once = VALIDATION + waits_of_loss(family)
+    assert up_to_suppression(accelerator) == once + once
+    assert accelerator.unpinned == []
+    assert types_of_convolutions(accelerator) == {PRECISIONS[precision]}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "ppyoloe-aligned"])
+def test_prediction_waits_once_before_suppression(
+    accelerator: Accelerator, family: str, precision: str, index: DataIndex
+):
+    predict(accelerator, family, precision, index)
+    assert up_to_suppression(accelerator) == PASS + PASS
+    assert accelerator.unpinned == []
+    assert types_of_convolutions(accelerator) == {PRECISIONS[precision]}
+
+
 # -- faults put back -----------------------------------------------------------------------------------------
 
 
@@ -163,6 +246,14 @@ def test_targets_copied_from_pageable_memory_are_seen(
     step = watched_step(accelerator, family_run(family))
     assert sum(step.waits.values()) >= 6
     assert len(step.unpinned) == (sum(step.waits.values()) if non_blocking else 0)
+
+
+def test_anchors_copied_by_the_decoding_are_seen(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, index: DataIndex
+):
+    monkeypatch.setattr(detector_module, "to_device", lambda t, device: t.to(device))
+    predict(accelerator, "darknet", "fp32", index)
+    assert up_to_suppression(accelerator) - PASS - PASS == {("detector.py:decode", "copy to the device"): 4}
 
 
 def test_a_norm_that_is_read_at_once_is_seen(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from yolofleet.devices import to_device
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.boxcoding import BoxCoding
 from yolofleet.models.description import ModelDescription
@@ -112,7 +113,7 @@ class AnchorDetector(Detector):
         for raw, stride, anchors, coding in levels:
             n, a, h, w, values = raw.shape
             raw = raw.float()
-            boxes = coding.boxes(raw[..., :4], anchors.to(raw.device).view(1, a, 1, 1, 2))
+            boxes = coding.boxes(raw[..., :4], to_device(anchors, raw.device).view(1, a, 1, 1, 2))
             xs = torch.arange(w, device=raw.device, dtype=raw.dtype)
             ys = torch.arange(h, device=raw.device, dtype=raw.dtype)
             cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]

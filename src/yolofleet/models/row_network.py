@@ -69,8 +69,8 @@ class RowNetwork(AnchorDetector):
     @property
     def anchors_px(self) -> Tensor:
         """[L, A, 2] width, height, pixels, float32."""
-        anchors = self.detect.anchors.float()
-        return anchors * anchors.new_tensor(self.strides).view(-1, 1, 1)
+        levels = zip(self.detect.anchors.float(), self.strides, strict=True)
+        return torch.stack([anchors * stride for anchors, stride in levels])  # no copy to a device
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Raw predictions.

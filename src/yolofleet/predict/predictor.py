@@ -271,7 +271,9 @@ class Predictor:
         pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
         for image, row in zip(images_bgr, pixels, strict=True):
             cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=row)
-        images = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).float().div_(255)
+        images = (
+            devices.to_device(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(255)
+        )
         with autocast(self.precision, self.device):
             raws = self.model(images)
         decoded = self.model.decode(raws)
