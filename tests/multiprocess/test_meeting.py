@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from small_training import small_run
 from torch import nn
 
 from yolofleet import worker
@@ -125,27 +128,6 @@ def test_two_ranks_that_see_the_same_single_gpu_are_refused() -> None:
 NCCL_REFUSES = "NCCL error in: ProcessGroupNCCL.cpp:1\nncclInvalidUsage: Duplicate GPU detected"
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
-def test_an_error_of_nccl_in_the_call_of_a_collective_is_no_bug_of_ours(
-    monkeypatch: pytest.MonkeyPatch, collective: str
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise world.dist.DistBackendError(NCCL_REFUSES)
-
-    mine = world.World(1, 2, 1, 2, torch.device("cpu"))
-    monkeypatch.setattr(world.dist, collective, refuse)
-    if collective == "all_gather":
-        monkeypatch.setattr(mine, "all_reduce_", lambda tensor: tensor)
-    calls = {
-        "all_reduce": lambda: mine.all_reduce_(torch.zeros(3)),
-        "all_gather": lambda: mine.all_gather_bytes(b"text"),
-        "broadcast": lambda: mine.broadcast_(torch.zeros(3)),
-    }
-    with pytest.raises(ClusterError, match=f"rank 1 could not start {collective}") as caught:
-        calls[collective]()
-    assert "NCCL error" in str(caught.value.source) and "NCCL_DEBUG=INFO" in caught.value.render()
-
-
 @pytest.mark.parametrize("number", range(1, 6))
 def test_an_error_of_nccl_inside_the_backward_pass_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch, number: int
@@ -169,6 +151,86 @@ def test_an_error_of_nccl_inside_the_backward_pass_is_no_bug_of_ours(
         model(torch.ones(1, 8)).sum().backward()
         buckets.finish()
     assert calls == number
+
+
+class Nccl:
+    """torch's collectives for a rank alone: one call fails, when it is started or when it is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failing: int, when: str) -> None:
+        self.failing, self.when, self.calls = failing, when, 0
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            monkeypatch.setattr(world.dist, name, self.collective)
+
+    def collective(self, *_: object, **__: object) -> SimpleNamespace:
+        self.calls += 1
+        fails = self.calls == self.failing
+
+        def refuse() -> None:
+            raise world.dist.DistBackendError(NCCL_REFUSES)
+
+        if fails and self.when == "start":
+            refuse()
+        return SimpleNamespace(wait=refuse if fails else lambda: None)
+
+
+def step_of(model: str) -> Callable[[], object]:
+    run = small_run(model, images=2)
+    run.world.size = 2
+    return run.do
+
+
+def talk_of(name: str) -> Callable[[], object]:
+    mine = world.World(0, 2, 0, 2, torch.device("cpu"))
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: mine.all_gather_bytes(b"text"),
+        "broadcast": lambda: mine.broadcast_bytes(b"text"),
+        "barrier": mine.barrier,
+    }
+    return calls[name]
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+@pytest.mark.parametrize(
+    ("make", "name", "calls"),
+    [
+        (step_of, "yolov5n", 4),  # counts, statistics, two buckets
+        (step_of, "ppyoloe-narrow", 4),  # counts, statistics, a bucket, the divisor
+        (talk_of, "gather", 2),  # lengths, bytes
+        (talk_of, "broadcast", 2),
+        (talk_of, "barrier", 1),
+    ],
+)
+def test_an_error_of_nccl_at_each_call_of_a_training_step_and_of_a_message_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[str], Callable[[], object]],
+    name: str,
+    calls: int,
+    when: str,
+) -> None:
+    unharmed = Nccl(monkeypatch, failing=0, when=when)
+    make(name)()
+    assert unharmed.calls == calls
+    says = {"start": "rank 0 could not start", "wait": "rank 0 lost the others in a collective"}[when]
+    for number in range(1, calls + 1):
+        nccl = Nccl(monkeypatch, failing=number, when=when)
+        with pytest.raises(ClusterError, match=says) as caught:
+            make(name)()
+        assert nccl.calls >= number and "NCCL error" in str(caught.value.source)
+        assert when == "wait" or "NCCL_DEBUG=INFO" in caught.value.render()
+
+
+def test_an_error_that_shows_after_the_first_collective_of_a_device_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    mine = world.World(1, 2, 1, 2, torch.device("meta"))
+    Nccl(monkeypatch, failing=0, when="start")
+    monkeypatch.setattr(world.devices, "synchronize", fails)
+    with pytest.raises(ClusterError, match="rank 1 could not sum a number on meta") as caught:
+        mine.connect()
+    assert caught.value.source == "CUDA error: unspecified launch failure"
 
 
 class LeftAtOnce(Exception):

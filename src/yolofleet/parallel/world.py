@@ -33,6 +33,9 @@ from yolofleet.text import echo
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
 STORE_ANSWER_S = 300.0  # torch's default for a store
+COLLECTIVE_HINT = (
+    "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
+)
 
 
 class Store(Protocol):
@@ -197,7 +200,14 @@ class World:
         """
         if self.size > 1 and not devices.is_host(self.device):
             self.all_reduce_(torch.zeros(1, device=self.device))
-            devices.synchronize(self.device)
+            try:
+                devices.synchronize(self.device)  # waiting for NCCL does not wait for the device
+            except RuntimeError as problem:
+                raise ClusterError(
+                    f"rank {self.rank} could not sum a number on {self.device}",
+                    source=str(problem).splitlines()[0][:300],
+                    hint=COLLECTIVE_HINT,
+                ) from None
 
     def store(self, name: str) -> Store | None:
         """A connection of one's own to the store where the ranks met, under a name that only they know; None
@@ -263,8 +273,7 @@ class World:
             raise ClusterError(
                 f"rank {self.rank} could not start {self.activity.last_text()} on {tensor.device}",
                 source=str(problem).splitlines()[0][:300],
-                hint="yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or "
-                "device fails",
+                hint=COLLECTIVE_HINT,
             ) from None
 
     def wait(self, work: Any) -> None:
