@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from yolofleet.cli import main
 from yolofleet.data.shapes import make_shapes
 
 DEADLINE_S = 240
@@ -56,6 +61,44 @@ def yolofleet(
     )
     assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def working_in(folder: Path, **variables: str) -> Iterator[None]:
+    """Make ``folder`` the working folder of this process inside the block, with the variables of
+    :func:`environment`, and put both back."""
+    before, place = dict(os.environ), Path.cwd()
+    os.environ.clear()
+    os.environ.update(environment(folder) | variables)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(place)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def called(*args: str | Path, script: Path | None = None) -> Outcome:
+    """Run a command line in this process, which costs no start of Python and torch.
+
+    Args:
+        script: runs instead of the command ``yolofleet``.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    argv, code = list(map(str, args)), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        if script is None:
+            code = main(argv)
+        else:
+            before, sys.argv = sys.argv, [str(script), *argv]
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            finally:
+                sys.argv = before
+    return Outcome(code, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err)))
 
 
 def small_shapes(folder: Path, images: int = 20, val_images: int = 10) -> Path:
