@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -15,10 +17,11 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.cocojson import parse_json
 from yolofleet.data.decode import read_image
-from yolofleet.data.imageheader import header_of_file, read_header
+from yolofleet.data.imageheader import MAX_PIXELS, header_of_file, read_header
 from yolofleet.data.index import build_index
 from yolofleet.data.sources import load_dataset
 from yolofleet.data.vocxml import VocError, read_objects
+from yolofleet.data.yolotxt import IMAGE_SUFFIXES
 from yolofleet.doctor.logs import read_log
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.predict.sources import Source, find_items
@@ -168,6 +171,139 @@ def scans(width: int, height: int, count: int, *, progressive: bool) -> bytes:
     kind = b"\xc2" if progressive else b"\xc0"
     scan = b"\xff\xda" + struct.pack(">H", 8) + b"\1\1\0\0\0\0"
     return b"\xff\xd8\xff" + kind + struct.pack(">H", 2 + len(frame)) + frame + scan * count + b"\xff\xd9"
+
+
+def before_frame(inserted: bytes, side: int = 9000) -> bytes:
+    """A JPEG of three components with ``inserted`` between an empty comment and its frame."""
+    plain = scans(side, side, 1, progressive=False)
+    return plain[:2] + b"\xff\xfe\0\2" + inserted + plain[2:]
+
+
+def tiff(entries: list[tuple[int, int, int]], *, order: str = "<", big: bool = False) -> bytes:
+    """A TIFF, or a BigTIFF, of one directory with these (tag, kind, value)."""
+    mark = b"II" if order == "<" else b"MM"
+    if big:
+        rows = b"".join(struct.pack(order + "HHQQ", tag, kind, 1, value) for tag, kind, value in entries)
+        return mark + struct.pack(order + "HHHQQ", 43, 8, 0, 16, len(entries)) + rows + bytes(8)
+    rows = b"".join(struct.pack(order + "HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    return mark + struct.pack(order + "HIH", 42, 8, len(entries)) + rows + bytes(4)
+
+
+def jp2_with_a_second_stream(side: int) -> bytes:
+    """A JPEG 2000 file: an unknown box holds the size 8 x 8, the code stream that is read is larger."""
+    sizes = [
+        b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, wide, wide, 0, 0) + bytes(100)
+        for wide in (8, side)
+    ]
+    boxes = [(b"free", sizes[0]), (b"jp2c", sizes[1])]
+    packed = b"".join(struct.pack(">I", 8 + len(body)) + kind + body for kind, body in boxes)
+    return b"\0\0\0\x0cjP  \r\n\x87\n" + packed
+
+
+def animated_webp(width: int, height: int) -> bytes:
+    """The first chunks of an animated WebP file."""
+    canvas = b"\x02\0\0\0" + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    chunks = b"VP8X" + struct.pack("<I", 10) + canvas + b"ANIM" + struct.pack("<I", 6) + bytes(6)
+    return b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WEBP" + chunks
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        before_frame(b"\0"),
+        before_frame(b"\xff\0\0\xff\xff"),
+        before_frame(b"\xff" * 5000),
+        before_frame(b"\xff\xd0\xff\x01"),
+        before_frame(b"\xff\xfe\0\4ab\0\0"),
+        b"GIF89a" + struct.pack("<HH", 11000, 11000) + bytes(800),
+        tiff([(0x100, 3, 11000), (0x101, 3, 11000)], big=True),
+        tiff([(0x100, 16, 1 << 40), (0x101, 16, 11000)], big=True, order=">"),
+        tiff([(0x100, 3, 11000), (0x101, 3, 11000), (0x100, 3, 8), (0x101, 3, 8)]),
+        animated_webp(16000, 16000),
+        jp2_with_a_second_stream(11000),
+        b"P6\n# size\n11000#\n" + b"\n11000\n255\n" + bytes(900),
+        b"P5 11000 11000 255 " + bytes(900),
+        b"BM" + bytes(12) + struct.pack("<IHHHH", 12, 11000, 11000, 1, 24) + bytes(900),
+    ],
+    ids=["zero", "fill-and-zero", "fill", "no-length", "comment", "gif", "bigtiff", "bigtiff-long8", "twice", "webp",
+         "jpeg-2000-two-streams", "ppm-odd", "pgm", "os2-bmp"],
+)  # fmt: skip
+def test_the_size_is_found_wherever_a_decoder_finds_it(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"says it is \d+ x \d+ pixels, |without a size"):
+        read_image(file)
+    header = header_of_file(str(file))
+    assert header is not None and header.fault
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (before_frame(b"\xff\xfe\0\2" * 4200), "more than 4096 segments"),
+        (before_frame(bytes(1 << 17)), "other bytes in the place of its header"),
+        (before_frame(b"\xff\xfe\0\1\0"), "without a size"),
+        (tiff([(0x101, 3, 8)]), "without a size"),
+        (tiff([(0x100, 9, 11000), (0x101, 9, 11000)]), "says it is 0 x 0"),
+        (tiff([(0x100, 3, 8), (0x101, 3, 8), (0x142, 3, 16384), (0x143, 3, 16384)]), "tiles of 268435456 pixels"),
+        (b"II+\0\x08\0\0\0" + b"\xff" * 100, "without a size"),
+        (b"\x59\xa6\x6a\x95" + struct.pack(">7I", 11000, 11000, 24, 0, 1, 0, 0) + bytes(900), "no known image format"),
+        (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 11000 +X 11000\n" + bytes(900), "no known image format"),
+        (b"PF\n11000 11000\n-1.0\n" + bytes(900), "no known image format"),
+    ],
+    ids=["comments", "garbage", "length-1", "no-width", "signed", "tiles", "bigtiff-far", "sun-raster", "radiance", "pfm"],
+)  # fmt: skip
+def test_an_image_of_unknown_size_never_reaches_the_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, words: str
+) -> None:
+    monkeypatch.setattr(cv2, "imdecode", lambda *_: pytest.fail("it was decoded"))
+    file = tmp_path / "a.jpg"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        read_image(file)
+
+
+@pytest.mark.parametrize("suffix", sorted(IMAGE_SUFFIXES | {".gif"}))
+def test_every_suffix_that_is_accepted_is_read(tmp_path: Path, suffix: str) -> None:
+    pixels = np.full((60, 80) if suffix in (".pbm", ".pgm") else (60, 80, 3), 200, np.uint8)
+    written_as = {".dib": ".bmp", ".jfif": ".jpg", ".mpo": ".jpg"}.get(suffix, suffix)
+    if not cv2.haveImageWriter(f"a{written_as}"):
+        pytest.skip(f"this OpenCV writes no {written_as}")
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(cv2.imencode(written_as, pixels)[1].tobytes())
+    header = header_of_file(str(file))
+    assert header is not None and header.fault is None and header.size_wh == (80, 60)
+    assert read_image(file).shape == (60, 80, 3)
+
+
+def test_a_jpeg_with_bytes_before_its_frame_is_read(tmp_path: Path) -> None:
+    """As libjpeg reads it: bytes that are no marker are skipped, and comments may be empty."""
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
+    data = cv2.imencode(".jpg", pixels)[1].tobytes()
+    file = tmp_path / "a.jpg"
+    file.write_bytes(data)
+    plain = read_image(file)
+    for inserted in (b"\0\0", b"\xff\0", b"\xff" * 5000, b"\xff\xfe\0\2" * 9, b"\xff\xd0\xff\x01"):
+        file.write_bytes(data[:20] + inserted + data[20:])  # behind JFIF's segment
+        assert np.array_equal(read_image(file), plain)
+
+
+def test_opencv_has_our_limit_of_pixels_before_it_is_loaded() -> None:
+    """A second wall behind the headers. OpenCV reads the variable once, when it is loaded."""
+    code = (
+        "import yolofleet.geometry.letterbox, cv2, numpy as np\n"
+        f"data = np.frombuffer({before_frame(b'', 23000)!r}, np.uint8)\n"
+        "try:\n    print(cv2.imdecode(data, cv2.IMREAD_COLOR))\n"
+        "except cv2.error as problem:\n    print(problem)\n"
+    )
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("OPENCV_")}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean, timeout=60)
+    assert "CV_IO_MAX_IMAGE_PIXELS" in told.stdout + told.stderr
+    value = "import os, yolofleet; print(os.environ['OPENCV_IO_MAX_IMAGE_PIXELS'])"
+    told = subprocess.run(
+        [sys.executable, "-c", value], capture_output=True, text=True, env=clean, timeout=60
+    )
+    assert int(told.stdout) == MAX_PIXELS
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _HINT = "look at the file with a picture viewer; replace it or take it out of th
 
 
 def read_image(path: str | os.PathLike[str]) -> np.ndarray:
-    """Any file that OpenCV reads, as a picture viewer shows it.
+    """An image in a format of ``imageheader``, as a picture viewer shows it.
 
     Grey, palette, CMYK and 16-bit images become 8-bit BGR, alpha is dropped, EXIF rotation is applied (by us,
     so that it is the same for every format and OpenCV version).
@@ -44,21 +44,22 @@ def decode_image(data: bytes, path: str) -> np.ndarray:
     if not data:
         raise DataError(f"image {path} is empty (0 bytes)", hint=_HINT)
     header = read_header(data)
-    fault = header and (header.fault or scans_fault(header, data))
+    if header is None:  # OpenCV may know it, but nothing would bound the memory that it takes
+        raise DataError(f"image {path} is of no known image format", hint=_HINT)
+    fault = header.fault or scans_fault(header, data)
     if fault:
         raise DataError(f"image {path} {fault}", hint=_HINT)
-    ours = header is not None and not header.rotated_by_decoder
+    ours = not header.rotated_by_decoder
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_IGNORE_ORIENTATION if ours else 0)
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except (cv2.error, MemoryError):
         image = None
     if image is None:
-        what = "is of no known image format" if header is None else "cannot be decoded"
-        raise DataError(f"image {path} {what}", hint=_HINT)
+        raise DataError(f"image {path} cannot be decoded", hint=_HINT)
     if image.shape[0] * image.shape[1] > MAX_PIXELS:
         raise DataError(f"image {path} has {image.shape[1]} x {image.shape[0]} pixels", hint=_HINT)
-    return _upright(image, header.orientation) if ours and header else image
+    return _upright(image, header.orientation) if ours else image
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> DataError:

@@ -1,12 +1,16 @@
 """Size, rotation and completeness of an image file from its first and last bytes, without decoding it.
 
-JPEG, JPEG 2000, PNG, WebP, BMP and TIFF, told apart by content (a PNG may be named ``.jpg``). Anything odd is left to the
-decoder: the header is then None. About 15 us a file, where decoding takes milliseconds.
+JPEG, JPEG 2000, PNG, WebP, BMP, TIFF, GIF and portable anymaps, told apart by content (a PNG may be named ``.jpg``).
+About 15 us a file, where decoding takes milliseconds.
+
+The size that is read here must be the size that the decoder allocates. So each parser takes the bytes in the same order
+as the library that OpenCV uses, and what it cannot follow is a fault. The decoder never gets such a file.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +27,13 @@ _SCANNED_PER_BYTE = 4096
 _MAX_SCANNED = 1 << 31
 _WINDOW_BYTES = 4096
 _MAX_SEGMENTS = 4096
+_MAX_GAP_BYTES = 1 << 16  # between two segments of a JPEG
+_MAX_TAGS = 512
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_ANYMAP_SIZE = re.compile(
+    rb"P[1-6]\s(?:\s|#[^\r\n]*[\r\n])*([0-9]{1,9})\s(?:\s|#[^\r\n]*[\r\n])*([0-9]{1,9})(?![0-9])"
+)
+_BYTES_OF_KIND = {1: 1, 3: 2, 4: 4, 16: 8}  # TIFF: BYTE, SHORT, LONG, LONG8
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class _Window:
 
     def at(self, offset: int, count: int) -> bytes:
         """Fewer than ``count`` bytes at the end of the file."""
+        if offset >= self.size:  # it may be more than the system takes for an offset
+            return b""
         start = offset - self._start
         if start < 0 or start + count > len(self._view):
             self._start, self._view = offset, self._read_at(offset, max(count, _WINDOW_BYTES))
@@ -86,7 +99,7 @@ def header_of_file(path: str) -> ImageHeader | None:
 def read_header(data: bytes) -> ImageHeader | None:
     """Return what the content of an image file says of itself; never raise for odd content.
 
-    None: this format or variant is for the decoder to judge.
+    None: it is in none of the formats above. It must not reach the decoder, which reads more formats.
     """
     return _header(_Window(lambda offset, count: data[offset : offset + count], len(data)))
 
@@ -101,13 +114,17 @@ def _header(window: _Window) -> ImageHeader | None:
         header = _webp(window)
     elif start[:2] == b"BM":
         header = _bmp(window)
-    elif start[:4] in (b"II*\0", b"MM\0*"):
+    elif start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         header = _tiff(window)
+    elif start[:6] in (b"GIF87a", b"GIF89a"):
+        header = ImageHeader((window.number(6, 2, "little"), window.number(8, 2, "little")))
+    elif start[:1] == b"P" and start[1:2] in b"123456" and start[2:3].isspace():
+        header = _anymap(window)
     elif start[4:8] == b"jP  " or start[:4] == b"\xff\x4f\xff\x51":
         header = _jpeg_2000(window)
     else:
         return None
-    if header is None or header.fault:
+    if header.fault:
         return header
     width, height = header.stored_wh
     if width <= 0 or height <= 0:
@@ -148,49 +165,69 @@ def _cut_off(window: _Window, mark: str) -> str:
     return f"is cut off ({window.size} bytes, without {mark})"
 
 
-def _jpeg(window: _Window) -> ImageHeader | None:
+def _unknown_size(what: str) -> ImageHeader:
+    return ImageHeader((0, 0), fault=f"is {what}")
+
+
+def _jpeg(window: _Window) -> ImageHeader:
+    """Source: ITU T.81, annex B.1.1; bytes between segments are skipped as libjpeg's ``next_marker`` does."""
     offset, orientation = 2, 1
     for _ in range(_MAX_SEGMENTS):
         head = window.at(offset, 4)
         if len(head) < 4:
             return ImageHeader((0, 0), fault=_cut_off(window, "its header's end"))
-        if head[0] != 0xFF:
-            return None
+        if head[0] != 0xFF or head[1] in (0x00, 0xFF):
+            following = _JPEG_MARKER.search(window.at(offset, _MAX_GAP_BYTES))
+            if following is None:
+                return _unknown_size("a JPEG file with other bytes in the place of its header")
+            offset += following.start()
+            continue
         marker, length = head[1], int.from_bytes(head[2:4], "big")
-        if marker == 0xFF:  # a fill byte
-            offset += 1
+        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # they have no length
+            offset += 2
             continue
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame
             frame = window.at(offset + 4, 6)
             height, width = int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big")
-            if len(frame) < 6 or frame[0] != 8 or height == 0:  # 12 bits, or height given later
-                return None
+            if len(frame) < 6:
+                return ImageHeader((0, 0), fault=_cut_off(window, "its header's end"))
             fault = None
             if window.at(window.size - 2, 2) != b"\xff\xd9" and not window.contains_after(
                 offset, b"\xff\xd9"
             ):
                 fault = _cut_off(window, "an end-of-image mark")
             return ImageHeader((width, height), orientation, fault=fault, frame_at=offset)
-        if marker in (0xD9, 0xDA) or length < 2:
-            return None
+        if marker in (0xD8, 0xD9, 0xDA) or length < 2:
+            return _unknown_size("a JPEG file without a size in its header")
         if marker == 0xE1 and window.at(offset + 4, 6) == b"Exif\0\0":
             orientation = _tiff_tags(window, offset + 10, (0x0112,)).get(0x0112, 1)
         offset += 2 + length
-    return None
+    return _unknown_size(f"a JPEG file of more than {_MAX_SEGMENTS} segments before its size")
 
 
-def _jpeg_2000(window: _Window) -> ImageHeader | None:
-    """Source: ISO 15444-1, annex A.5.1: the marker SIZ begins the code stream. Orientation is not in the file."""
-    at = window.at(0, _WINDOW_BYTES).find(b"\xff\x4f\xff\x51")
-    if at < 0:
-        return ImageHeader((0, 0), fault="is a JPEG 2000 file without a size in its first bytes")
+def _jpeg_2000(window: _Window) -> ImageHeader:
+    """Source: ISO 15444-1, annex A.5.1: the marker SIZ begins the code stream; annex I.4: boxes. Orientation is not
+    in the file."""
+    at = 0
+    for _ in range(_MAX_SEGMENTS if window.at(4, 4) == b"jP  " else 0):
+        length, kind, head = window.number(at, 4, "big"), window.at(at + 4, 4), 8
+        if length == 1:
+            length, head = window.number(at + 8, 8, "big"), 16
+        if kind == b"jp2c":
+            at += head
+            break
+        if length < head:
+            break
+        at += length
+    if window.at(at, 4) != b"\xff\x4f\xff\x51":
+        return _unknown_size("a JPEG 2000 file without a size in its header")
     width, height, left, top = (window.number(at + 8 + 4 * i, 4, "big") for i in range(4))
     return ImageHeader((width - left, height - top))
 
 
-def _png(window: _Window) -> ImageHeader | None:
+def _png(window: _Window) -> ImageHeader:
     if window.at(12, 4) != b"IHDR":
-        return None
+        return _unknown_size("a PNG file without a size in its header")
     size = window.number(16, 4, "big"), window.number(20, 4, "big")
     offset, orientation = 8, 1
     for _ in range(_MAX_SEGMENTS):
@@ -204,7 +241,7 @@ def _png(window: _Window) -> ImageHeader | None:
     return ImageHeader(size, orientation, fault=None if whole else _cut_off(window, "an IEND chunk"))
 
 
-def _webp(window: _Window) -> ImageHeader | None:
+def _webp(window: _Window) -> ImageHeader:
     if window.number(4, 4, "little") + 8 > window.size:
         return ImageHeader((0, 0), fault=_cut_off(window, "all the bytes its header announces"))
     kind = window.at(12, 4)
@@ -214,8 +251,8 @@ def _webp(window: _Window) -> ImageHeader | None:
         bits = window.number(21, 4, "little")
         return ImageHeader(((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1))
     flags = window.number(20, 1, "little")
-    if kind != b"VP8X" or flags & 2:  # animated: the decoder says which frame
-        return None
+    if kind != b"VP8X":
+        return _unknown_size("a WebP file without a size in its header")
     size = window.number(24, 3, "little") + 1, window.number(27, 3, "little") + 1
     offset, orientation = 12, 1
     for _ in range(_MAX_SEGMENTS if flags & 8 else 0):
@@ -231,9 +268,12 @@ def _webp(window: _Window) -> ImageHeader | None:
     return ImageHeader(size, orientation)
 
 
-def _bmp(window: _Window) -> ImageHeader | None:
-    if window.number(14, 4, "little") < 40:  # OS/2 bitmaps
-        return None
+def _bmp(window: _Window) -> ImageHeader:
+    kind = window.number(14, 4, "little")
+    if kind == 12:  # OS/2
+        return ImageHeader((window.number(18, 2, "little"), window.number(20, 2, "little")))
+    if kind < 36:
+        return _unknown_size("a BMP file without a size in its header")
     width = window.number(18, 4, "little")
     height = abs(int.from_bytes(window.at(22, 4), "little", signed=True))
     pixels_at, bits = window.number(10, 4, "little"), window.number(28, 2, "little")
@@ -242,26 +282,43 @@ def _bmp(window: _Window) -> ImageHeader | None:
     return ImageHeader((width, height), fault=_cut_off(window, "all its rows") if cut else None)
 
 
-def _tiff(window: _Window) -> ImageHeader | None:
-    tags = _tiff_tags(window, 0, (0x0100, 0x0101, 0x0112))
+def _anymap(window: _Window) -> ImageHeader:
+    """Source: the manual pages pbm, pgm and ppm of Netpbm."""
+    said = _ANYMAP_SIZE.match(window.at(0, _WINDOW_BYTES))
+    if said is None:
+        return _unknown_size("a portable anymap without a size in its header")
+    return ImageHeader((int(said[1]), int(said[2])))
+
+
+def _tiff(window: _Window) -> ImageHeader:
+    tags = _tiff_tags(window, 0, (0x0100, 0x0101, 0x0112, 0x0142, 0x0143))
+    width, height = tags.get(0x0100, 0), tags.get(0x0101, 0)
+    tile = tags.get(0x0142, 0) * tags.get(0x0143, 0)
+    if tile > _ANY_FILE_PIXELS:  # the decoder allocates a whole tile, whatever the size of the image
+        return _unknown_size(f"a TIFF file with tiles of {tile} pixels")
     if 0x0100 not in tags or 0x0101 not in tags:
-        return None
-    return ImageHeader((tags[0x0100], tags[0x0101]), tags.get(0x0112, 1), rotated_by_decoder=True)
+        return _unknown_size("a TIFF file without a size in its first directory")
+    return ImageHeader((width, height), tags.get(0x0112, 1), rotated_by_decoder=True)
 
 
 def _tiff_tags(window: _Window, base: int, wanted: tuple[int, ...]) -> dict[int, int]:
     """Whole numbers of the first directory of a TIFF structure (also the form of EXIF data); an orientation
-    outside 1..8 is left out. Source: TIFF 6.0, section 2; EXIF 2.3, section 4.6.4."""
+    outside 1..8 is left out. Of a tag that stands there twice, libtiff uses the first.
+
+    Source: TIFF 6.0, section 2; EXIF 2.3, section 4.6.4; BigTIFF: libtiff's "BigTIFF design"."""
     order = {b"II": "little", b"MM": "big"}.get(window.at(base, 2))
     if order is None:
         return {}
-    directory = base + window.number(base + 4, 4, order)
+    big = window.number(base + 2, 2, order) == 43
+    count_bytes, entry_bytes, value_at = (8, 20, 12) if big else (2, 12, 8)
+    directory = base + (window.number(base + 8, 8, order) if big else window.number(base + 4, 4, order))
     found: dict[int, int] = {}
-    for entry in range(min(window.number(directory, 2, order), 512)):
-        offset = directory + 2 + 12 * entry
-        tag, kind = window.number(offset, 2, order), window.number(offset + 2, 2, order)
-        if tag in wanted and kind in (3, 4):  # SHORT, LONG
-            found[tag] = window.number(offset + 8, 2 if kind == 3 else 4, order)
+    for entry in range(min(window.number(directory, count_bytes, order), _MAX_TAGS)):
+        offset = directory + count_bytes + entry_bytes * entry
+        tag = window.number(offset, 2, order)
+        if tag in wanted and tag not in found:
+            size = _BYTES_OF_KIND.get(window.number(offset + 2, 2, order), 0)
+            found[tag] = window.number(offset + value_at, size, order) if size <= (8 if big else 4) else 0
     if not 1 <= found.get(0x0112, 1) <= 8:
         del found[0x0112]
     return found

@@ -26,7 +26,7 @@ import numpy as np
 
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.cocojson import CocoFiles, load_table
-from yolofleet.data.decode import read_image, unreadable
+from yolofleet.data.decode import unreadable
 from yolofleet.data.imageheader import header_of_file
 from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
 from yolofleet.data.odgt import OdgtFiles
@@ -388,16 +388,16 @@ def _scan(
 
 
 def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
-    """Width and height in pixels after rotation; decodes only what the header parser does not know."""
+    """Return width and height in pixels after rotation, without decoding. Raises DataError as reading would."""
     if stamp == ABSENT:
         raise DataError(f"image {path} does not exist")
     try:
-        header = header_of_file(path) if stamp[0] else None
+        header = header_of_file(path)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if header is None:
-        height, width = read_image(path).shape[:2]
-        return width, height
+        what = "is of no known image format" if stamp[0] else "is empty (0 bytes)"
+        raise DataError(f"image {path} {what}")
     if header.fault:
         raise DataError(f"image {path} {header.fault}")
     return header.size_wh
