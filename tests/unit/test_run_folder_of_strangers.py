@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ import pytest
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import emit_json, open_append, whole_folder, write_json
+from yolofleet.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 from yolofleet.files.lock import exclusive
 from yolofleet.launch.fleet import Host
 from yolofleet.launch.folders import Folders, Site, fetch_folder
@@ -267,18 +268,59 @@ def test_figures_for_a_pipe_do_not_replace_it(tmp_path: Path) -> None:
     assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_figures_for_a_device_do_not_replace_it(tmp_path: Path) -> None:
-    """`val --json /dev/full` as root made a file of the device."""
-    device = tmp_path / "full"
+def made_device(path: Path, minor: int) -> Path:
+    """A character device of major number 1 (3: null, 7: full) at ``path``; skips the test where nobody may make one."""
     try:
-        os.mknod(device, 0o20666, os.makedev(1, 7))
-        with device.open("wb"):
+        os.mknod(path, 0o20666, os.makedev(1, minor))
+        with path.open("wb"):
             pass
     except OSError:
         pytest.skip("devices cannot be made here")
+    return path
+
+
+def test_figures_for_a_device_do_not_replace_it(tmp_path: Path) -> None:
+    """`val --json /dev/full` as root made a file of the device."""
+    device = made_device(tmp_path / "full", 7)
     with pytest.raises(StorageError, match="No space left on device"):
-        write_json(device, {"a": 1})
+        emit_json({"a": 1}, str(device))
     assert device.is_char_device()
+
+
+def test_figures_for_a_stream_that_is_a_file_do_not_replace_its_link(tmp_path: Path) -> None:
+    """As root, ``--json /dev/stdout > FILE`` made a file of /dev/stdout. (A test of that name would harm the machine.)"""
+    script = "from yolofleet.files.atomic import emit_json; emit_json({'a': 1}, '/proc/self/fd/1')"
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (tmp_path / "out").read_text() == '{\n  "a": 1\n}\n', done.stderr
+
+
+def test_other_writes_replace_a_pipe_and_a_link_to_a_device(tmp_path: Path) -> None:
+    """A pipe as ``results.csv`` of a stranger's run folder blocked for ever, and a link to a device was written to."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link"):
+        signal.alarm(20)  # a write into the pipe would wait for a reader
+        try:
+            write_text(tmp_path / name, "new")
+        finally:
+            signal.alarm(0)
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_text() == "new"
+
+
+def test_other_writes_refuse_a_device(tmp_path: Path) -> None:
+    device = made_device(tmp_path / "null", 3)
+    for write in (lambda path: write_text(path, "new"), write_whole):
+        with pytest.raises((StorageError, OSError), match="it is a device"):
+            write(device)
+    assert device.is_char_device()
+    assert [path.name for path in tmp_path.iterdir()] == ["null"]
+
+
+def write_whole(path: Path) -> None:
+    with whole_file(path) as file:
+        file.write(b"new")
 
 
 def test_figures_for_standard_output_by_its_name_arrive() -> None:

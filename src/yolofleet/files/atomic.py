@@ -48,24 +48,30 @@ def make_folder(path: Path) -> Path:
 
 
 def write_atomically(
-    path: Path, write: Callable[[Path], None], check: Callable[[Path], None] | None = None
+    path: Path,
+    write: Callable[[Path], None],
+    check: Callable[[Path], None] | None = None,
+    *,
+    into_special: bool = False,
 ) -> None:
     """Run ``write`` on a temporary name beside ``path``, flush it, ``check`` it, and rename it to ``path``.
 
-    A target that is neither a regular file nor missing (a device, a named pipe) is not replaced: ``write`` gets
-    ``path`` itself. The file gets the mode that the user's umask gives to new files.
+    The new file takes the place of a link, whatever it points to, or of a named pipe: in the folder of a stranger one
+    would block the run or change another file. A device is refused. The file gets the mode that the user's umask gives
+    to new files.
 
     Args:
         write: gets the name of an empty file that exists.
         check: gets the same name after ``write``; raises if the file does not hold what it should.
+        into_special: a person named ``path`` on the command line: a device, a named pipe or a stream such as
+            ``/dev/stdout`` stays, and ``write`` gets ``path`` itself.
     Raises:
         StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
     """
     try:
-        with suppress(FileNotFoundError):
-            if not stat.S_ISREG(path.stat().st_mode):
-                write(path)
-                return
+        if into_special and _is_special(path):
+            write(path)
+            return
         with _replacement(path) as temporary:
             mode = stat.S_IMODE(temporary.stat().st_mode)
             write(temporary)
@@ -77,6 +83,20 @@ def write_atomically(
         sync_folder(path.parent)
     except OSError as problem:
         raise storage_error(problem, path) from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether ``path`` exists and is no regular file, or is a link of the system to a stream of this process.
+
+    Such a stream may be a regular file (``--json /dev/stdout > FILE``), and to replace the link would harm every program.
+    """
+    try:
+        streams = ("/dev/", "/proc/")
+        return not stat.S_ISREG(path.stat().st_mode) or (
+            path.is_symlink() and str(path.absolute()).startswith(streams)
+        )
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -119,8 +139,15 @@ def _replacement(path: Path) -> Iterator[Path]:
     """Make an empty file beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
 
     The file has the mode that the user's umask gives to new files.
+
+    Raises:
+        OSError: the disk refused, or ``path`` is a device.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise OSError(errno.EINVAL, "it is a device, not a regular file", str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -182,7 +209,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> None:
     """Replace ``path`` by ``content``; see :func:`write_atomically`.
 
     Raises:
@@ -193,21 +220,23 @@ def write_bytes(path: Path, content: bytes) -> None:
         with target.open("wb") as file:
             file.write(content)
 
-    write_atomically(path, write)
+    write_atomically(path, write, into_special=into_special)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, into_special: bool = False) -> None:
     """:func:`write_bytes` of UTF-8; line ends stay \\n on every system."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), into_special=into_special)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, into_special: bool = False) -> None:
     """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
-    write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
+    write_text(path, text, into_special=into_special)
 
 
 def emit_json(value: Any, target: str, *, indent: int | None = None) -> None:
-    """Write ``value`` as ``--json`` asks: to standard output for ``-``, nowhere for an empty text, else to that file.
+    """Write ``value`` as ``--json`` asks: to standard output for ``-``, nowhere for an empty text, else to that file,
+    device or pipe.
 
     Args:
         indent: of the text on standard output; None = one line.
@@ -217,7 +246,7 @@ def emit_json(value: Any, target: str, *, indent: int | None = None) -> None:
     if target == "-":
         echo(json.dumps(jsonable(value), indent=indent))
     elif target:
-        write_json(Path(target), value)
+        write_json(Path(target), value, into_special=True)
 
 
 def jsonable(value: Any) -> Any:

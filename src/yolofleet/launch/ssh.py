@@ -184,7 +184,8 @@ def run_on_fleet(
             and code == 0
             and folders.here.results_json.is_file()  # else it was said why not
         ):
-            write_bytes(Path(settings.json_out), folders.here.results_json.read_bytes())
+            figures = folders.here.results_json.read_bytes()
+            write_bytes(Path(settings.json_out), figures, into_special=True)
     return code, folders.here
 
 
