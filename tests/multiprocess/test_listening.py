@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from attack import LOOPBACK, attack, listening
 from commands import environment, family, small_shapes, train_args
 
+from yolofleet.doctor.probes import run_probe
+from yolofleet.parallel.listener import open_listener
 from yolofleet.system.proc import environment_variable, signal_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
@@ -74,3 +78,22 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
     assert set().union(*seen.values()) == LOOPBACK, seen
     assert len(stores) == 1 and len(seen) >= 3, "the store, and at least a socket of gloo's for each rank"
     assert not mark.exists(), "the attack executed code"
+
+
+def test_the_sum_of_the_doctor_listens_on_the_chosen_address_alone() -> None:
+    """A plain TCPStore listens on all addresses, and whoever reaches it may write into it."""
+    with open_listener("127.0.0.1") as trial:
+        port = trial.getsockname()[1]
+    shared = {"address": "127.0.0.1", "port": port, "size": 2, "deadline_s": 60, "card": "lo"}
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_probe, "all_reduce", {**shared, "rank": 0})
+        deadline, seen = time.monotonic() + 60, set()
+        while not seen:  # rank 0 waits for the other
+            assert time.monotonic() < deadline and not first.done(), first.result()
+            time.sleep(0.2)
+            seen = set().union(*(listening(pid).get(port, set()) for pid in family(os.getpid())))
+        second = pool.submit(run_probe, "all_reduce", {**shared, "rank": 1})
+        answers = [first.result(60), second.result(60)]
+    assert seen == LOOPBACK
+    for answer in answers:
+        assert answer["problem"] == "" and answer["seconds"] > 0 and answer["barrier_s"] > 0

@@ -112,16 +112,23 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from yolofleet.parallel.listener import open_listener
+    from yolofleet.parallel.store import connect_store, host_store
+
     timeout = timedelta(seconds=float(arguments["deadline_s"]))
     rank, size = int(arguments["rank"]), int(arguments["size"])
+    address, port = str(arguments["address"]), int(arguments["port"])
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore(str(arguments["address"]), int(arguments["port"]), size, rank == 0, timeout)
+        if rank == 0:  # the store has no password: only this network may reach it
+            store = host_store(open_listener(address, port), timeout.total_seconds())
+        else:
+            store = connect_store(address, port, timeout.total_seconds())
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         large = _median_s(lambda: dist.all_reduce(torch.ones(ALL_REDUCE_BYTES // 4)), ALL_REDUCES)
         small = _median_s(lambda: dist.all_reduce(torch.ones(1)), BARRIERS)
         dist.destroy_process_group()
-    except (RuntimeError, ValueError) as problem:
+    except (OSError, RuntimeError, ValueError) as problem:
         return {"seconds": None, "barrier_s": None, "problem": _words(problem)}
     return {"seconds": large, "barrier_s": small, "problem": ""}
 
