@@ -126,13 +126,14 @@ def test_a_healthy_machine_has_nothing_but_order() -> None:
         ("locked-memory", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "ACTIVE", "rate": "", "layer": ""}], "limits__locked_memory": 8 * MIB}, "memlock"),
         ("firewall", "note", {"firewall__kind": "ufw"}, "ufw allow from 10.0.0.0/24"),
         ("firewall-unseen", "note", {"firewall__readable": False}, "doctor --hosts"),
+        ("firewall-unseen", "note", {"firewall__readable": False}, "that takes root, and the program nft or iptables"),
     ],
 )  # fmt: skip
 def test_one_sick_organ_is_named_with_what_to_type(code, level, changes, words) -> None:
     found = findings(sick(**changes))
     assert set(found) == {code}
     assert found[code].level == level
-    assert words in found[code].why + found[code].fix
+    assert words in " ".join((found[code].seen, found[code].why, found[code].fix))
 
 
 def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:

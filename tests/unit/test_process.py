@@ -39,3 +39,19 @@ def test_exact_mode_has_one_thread_and_deterministic_kernels_whatever_the_enviro
 def test_threads_are_a_setting() -> None:
     assert asked({"device": "cpu", "threads": 3}, "1")[0] == 3
     assert asked({"device": "cpu"}, "7", local_size=10_000) == [1, False]
+
+
+ASK_DEVICE = """
+from yolofleet import devices
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.place import Place
+from yolofleet.parallel.process import prepare_process
+devices.accelerator, devices.device_count = lambda: "cuda", lambda: 1
+print(prepare_process(TrainConfig(device="auto"), Place(1, 2, 1, 2, only_device="1")))
+"""
+
+
+def test_the_second_process_of_a_machine_takes_the_only_device_that_it_sees() -> None:
+    """srun and others show each process one GPU: its number is 0 there, whatever the process's own number."""
+    done = subprocess.run([sys.executable, "-c", ASK_DEVICE], capture_output=True, text=True)
+    assert done.stdout == "cuda:0\n", done.stderr
