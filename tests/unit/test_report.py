@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_events import read_events
 
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.report.clock import PHASES, Times
 from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
-from yolofleet.report.events import EventLog, read_events
+from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import ResultsTable, columns
 
@@ -109,7 +110,7 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path):
         zero.write("start", world=2)
         one.write("start", world=2)
         zero.write("epoch", epoch=1, loss=np.float32(0.25), bad=float("inf"))
-    events = list(read_events(folder))
+    events = read_events(folder)
     assert sorted((e["rank"], e["kind"]) for e in events) == [(0, "epoch"), (0, "start"), (1, "start")]
     assert [e["time"] for e in events] == sorted(e["time"] for e in events)
     epoch = next(e for e in events if e["kind"] == "epoch")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from run_events import read_events
 
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
@@ -23,7 +24,7 @@ from yolofleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.launch.local import explain, last_words
 from yolofleet.launch.remote import Remote
 from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog, read_events
+from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and named pipes")

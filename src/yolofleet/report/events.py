@@ -7,17 +7,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from yolofleet.files.atomic import jsonable, open_append
-from yolofleet.files.foreign import read_at, read_foreign_text
-from yolofleet.report.folder import RunFolder
+from yolofleet.files.foreign import read_at
 from yolofleet.text import echo
-
-MAX_BYTES = 4 << 30
 
 
 def _print_warning(text: str) -> None:
@@ -84,20 +81,3 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def read_events(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Events of all ranks whose files are here, by time; lines cut by a crash are skipped."""
-    events = []
-    for path in (folder.events(0), *sorted(folder.logs.glob("rank-*.events.jsonl"))):
-        if not path.is_file():
-            continue
-        text = read_foreign_text(path, limit_bytes=MAX_BYTES, encoding="utf-8", errors="replace")
-        for line in text.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "time" in event:
-                events.append(event)
-    yield from sorted(events, key=lambda event: event["time"])
