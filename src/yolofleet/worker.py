@@ -147,7 +147,6 @@ def _run(
     settings, run_folder = config.value, folder
     try:
         with stoppable(), ExitStack() as lock:
-            world.connect()
             verb = "train" if isinstance(settings, TrainConfig) else "val"
             run_folder = shared_folder(world, verb, settings, folder, lock)
             with Watchdog(
@@ -159,6 +158,11 @@ def _run(
                 resume=run_folder.resume_command if verb == "train" else "",
                 say=on_stall,
             ):
+                try:
+                    world.connect()
+                except ClusterError:  # nothing has been trained
+                    run_folder.discard_unless_used()
+                    raise
                 if isinstance(settings, TrainConfig):
                     assert recipe is not None
                     train(cast(Resolved[TrainConfig], config), recipe, world, run_folder)

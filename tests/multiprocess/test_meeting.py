@@ -252,7 +252,7 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
     monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device(device))
     monkeypatch.setattr(worker.World, "join", lambda *_: mine)
     monkeypatch.setattr(worker.World, "close", lambda self, failed=False: done.append("close"))
-    monkeypatch.setattr(worker.World, "connect", lambda self: 1 / 0)
+    monkeypatch.setattr(worker, "shared_folder", lambda *_: 1 / 0)
     monkeypatch.setattr(worker.os, "_exit", ends)
     config, _ = resolve_train({"data": "shapes", "model": "yolov5n"})
     with pytest.raises(LeftAtOnce if at_once else ZeroDivisionError):

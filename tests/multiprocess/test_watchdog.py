@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from commands import SMALL, environment, family, small_shapes, train_args, yolofleet
 
+from yolofleet import devices, worker
+from yolofleet.config.load import resolve_train
 from yolofleet.parallel import stall, watchdog
 from yolofleet.parallel.stall import Beat, Findings, Member, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
@@ -108,6 +110,38 @@ def two_ranks(folder: Path, work: Callable[..., None], *, agent_store: bool = Tr
             rank.kill()
             rank.join()
         del store
+
+
+def connecting(rank: int, folder: Path, port: int) -> None:
+    """One of two ranks whose device is taken for a GPU; rank 1 hangs where NCCL connects."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    devices.is_host = lambda device: False
+    if rank == 1:
+        World.all_reduce_ = lambda self, tensor: time.sleep(DEADLINE_S)
+    config, _ = resolve_train(
+        {"data": "shapes", "model": "yolov5n", "stall_s": 0.5, "timeout_s": 60, "project": str(folder)}
+    )
+    say = (folder / f"report-{rank}").write_text
+    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    worker._run(config, None, None, world, lambda error: say(error.render()) and None)
+
+
+def test_a_rank_that_hangs_where_nccl_connects_is_named(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = [context.Process(target=connecting, args=(rank, tmp_path, port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        assert codes(ranks) == [4, 4]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert "ClusterError: rank 1 " in the_report(tmp_path)
+    assert "connecting" in the_report(tmp_path)
 
 
 def codes(ranks: list) -> list[int | None]:

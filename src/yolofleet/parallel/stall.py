@@ -28,6 +28,7 @@ TASK_TIMES = {
     "data set": math.inf,
     "weights": math.inf,
     "indexing": 60.0,
+    "connecting": 10.0,  # so that a hang is named before --timeout-s ends the collective
 }  # downloads have their own deadlines
 LONG_SILENCE_TIMES = 4  # outside of steps, Python may be locked for a while (imports, large files)
 LEFT_GRACE_S = 10.0  # after a rank failed, the others notice it themselves, or never

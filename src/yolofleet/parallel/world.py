@@ -191,14 +191,16 @@ class World:
         return cls(rank, size, local_rank, local_size, device, place.source, is_guest=is_guest)
 
     def connect(self) -> None:
-        """Sum one number on the device: NCCL connects at its first collective, and may fail there.
+        """Sum one number on the device: NCCL connects at its first collective, and may fail or hang there.
 
-        Collective: every rank, once, after :meth:`join`.
+        Collective: every rank, once, after :meth:`join`, under the watchdog.
 
         Raises:
             ClusterError: the device's collectives do not work.
         """
-        if self.size > 1 and not devices.is_host(self.device):
+        if self.size == 1 or devices.is_host(self.device):
+            return
+        with self.activity.doing("connecting"):
             self.all_reduce_(torch.zeros(1, device=self.device))
             try:
                 devices.synchronize(self.device)  # waiting for NCCL does not wait for the device
