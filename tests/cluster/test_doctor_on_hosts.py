@@ -226,7 +226,7 @@ def test_other_software_on_one_host(lab: Lab, tmp_path: Path) -> None:
 def test_a_disk_that_is_full_and_shared_memory_that_is_small(lab: Lab, own_disk: Path) -> None:
     lab.hosts[1].run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", own_disk)
     try:
-        found = doctor(lab, "--project", own_disk, "--img", "640", "--workers", "4")
+        found = doctor(lab, "--project", own_disk, "--img", "640", "--workers", "8")
     finally:
         lab.hosts[1].run("umount", own_disk)
     assert (found["disk-low"]["level"], found["disk-low"]["where"]) == ("fault", "m2")

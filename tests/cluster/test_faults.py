@@ -88,7 +88,7 @@ def test_a_host_that_dies(
 def test_a_stopped_rank_alone_on_its_host_at_the_demos_size(lab: Lab, folder: Path) -> None:
     data = make_shapes(folder / "shapes", images=640, val_images=128, img=160)
     command = Command(lab, folder, "train", "--data", data, *DEMO, "--hosts", HOSTS)
-    command.wait_for("epoch 1/24")
+    command.wait_for("^epoch 2/24")  # the state of the first epoch is being saved
     time.sleep(2)
     stopped = worker_of(lab.hosts[1])
     os.kill(stopped, signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +15,11 @@ from commands import SMALL, environment, small_shapes
 from desk import Command, nothing_left
 from machines import Lab, Machine, machines
 
+from yolofleet.errors import Stopped
+
 HOSTS = "m1:cpu:1,m2:cpu:2,m3:cpu:1"
 PORT = 29500
+ENDLESS = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +63,13 @@ def test_a_run_on_three_hosts_lets_in_nobody_and_executes_nothing(lab: Lab, fold
     data = small_shapes(folder)
     mark = folder / "executed"
     with stranger(lab.desk, mark) as at_the_desk, stranger(lab.hosts[1], mark) as on_m2:
-        command = Command(
-            lab, folder, "train", "--data", data, *SMALL, "--hosts", HOSTS, "--epochs", "6", "--threads", "1"
-        )
-        command.wait_for("^epoch 1/6")
+        command = Command(lab, folder, "train", "--data", data, *ENDLESS, "--hosts", HOSTS)
+        command.wait_for("^epoch 1/")
         seen = {machine.name: machine.listening() for machine in lab.machines}
         (way,) = [port for address, port in seen["m2"] if address == "127.0.0.1"]
         words = [at_the_desk("10.77.0.1", PORT), on_m2("10.77.0.1", PORT), on_m2("127.0.0.1", way)]
-    assert command.end() == 0, command.said
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == Stopped.exit_code, command.said
     nothing_left(lab, 10)
     assert words == ["kept out", "kept out", "let in"], "users of a host itself reach its end of the store"
     assert not mark.exists(), "the attack executed code"
