@@ -32,7 +32,7 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import val_batches, val_loader
 from yolofleet.data.sources import load_dataset
-from yolofleet.evaluate.run import evaluate
+from yolofleet.evaluate.run import EvaluationSettings, evaluate
 from yolofleet.export.facts import ExportFacts
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
@@ -156,7 +156,11 @@ def kept(decoded: Tensor) -> Tensor:
 
 def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | None) -> float:
     result = evaluate(
-        model, index, world=Alone(), device=torch.device("cpu"), img=img, size_hw=size_hw, batch=8
+        model,
+        index,
+        EvaluationSettings(img=img, size_hw=size_hw, batch=8),
+        world=Alone(),
+        device=torch.device("cpu"),
     )
     return float(result.metrics.figures["mAP50-95"])
 

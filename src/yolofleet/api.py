@@ -28,15 +28,10 @@ from yolofleet.errors import (
 )
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
-from yolofleet.launch.start import (
-    check_start,
-    is_worker,
-    processes_to_start,
-    resumed_folder,
-    run_processes,
-)
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import is_worker, plan_run
+from yolofleet.runs.start import start
 
 
 def load_model(
@@ -112,28 +107,7 @@ class Trainer:
                 "Trainer starts its processes by itself, and this one was started by torchrun",
                 hint="start the script with python, or use torchrun with -m yolofleet train",
             )
-        settings = self.config.value
-        resumed = resumed_folder(settings)
-        fleet = check_start(self.config)
-        if fleet is not None:
-            from yolofleet.launch.ssh import run_on_fleet
-
-            code, folder = run_on_fleet(self.config, self.recipe, fleet, resumed)
-            return self._result(code, folder)
-        folder = (
-            RunFolder(resumed)
-            if resumed
-            else RunFolder.create(
-                "train", project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-            )
-        )
-        processes, code = processes_to_start(settings), 0
-        if processes == 1:
-            from yolofleet.worker import run
-
-            run(self.config, self.recipe, folder)
-        else:
-            code = run_processes(self.config, self.recipe, folder, processes)
+        code, folder = start(plan_run(self.config, self.recipe))
         return self._result(code, folder)
 
     def _result(self, code: int, folder: RunFolder) -> TrainResult:

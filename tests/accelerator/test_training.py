@@ -90,7 +90,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
 
 
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
-    from yolofleet.worker import is_out_of_memory
+    from yolofleet.runs.memory import is_out_of_memory
 
     run = small_run(devices=ZERO, images=4, pin=True)
     run.do(1)

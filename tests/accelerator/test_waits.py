@@ -22,7 +22,7 @@ from yolofleet.config.recipe import load_recipe
 from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.sources import load_dataset
 from yolofleet.devices import HostCopy
-from yolofleet.evaluate.run import evaluate
+from yolofleet.evaluate.run import EvaluationSettings, evaluate
 from yolofleet.families import build_model, family_of
 from yolofleet.losses import ppyoloe as ppyoloe_module
 from yolofleet.losses import yolov5 as yolov5_module
@@ -176,8 +176,8 @@ def validate(accelerator: Accelerator, family: str, precision: str, index: DataI
     model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     accelerator.reset()
     evaluate(
-        model, index, world=World.single(ZERO), device=ZERO, precision=precision, img=64,
-        batch=2, max_det=5, loss=loss,
+        model, index, EvaluationSettings(precision=precision, img=64, batch=2, max_det=5),
+        world=World.single(ZERO), device=ZERO, loss=loss,
     )  # fmt: skip
 
 

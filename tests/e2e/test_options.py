@@ -12,7 +12,8 @@ from commands import small_shapes
 
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.config.load import resolve_train
-from yolofleet.launch.start import start
+from yolofleet.runs.plan import plan_run
+from yolofleet.runs.start import start
 
 BASE = {
     "model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,
@@ -36,7 +37,7 @@ def train(data: Path, **settings: object) -> Path:
     name = "run" + str(len(list(Path.cwd().glob("runs/train/*"))))
     try:
         config, recipe = resolve_train({"data": str(data), "name": name, **BASE, **settings})
-        assert start(config, recipe) == 0
+        assert start(plan_run(config, recipe))[0] == 0
     finally:
         torch.use_deterministic_algorithms(False)
     return Path("runs/train") / name
@@ -101,7 +102,7 @@ def test_frozen_layers_keep_weights_and_statistics(data: Path) -> None:
 def test_more_epochs_after_the_end(data: Path) -> None:
     run = train(data, max_steps=0, epochs=1)
     config, recipe = resolve_train({"resume": str(run), "epochs": 3, "device": "cpu"})
-    assert start(config, recipe) == 0
+    assert start(plan_run(config, recipe))[0] == 0
     rows = list(csv.DictReader((run / "results.csv").open()))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
 

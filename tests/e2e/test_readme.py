@@ -20,8 +20,9 @@ from commands import environment
 
 import yolofleet
 import yolofleet.launch.slurm
-import yolofleet.launch.start
 import yolofleet.predict.run
+import yolofleet.runs.plan
+import yolofleet.runs.start
 from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED, run
 from yolofleet.cli.commands import SchemaCommand, Verbs
@@ -210,9 +211,9 @@ def test_every_command_is_understood(
     if "--resume" in argv:  # wants a run
         argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
     started = []
-    monkeypatch.setattr(yolofleet.launch.start, "rehearse", lambda _: None)  # no data sets and GPUs here
-    monkeypatch.setattr(yolofleet.launch.start, "start", lambda *_: started.append("train") or 0)
-    monkeypatch.setattr(yolofleet.launch.start, "start_val", lambda *_: started.append("val") or 0)
+    monkeypatch.setattr(yolofleet.runs.plan, "rehearse", lambda *_: None)  # no data sets and GPUs here
+    monkeypatch.setattr(yolofleet.runs.plan, "plan_run", lambda *given: given)
+    monkeypatch.setattr(yolofleet.runs.start, "start", lambda _: (started.append("run") or 0, None))
     monkeypatch.setattr(yolofleet.launch.slurm, "submit", lambda _: started.append("job") or "1")
     monkeypatch.setattr(yolofleet.predict.run, "predict_command", lambda *_: started.append("predict") or 0)
     if argv[0] in ("train", "val", "predict"):

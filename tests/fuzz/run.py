@@ -165,7 +165,7 @@ def warm_up() -> None:
     for name in (
         *("cli.app", "cli.train", "cli.val", "cli.predict", "cli.bench", "cli.data", "cli.weights", "cli.checkpoints", "cli.doctor", "cli.fleet"),
         *("worker", "predict.run", "predict.bench", "export.run", "export.runtime", "checkpoint.contents", "data.audit", "data.stats", "data.convert"),
-        *("doctor.run", "doctor.logs", "launch.start", "launch.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
+        *("doctor.run", "doctor.logs", "runs.plan", "runs.start", "launch.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
     ):  # fmt: skip
         importlib.import_module(f"yolofleet.{name}")
     for name in ("onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):

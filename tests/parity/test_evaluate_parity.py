@@ -12,7 +12,7 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.data.index import build_index
 from yolofleet.data.sources import load_dataset
 from yolofleet.evaluate.coco import FIGURES
-from yolofleet.evaluate.run import evaluate, labels_of
+from yolofleet.evaluate.run import EvaluationSettings, evaluate, labels_of
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.world import World
 
@@ -29,7 +29,9 @@ def test_published_weights_reach_their_figures_and_pycocotools_agrees(tmp_path, 
         memory_format=torch.channels_last
     )
     index = build_index(load_dataset(str(data)), "val")
-    result = evaluate(model, index, world=World.single(), device=torch.device("cpu"), batch=8)
+    result = evaluate(
+        model, index, EvaluationSettings(batch=8), world=World.single(), device=torch.device("cpu")
+    )
     assert result.images == 128 and result.candidates_cut == 0
     compare((result.metrics.map50_95, result.metrics.map50), (MAP50_95, MAP50), atol=0.005)
 

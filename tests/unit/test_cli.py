@@ -89,7 +89,7 @@ GUIDES = [  # command lines of the well-known guides
 
 @pytest.mark.parametrize(("line", "expected"), GUIDES)
 def test_commands_of_the_guides_are_understood(cli, line, expected, monkeypatch):
-    monkeypatch.setattr("yolofleet.launch.start.rehearse", lambda _: None)  # no GPUs and no COCO here
+    monkeypatch.setattr("yolofleet.runs.plan.rehearse", lambda *_: None)  # no GPUs and no COCO here
     code, out, err = cli("train", *("" if word == "''" else word for word in line.split()), "--dry-run")
     assert (code, err) == (0, "")
     found = settings(out)

@@ -15,6 +15,7 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
+from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.cards import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.findings import Finding
@@ -25,7 +26,7 @@ from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
 from yolofleet.errors import ConfigError
 from yolofleet.launch.remote import REASONS
-from yolofleet.launch.start import NO_SUCH_GPU
+from yolofleet.runs.plan import NO_SUCH_GPU
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -209,7 +210,7 @@ def test_a_gpu_that_somebody_else_uses_matters_where_it_is_asked_for() -> None:
 
 
 def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
-    on_cpu = need_of(TrainConfig(device="cpu", img=64, batch=4), cores=8, gpus=1)
+    on_cpu = need_of(resources_of(TrainConfig(device="cpu", img=64, batch=4)), cores=8, gpus=1)
     for changes in (
         {"gpus__state": "silent", "gpus__gpus": [], "libraries__torch__devices": []},
         {"libraries__torch": {**TORCH, "cuda": None, "devices": []}},
@@ -319,9 +320,13 @@ def test_a_run_on_gpus_that_are_not_there_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [fault] = [f for f in preflight(TrainConfig(img=64, batch=4, device="0,1")) if f.level == "fault"]
+    [fault] = [
+        f for f in preflight(resources_of(TrainConfig(img=64, batch=4, device="0,1"))) if f.level == "fault"
+    ]
     assert (fault.code, fault.fix[:12]) == ("gpu-none", "--device cpu")
-    assert not [f for f in preflight(TrainConfig(img=64, batch=4, device="cpu")) if f.level == "fault"]
+    assert not [
+        f for f in preflight(resources_of(TrainConfig(img=64, batch=4, device="cpu"))) if f.level == "fault"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -465,12 +470,12 @@ def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
 
 
 def test_what_a_run_needs_follows_its_settings() -> None:
-    settings = TrainConfig(batch=24, img=320, device="cpu:3", workers=2)
+    settings = resources_of(TrainConfig(batch=24, img=320, device="cpu:3", workers=2))
     need = need_of(settings, cores=8, gpus=0)
     assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 8, False)
     assert need.text == "3 processes x 8 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
-    assert need_of(TrainConfig(device="0,1"), cores=8, gpus=2).workers == 4
-    assert need_of(TrainConfig(device="0,1", parallel="dp"), cores=8, gpus=2).ranks == 1
+    assert need_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 4
+    assert need_of(resources_of(TrainConfig(device="0,1", parallel="dp")), cores=8, gpus=2).ranks == 1
 
 
 def test_the_worst_is_told_last_and_the_same_of_many_hosts_once() -> None:
@@ -488,7 +493,7 @@ def test_the_preflight_of_a_run_is_quick_and_speaks_of_what_could_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    found = preflight(TrainConfig(img=64, batch=4, device="cpu"))
+    found = preflight(resources_of(TrainConfig(img=64, batch=4, device="cpu")))
     assert [finding.code for finding in found] == ["stray-variables"]
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from yolofleet.doctor.probes import PROBES, run_probe
 from yolofleet.doctor.shapes import fits, is_whole, misfit
 from yolofleet.errors import ClusterError
 
-SETTINGS = CPU.model_copy(update={"data": "set.yaml"})
+SETTINGS = replace(CPU, data="set.yaml")
 
 
 def fleet() -> list[Host]:

@@ -12,6 +12,7 @@ import pytest
 from test_doctor import HEALTHY, LO, card
 
 from yolofleet.cli.doctor import enter
+from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.alike import differences, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.findings import Finding
@@ -21,7 +22,7 @@ from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import ClusterError
 from yolofleet.launch.remote import Refused
 
-CPU = TrainConfig(device="cpu", img=64, batch=4)
+CPU = resources_of(TrainConfig(device="cpu", img=64, batch=4))
 
 
 class Host:
@@ -82,7 +83,7 @@ def hosts(count: int = 3) -> list[Host]:
 
 
 def examined(
-    made: list[Host], *, settings: TrainConfig = CPU, **stated: Mapping[str, str]
+    made: list[Host], *, settings: RunResources = CPU, **stated: Mapping[str, str]
 ) -> dict[str, Finding]:
     """By code; those that are not in order. ``stated``: what the fleet file says of a host."""
     peers = [Peer(host.name, host.ask, "cpu", **stated.get(host.name, {})) for host in made]

@@ -24,9 +24,10 @@ from yolofleet.launch.preflight import Plan, Spot
 from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
 from yolofleet.launch.requests import claim
 from yolofleet.launch.ssh import job_text
-from yolofleet.launch.start import start
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import plan_run
+from yolofleet.runs.start import start
 from yolofleet.system.children import START
 
 
@@ -127,7 +128,7 @@ def test_a_worker_does_not_start_a_fleet(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2"})
     with pytest.raises(ConfigError, match="one of several already"):
-        start(config, recipe)
+        start(plan_run(config, recipe))
 
 
 def test_a_dry_run_names_the_hosts() -> None:

@@ -9,7 +9,8 @@ import pytest
 from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
 from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import fleet_of, load_fleet, parse_hosts
-from yolofleet.launch.start import start
+from yolofleet.runs.plan import plan_run
+from yolofleet.runs.start import start
 
 TRAIN = {"data": "d.yaml", "model": "yolov5n"}
 
@@ -49,7 +50,7 @@ def test_an_empty_setting_of_a_stored_run_is_a_default(tmp_path: Path) -> None:
 def test_shares_are_counted_before_anything_starts(where: dict[str, str], says: str) -> None:
     config, recipe = resolve_train({**TRAIN, **where, "shares": "3,1,1"})
     with pytest.raises(ConfigError, match=says):
-        start(config, recipe)
+        start(plan_run(config, recipe))
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ ORDER = (  # a module imports its own part and earlier ones
     ("predict", "plan", "tune"),
     ("doctor",),
     ("launch",),
+    ("runs",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
-TO_A_ROOT = {("launch", "worker")}  # inside a function: this process becomes a worker
+TO_A_ROOT = {("launch", "worker"), ("runs", "worker")}  # inside a function: this process becomes a worker
 WITHOUT_TORCH = ("text", "errors", "system", "files", "config", "launch", "cli", "__init__", "__main__")
 
 

@@ -18,6 +18,7 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.cli.fleet import firewall_line
 from yolofleet.config.load import resolve_val
+from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.need import need_of
@@ -26,7 +27,6 @@ from yolofleet.launch.fleet import Host, parse_hosts
 from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.requests import reserve_port
-from yolofleet.launch.start import as_training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -131,7 +131,7 @@ def test_ctrl_c_does_not_wait_for_files_that_are_compared(
     monkeypatch.setattr("yolofleet.launch.preflight.examine", interrupt)
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        inspect(parse_hosts("m1:cpu,m2:cpu"), remotes, TrainConfig(), ["a.pt"])
+        inspect(parse_hosts("m1:cpu,m2:cpu"), remotes, resources_of(TrainConfig()), ["a.pt"])
     assert time.monotonic() - began_s < DEADLINE_S
     over.set()
 
@@ -156,10 +156,10 @@ def test_gpus_that_are_not_there_are_said_before_anything_starts(
 
 def test_a_validation_needs_memory_for_its_own_batches_only() -> None:
     settings = resolve_val({"weights": "w", "data": "d", "batch": 48, "device": "cpu:2", "img": 320}).value
-    asked = as_training(settings)
+    asked = resources_of(settings)
     need = need_of(asked, 8, 0)
     assert (need.ranks, need.micro_batch, need.val_batch, need.img) == (2, 1, 48, 320)
-    assert str(asked.project) == str(Path("runs", "val"))
+    assert asked.results == Path("runs", "val")
 
 
 # -- the port ------------------------------------------------------------------------------------------------

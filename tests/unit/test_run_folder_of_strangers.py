@@ -156,17 +156,17 @@ class OneRank:
 
 
 def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> None:
-    from yolofleet.worker import shared_folder
+    from yolofleet.runs.folder import shared_folder
 
     world, where = cast(Any, OneRank()), TrainConfig(project=tmp_path, exist_ok=True)
     with ExitStack() as lock:
-        made = shared_folder(world, "train", where, None, lock)
+        made = shared_folder(world, where, None, lock)
         assert made.path == tmp_path / "exp" and (made.path / ".lock").exists()
         for given in (made, None):  # a second --resume, a second --exist-ok
             with pytest.raises(ConfigError, match="another process writes into"), ExitStack() as second:
-                shared_folder(world, "train", where, given, second)
+                shared_folder(world, where, given, second)
     with ExitStack() as lock:
-        assert shared_folder(world, "train", where, made, lock) == made
+        assert shared_folder(world, where, made, lock) == made
     made.discard_unless_used()
 
 

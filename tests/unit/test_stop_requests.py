@@ -52,7 +52,7 @@ def test_before_the_processes_of_this_machine(
     number: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("yolofleet.launch.start.look_first", ask_to_stop(number))
+    monkeypatch.setattr("yolofleet.runs.plan.check_machine", ask_to_stop(number))
     assert main([*verb, "--data", "d", "--device", "cpu:2"]) == Stopped.exit_code
     assert "Stopped: stopped on request" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -364,7 +364,7 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
     """
     from yolofleet.data.catalogue import DATASETS_FOLDER, datasets, download_dataset
     from yolofleet.data.sources import built_in_of, load_dataset
-    from yolofleet.launch.start import is_worker
+    from yolofleet.runs.plan import is_worker
     from yolofleet.text import size_text
 
     name = built_in_of(settings.data)

@@ -73,29 +73,29 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, config.device)
     if fleet is not None:
         return examine_fleet(fleet, resolved)
-    from yolofleet.doctor.run import examine_here, planned
+    from yolofleet.config.resources import resources_of
+    from yolofleet.doctor.run import examine_here
 
-    return examine_here(planned(config), port=config.port, quick=config.quick)
+    return examine_here(resources_of(config), port=config.port, quick=config.quick)
 
 
 def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Log in to every host, and ask them; those that cannot be logged in to are findings."""
+    from yolofleet.config.resources import resources_of
     from yolofleet.doctor.fleet import examine
-    from yolofleet.doctor.run import planned, results_folder
     from yolofleet.launch.preflight import peer_of
     from yolofleet.launch.ssh import crew
 
     config = resolved.value
     port = config.port if resolved.is_given("port") else fleet.port
-    settings = planned(config)
+    wanted = resources_of(config)
     lost: list[Unreachable] = []
     with crew(fleet, lost=lost) as remotes:
         findings = [unreached(problem) for problem in lost]
         strays = [finding for finding in map(enter, remotes) if finding]
         outside = {finding.where for finding in strays}
         peers = [peer_of(remote) for remote in remotes if remote.name not in outside]
-        folders = [str(results_folder(settings))]
-        found = examine(peers, settings, port=port, folders=folders, quick=config.quick)
+        found = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=config.quick)
     return [*findings, *strays, *found.findings]
 
 

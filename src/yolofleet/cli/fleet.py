@@ -53,6 +53,7 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 
 
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
+    from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
     from yolofleet.doctor.run import exit_code, tell
     from yolofleet.launch.preflight import enter_folders, inspect
@@ -61,7 +62,7 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     fleet = asked_fleet(hosts, fleet_file)
     with crew(fleet) as remotes:
         enter_folders(remotes)
-        findings, plan = inspect(fleet, remotes, TrainConfig(data=data))
+        findings, plan = inspect(fleet, remotes, resources_of(TrainConfig(data=data)))
     tell(findings, sys.stdout)
     code = exit_code(findings)
     if not code:

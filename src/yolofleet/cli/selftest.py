@@ -23,9 +23,9 @@ from yolofleet.errors import ClusterError, ConfigError, Stopped
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import explain
-from yolofleet.launch.start import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import is_worker
 from yolofleet.system.children import die_with_parent, module_argv, module_environment
 from yolofleet.system.proc import descendants, end_descendants, environment_variable
 from yolofleet.text import echo, screen_line

@@ -35,15 +35,16 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
-    from yolofleet.launch.start import check_shares, rehearse, start
+    from yolofleet.runs.plan import check_shares, plan_run, rehearse
+    from yolofleet.runs.start import start
 
     if dry_run:
         check_shares(config.value, fleet_of(config))
         echo(plan(config, recipe))
-        rehearse(config)
+        rehearse(config, recipe)
         return 0
     offer_download(config.value, ("train", "val"), agreed=download)
-    return start(config, recipe)
+    return start(plan_run(config, recipe))[0]
 
 
 def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:

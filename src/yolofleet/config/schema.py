@@ -7,7 +7,7 @@ stored (``load.py``). Old spellings live in ``aliases.py``. No torch here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -111,6 +111,9 @@ class WhereAll(Where):
 
 class TrainConfig(WhereAll):
     """`yolofleet train`."""
+
+    verb: ClassVar[str] = "train"
+    json_out: ClassVar[str] = ""
 
     # what
     data: str = setting(
@@ -233,6 +236,14 @@ class TrainConfig(WhereAll):
 
 class ValConfig(WhereAll):
     """`yolofleet val`."""
+
+    verb: ClassVar[str] = "val"
+    # a validation has no choice of these
+    parallel: ClassVar[str] = "ddp"
+    reduce: ClassVar[str] = "fast"
+    shares: ClassVar[str] = ""
+    resume: ClassVar[str] = ""
+    linked_folders: ClassVar[bool] = False
 
     weights: str = setting(
         "",

@@ -11,10 +11,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.resources import RunResources
 from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.answers import check_answer
 from yolofleet.doctor.cards import card_with, network_of
@@ -119,7 +119,7 @@ class Examination:
 
 def examine(
     peers: Iterable[Peer],
-    settings: TrainConfig,
+    wanted: RunResources,
     *,
     port: int,
     folders: Sequence[str] = (),
@@ -128,17 +128,17 @@ def examine(
     """Everything that can be said about these hosts together.
 
     Args:
-        settings: of the run that is planned.
+        wanted: by the run that is planned.
         port: of the rendezvous, on the first host.
         folders: whose disks to look at, on every host.
         quick: no torch, no measuring: what a run wants to know before it starts.
     """
     found = Examination(list(peers))
     with ThreadPoolExecutor(1) as beside:
-        waiting = beside.submit(data_sets, found, settings)
+        waiting = beside.submit(data_sets, found, wanted)
         wishes = {"folders": list(folders), "port": port, "quick": quick}
         found.facts = found.ask("facts", lambda peer: {**wishes, "count_gpus": by_number(peer.device)})
-        found.findings += alone(found, settings)
+        found.findings += alone(found, wanted)
         if len(found.facts) > 1:
             found.findings += differences(found.facts, software())
             found.findings += clocks(found)
@@ -150,12 +150,12 @@ def examine(
     return found
 
 
-def alone(found: Examination, settings: TrainConfig) -> list[Finding]:
+def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     """What there is to say about each host by itself."""
     findings = []
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
-        need = need_here(settings.model_copy(update={"device": peer.device}), facts)
+        need = need_here(replace(wanted, device=peer.device), facts)
         findings += judge_host(facts, need, peer.name)
         network = judge_network(facts, peer.name)
         # the rendezvous is on the first host alone
@@ -241,12 +241,12 @@ def _first_address(cards: Sequence[Mapping[str, Any]]) -> str:
     return meetings[0].address if meetings else "ADDRESS"
 
 
-def data_sets(found: Examination, settings: TrainConfig) -> list[Finding]:
+def data_sets(found: Examination, wanted: RunResources) -> list[Finding]:
     """The same images and labels everywhere? Nothing when no data set was named."""
-    chosen = {peer.name: peer.data or settings.data for peer in found.peers}
+    chosen = {peer.name: peer.data or wanted.data for peer in found.peers}
     if not any(chosen.values()):
         return []
-    seen = found.ask("data", lambda peer: {"data": chosen[peer.name], "single_cls": settings.single_cls})
+    seen = found.ask("data", lambda peer: {"data": chosen[peer.name], "single_cls": wanted.single_cls})
     return judge_data(seen, chosen)
 
 

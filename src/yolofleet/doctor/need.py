@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.device import processes_of
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.resources import RunResources
 
 PROCESS_BYTES = (
     300 << 20
@@ -82,34 +81,34 @@ class Need:
         return text
 
 
-def need_of(settings: TrainConfig, cores: int, gpus: int) -> Need:
+def need_of(wanted: RunResources, cores: int, gpus: int) -> Need:
     """
     Args:
         cores, gpus: that this machine has for us.
     Raises:
         ConfigError: the device cannot be.
     """
-    ranks = 1 if settings.parallel == "dp" else processes_of(settings.device)
-    gpu_ids = tuple(map(int, settings.device.split(","))) if by_number(settings.device) else ()
-    on_gpu = bool(gpu_ids) or (settings.device == "auto" and gpus > 0)
+    ranks = 1 if wanted.one_process else processes_of(wanted.device)
+    gpu_ids = tuple(map(int, wanted.device.split(","))) if by_number(wanted.device) else ()
+    on_gpu = bool(gpu_ids) or (wanted.device == "auto" and gpus > 0)
     by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
     return Need(
         ranks=ranks,
-        workers=settings.workers if settings.workers >= 0 else by_cores,
-        prefetch=settings.prefetch,
-        micro_batch=micro_batch_of(settings),
-        val_batch=settings.val_batch,
-        img=settings.img,
+        workers=wanted.workers if wanted.workers >= 0 else by_cores,
+        prefetch=wanted.prefetch,
+        micro_batch=wanted.micro_batch,
+        val_batch=wanted.val_batch,
+        img=wanted.img,
         on_gpu=on_gpu,
         gpu_ids=gpu_ids,
-        on_cpu=settings.device.startswith("cpu"),
+        on_cpu=wanted.device.startswith("cpu"),
     )
 
 
-def need_here(settings: TrainConfig, facts: Mapping[str, Any]) -> Need:
+def need_here(wanted: RunResources, facts: Mapping[str, Any]) -> Need:
     """Of a machine of which ``facts.py`` saw this."""
     cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
-    return need_of(settings, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
+    return need_of(wanted, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
 
 
 def by_number(device: str) -> bool:

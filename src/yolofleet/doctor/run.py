@@ -6,10 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.config.schema import DoctorConfig, TrainConfig
+from yolofleet.config.resources import RunResources
 from yolofleet.doctor.findings import LEVELS, Finding, worst
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.need import by_number, need_here
@@ -34,32 +33,22 @@ QUICK = (
 PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faults"}
 
 
-def planned(config: DoctorConfig) -> TrainConfig:
-    """The run that the doctor's settings speak of; what they leave open is as by default."""
-    shared = TrainConfig.model_fields.keys() & DoctorConfig.model_fields.keys()
-    return TrainConfig(**{name: getattr(config, name) for name in shared})
-
-
-def results_folder(settings: TrainConfig) -> Path:
-    return settings.project or Path("runs", "train")
-
-
-def examine_here(settings: TrainConfig, *, port: int = 0, quick: bool = False) -> list[Finding]:
+def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) -> list[Finding]:
     """This machine alone.
 
     Args:
         port: that a rendezvous would use here; 0 = none.
         quick: only what takes a tenth of a second; two where GPUs are asked for.
     """
-    folders = [str(results_folder(settings))]
-    wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(settings.device)}
+    folders = [str(wanted.results)]
+    wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
     facts = run_probe("facts", wishes)
-    return [*judge_host(facts, need_here(settings, facts)), *judge_network(facts)]
+    return [*judge_host(facts, need_here(wanted, facts)), *judge_network(facts)]
 
 
-def preflight(settings: TrainConfig) -> list[Finding]:
+def preflight(wanted: RunResources) -> list[Finding]:
     """What would end a run on this machine, or hurt it, as far as that shows in a tenth of a second."""
-    return [f for f in examine_here(settings, quick=True) if f.code in QUICK]
+    return [f for f in examine_here(wanted, quick=True) if f.code in QUICK]
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:

@@ -101,24 +101,41 @@ class Evaluation:
         return self.images / max(self.seconds["wall"], 1e-9)
 
 
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What the figures of an evaluation depend on, beside network and data.
+
+    Attributes:
+        precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
+        img: longest side, pixels.
+        size_hw: pad every image to this shape, pixels; None = each to the next multiple of the stride.
+        batch: images at a time.
+        conf, iou, max_det: of non-maximum suppression, several classes a box.
+        single_cls: every detection is of class 0.
+        gather_detections: give every rank all detections.
+    """
+
+    precision: str = "fp32"
+    img: int = 640
+    size_hw: tuple[int, int] | None = None
+    batch: int = 32
+    conf: float = 0.001
+    iou: float = 0.6
+    max_det: int = 300
+    single_cls: bool = False
+    gather_detections: bool = False
+
+
 def evaluate(
     model: Network,
     index: DataIndex,
+    settings: EvaluationSettings,
     *,
     world: Ranks,
     device: torch.device,
-    precision: str = "fp32",
-    img: int = 640,
-    size_hw: tuple[int, int] | None = None,
-    batch: int = 32,
-    conf: float = 0.001,
-    iou: float = 0.6,
-    max_det: int = 300,
-    single_cls: bool = False,
     workers: int = 0,
     cache: ImageCache | None = None,
     loss: DetectionLoss | None = None,
-    gather_detections: bool = False,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Detect on every image once, match, and count.
@@ -127,33 +144,28 @@ def evaluate(
 
     Args:
         model: on ``device``, in eval mode, fused or not.
-        precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
-        img: longest side, pixels. batch: images at a time.
-        size_hw: pad every image to this shape, pixels; None = each to the next multiple of the stride.
-        conf, iou, max_det: of non-maximum suppression, several classes a box.
-        single_cls: every detection is of class 0.
+        workers: loader processes. cache: of decoded images.
         loss: adds validation losses.
-        gather_detections: give every rank all detections.
         on_batch: told (batches done, batches of this rank).
 
     Raises:
         ConfigError: the model's classes are not the data's.
     """
     assert not model.training, "evaluate in eval mode"
-    if not single_cls and model.nc != len(index.names):
+    if not settings.single_cls and model.nc != len(index.names):
         raise ConfigError(
             f"the model has {model.nc} classes, the data set {len(index.names)}",
             hint="validate with the data set that the model was trained on",
         )
-    every = val_batches(index, img, batch, max(model.strides))
-    if size_hw is not None:
-        every = [replace(b, size_hw=size_hw) for b in every]
+    every = val_batches(index, settings.img, settings.batch, max(model.strides))
+    if settings.size_hw is not None:
+        every = [replace(b, size_hw=settings.size_hw) for b in every]
     share = _shares(every, world.size)[world.rank]
     watch, shard = _Stopwatch(), _Shard()
-    detect = _Detect(model, index, device, precision, conf, iou, max_det, single_cls, loss)
+    detect = _Detect(model, index, settings, device, loss)
     with (
         val_loader(
-            index, share, img, workers=workers, cache=cache, pin_memory=devices.can_pin(device)
+            index, share, settings.img, workers=workers, cache=cache, pin_memory=devices.can_pin(device)
         ) as batches,
         _Threads(device) as threads,
     ):
@@ -175,10 +187,12 @@ def evaluate(
         )
         confusion = confusion_matrix(labels, found, len(index.names))
     return _merged(
-        world.all_gather_bytes(shard.to_bytes(records, confusion, watch.seconds(), gather_detections)),
+        world.all_gather_bytes(
+            shard.to_bytes(records, confusion, watch.seconds(), settings.gather_detections)
+        ),
         index,
         loss,
-        None if gather_detections else found,
+        None if settings.gather_detections else found,
     )
 
 
@@ -261,12 +275,8 @@ class _Detect:
 
     model: Network
     index: DataIndex
+    settings: EvaluationSettings
     device: torch.device
-    precision: str
-    conf: float
-    iou: float
-    max_det: int
-    single_cls: bool
     loss: DetectionLoss | None
 
     @torch.inference_mode()
@@ -274,7 +284,7 @@ class _Detect:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
         images = images_u8.to(self.device, non_blocking=True).float().div_(255)
-        with autocast(self.precision, self.device):
+        with autocast(self.settings.precision, self.device):
             raws = self.model(images)
         sums = divisors = None
         if self.loss is not None:
@@ -289,13 +299,13 @@ class _Detect:
         forward_s = time.perf_counter() - began_s
         per_image, cut = decoded_to_detections(
             decoded,
-            conf=self.conf,
-            iou=self.iou,
-            max_det=self.max_det,
+            conf=self.settings.conf,
+            iou=self.settings.iou,
+            max_det=self.settings.max_det,
             multi_label=True,
-            agnostic=self.single_cls,
+            agnostic=self.settings.single_cls,
         )
-        found = _native_detections(batch, per_image, letterboxes, self.single_cls)
+        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
         return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
 

@@ -152,7 +152,7 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
         if settings.sync_code:
             raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
         return None
-    if isinstance(settings, TrainConfig) and settings.parallel == "dp":
+    if settings.parallel == "dp":
         raise ConfigError(
             "--parallel dp is one process, and hosts have one each", hint="leave out --parallel"
         )

@@ -121,7 +121,7 @@ class Folders:
         )
         found = cls(here, [], mark)
         used = resumed is not None or settings.exist_ok
-        may_link = resumed is None or (isinstance(settings, TrainConfig) and settings.linked_folders)
+        may_link = resumed is None or settings.linked_folders
         try:
             (here.path / mark).write_text(LAUNCHER, encoding="utf-8")
             for remote in remotes:  # one after the other: those of one disk must find the mark of the first
@@ -189,7 +189,7 @@ class Folders:
         except ClusterError:
             return None
 
-    def resume_command(self, settings: TrainConfig) -> str:
+    def resume_command(self, settings: TrainConfig | ValConfig) -> str:
         """What goes on from the states of the run, typed where this command was."""
         words = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
         if settings.device != "auto":  # of hosts that are named without devices

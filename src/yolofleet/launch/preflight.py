@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.resources import RunResources
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.fleet import Peer, examine
-from yolofleet.doctor.run import results_folder
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import HERE, Fleet
 from yolofleet.launch.remote import Refused, Remote
@@ -78,12 +77,12 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
 
 
 def inspect(
-    fleet: Fleet, remotes: Sequence[Remote], settings: TrainConfig, names: Sequence[str] = ()
+    fleet: Fleet, remotes: Sequence[Remote], wanted: RunResources, names: Sequence[str] = ()
 ) -> tuple[list[Finding], Plan]:
     """What the doctor finds within a second or two, and where the hosts meet (that is of use without faults only).
 
     Args:
-        settings: of the run; what is no setting of training has its default.
+        wanted: by the run on each host.
         names: of files that every rank reads.
     """
     port = free_port(fleet, remotes)
@@ -91,7 +90,7 @@ def inspect(
     try:
         hashing = beside.submit(files, remotes, names)
         peers = [peer_of(remote) for remote in remotes]
-        seen = examine(peers, settings, port=port, folders=[str(results_folder(settings))], quick=True)
+        seen = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=True)
         findings = [*seen.findings, *hashing.result()]
     finally:  # Ctrl-C does not wait for answers
         beside.shutdown(wait=False, cancel_futures=True)

@@ -22,6 +22,7 @@ from typing import Any
 from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
+from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_bytes
@@ -38,7 +39,6 @@ from yolofleet.launch.preflight import (
     raise_faults,
 )
 from yolofleet.launch.remote import Frame, Remote, Unreachable
-from yolofleet.launch.start import as_training
 from yolofleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.system.signals import stoppable
@@ -134,8 +134,8 @@ def run_on_fleet(
     Raises:
         YolofleetError: it could not be started, or its figures not be written.
     """
-    verb = "val" if recipe is None else "train"
     settings = config.value
+    verb = settings.verb
     texts = [job_text(config, recipe, fleet, node) for node in range(len(fleet.hosts))]
     with stoppable(), crew(fleet) as remotes:
         plan = check(config, fleet, remotes)
@@ -150,7 +150,7 @@ def run_on_fleet(
                 "command": None,
             }
             secret = secrets.token_hex(32)  # to the hosts through ssh, and nowhere else
-            resume = folders.resume_command(settings) if isinstance(settings, TrainConfig) else ""
+            resume = folders.resume_command(settings) if recipe is not None else ""
             if recipe is not None:
                 folders.begin(texts[0], remotes, is_resumed=resumed is not None)
             saved = None  # from here on nobody knows until the hosts are asked
@@ -179,8 +179,7 @@ def run_on_fleet(
             discard = saved is False and code in (None, *LEFT_BY_MISTAKES)
             folders.fetch(remotes, saved=saved, discard=discard, config=texts[0])
         if (
-            isinstance(settings, ValConfig)
-            and settings.json_out not in ("", "-")
+            settings.json_out not in ("", "-")
             and code == 0
             and folders.here.results_json.is_file()  # else it was said why not
         ):
@@ -199,7 +198,7 @@ def run_command(fleet: Fleet, command: Sequence[str]) -> int:
     """
     with stoppable(), crew(fleet) as remotes:
         enter_folders(remotes)
-        findings, plan = inspect(fleet, remotes, TrainConfig())
+        findings, plan = inspect(fleet, remotes, resources_of(TrainConfig()))
         for finding in findings:
             if finding.level == "fault" and not finding.code.startswith("gpu"):  # it may need none
                 say(f"warning: {finding.where}: {finding.seen}")
@@ -247,7 +246,7 @@ def check(config: Resolved[Any], fleet: Fleet, remotes: Sequence[Remote]) -> Pla
     if settings.sync_code:
         package = packed()
         on_each(remotes, lambda remote: remote.ask("take_code", SEND_S, **package))
-    findings, plan = inspect(fleet, remotes, as_training(settings), files_of(settings))
+    findings, plan = inspect(fleet, remotes, resources_of(settings), files_of(settings))
     if settings.sync_code:  # it is what was installed that differs
         findings = [finding for finding in findings if finding.code != "package-differs"]
     for finding in findings:

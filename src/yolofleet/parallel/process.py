@@ -12,19 +12,19 @@ import torch
 
 from yolofleet import __version__, devices
 from yolofleet.config.device import processes_of
-from yolofleet.config.schema import TrainConfig, Where
+from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.world import World
 
 
-def prepare_process(where: Where, place: Place) -> torch.device:
+def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
     """Settings of torch that must come before its first operation; returns this process's device."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
     # the last bits of a kernel depend on its threads, so exact sums want a fixed number
-    exact = isinstance(where, TrainConfig) and where.reduce == "exact"
+    exact = where.reduce == "exact"
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)

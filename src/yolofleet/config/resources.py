@@ -1,0 +1,63 @@
+"""What a run asks of each machine, as far as its settings say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.schema import DoctorConfig, TrainConfig, ValConfig
+
+
+@dataclass(frozen=True)
+class RunResources:
+    """What the doctor must know of a run to judge a machine.
+
+    Attributes:
+        device: as ``--device``; a host of a fleet may have its own.
+        one_process: one process drives all devices (``--parallel dp``).
+        workers: loader processes of each rank; -1 = chosen from the cores of the machine.
+        prefetch: micro-batches that each loader process prepares ahead.
+        micro_batch, val_batch: images.
+        img: side of an image, pixels.
+        data: the data set; "" if none is named. single_cls: all its classes are one.
+        results: the folder that gets the folder of the run.
+    """
+
+    device: str
+    one_process: bool
+    workers: int
+    prefetch: int
+    micro_batch: int
+    val_batch: int
+    img: int
+    data: str
+    single_cls: bool
+    results: Path
+
+
+def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResources:
+    """Return what a run with these settings asks for; what the doctor's settings leave open is a training's default.
+
+    Raises:
+        ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
+    """
+    if isinstance(settings, DoctorConfig):
+        shared = TrainConfig.model_fields.keys() & DoctorConfig.model_fields.keys()
+        settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
+    if isinstance(settings, ValConfig):
+        prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
+    else:
+        prefetch, micro_batch, val_batch = settings.prefetch, micro_batch_of(settings), settings.val_batch
+    return RunResources(
+        device=settings.device,
+        one_process=settings.parallel == "dp",
+        workers=settings.workers,
+        prefetch=prefetch,
+        micro_batch=micro_batch,
+        val_batch=val_batch,
+        img=settings.img,
+        data=settings.data,
+        single_cls=settings.single_cls,
+        results=settings.project or Path("runs", settings.verb),
+    )

@@ -1,0 +1,146 @@
+"""Decide what a command runs and where, before anything is started or written. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.load import Resolved
+from yolofleet.config.resources import resources_of
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.doctor.run import preflight
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.launch.fleet import Fleet, fleet_of
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.place import place_from_environment
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.signals import stoppable
+from yolofleet.text import echo
+
+NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What runs, where, and from which state. The command line and the Python interface both make one.
+
+    Attributes:
+        recipe: of a training.
+        fleet: the hosts; None: this machine.
+        processes: how many to start on this machine. 1: this process does the work, alone or as one of several that
+            another launcher started.
+        resumed: the folder of the run that is continued; None: a new run.
+    """
+
+    config: Resolved[TrainConfig] | Resolved[ValConfig]
+    recipe: Resolved[Recipe] | None
+    fleet: Fleet | None
+    processes: int
+    resumed: Path | None
+
+    def folder(self) -> RunFolder:
+        """Return the folder of the run that is continued, or make a new one.
+
+        Raises:
+            ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
+        """
+        if self.resumed is not None:
+            return RunFolder(self.resumed)
+        settings = self.config.value
+        return RunFolder.create(
+            settings.verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+        )
+
+
+@stoppable()
+def plan_run(
+    config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None = None
+) -> RunPlan:
+    """Return what these settings run here, after the checks that need neither torch nor a login.
+
+    Raises:
+        ConfigError, ClusterError: the run could not start, or would end at once.
+    """
+    settings, is_rank = config.value, is_worker()
+    fleet = fleet_of(config)
+    if fleet is not None and is_rank:
+        raise ConfigError(
+            "--hosts and --fleet start all processes, and this one is one of several already",
+            hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
+        )
+    check_shares(settings, fleet)
+    if fleet is None and not is_rank:
+        check_machine(settings)
+    processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
+    resumed = Path(settings.resume) if settings.resume else None  # config/resume.py has found it
+    if resumed is not None and not resumed.is_dir():
+        resumed = resumed.parent.parent  # of a checkpoint
+    return RunPlan(config, recipe, fleet, processes, resumed)
+
+
+def is_worker() -> bool:
+    """Return whether another launcher started this process as one of several."""
+    told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return told or place_from_environment(os.environ).size > 1
+
+
+def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
+    """Raise if ``--shares`` has not a number for each rank, before a login or an import of torch.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if settings.shares in ("", "auto") or is_worker():
+        return
+    if fleet is None and settings.parallel == "dp" and settings.device == "auto":
+        return  # torch must count them
+    Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
+
+
+def check_machine(settings: TrainConfig | ValConfig) -> None:
+    """Run the doctor's quick checks of this machine: print warnings, raise on what would end the run.
+
+    Raises:
+        ConfigError: ``--device`` names GPUs that are not there.
+        ClusterError: another fault.
+    """
+    for finding in preflight(resources_of(settings)):
+        # a run reports by itself what it could not write
+        if finding.level == "fault" and not finding.code.startswith("disk-"):
+            source = f"yolofleet doctor: {finding.code}"
+            if finding.code in NO_SUCH_GPU:
+                raise ConfigError(
+                    f"--device {settings.device}: {finding.seen}", source=source, hint=finding.fix
+                )
+            raise ClusterError(finding.seen, source=source, hint=finding.fix)
+        if finding.level in ("warn", "fault"):
+            echo(finding.render(), to=sys.stderr)
+
+
+def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
+    """Raise what the run would raise about devices, data, model and weights on this machine. Nothing is written or
+    downloaded, and torch is not loaded. Hosts check their own files at the start of a run.
+
+    Raises:
+        YolofleetError: as the run, with the same exit code.
+    """
+    from yolofleet.checkpoint.catalogue import resolve_weights
+    from yolofleet.data.sources import is_generated, load_dataset
+    from yolofleet.models.description import describe
+
+    settings = config.value
+    if plan_run(config, recipe).fleet is not None:
+        return
+    if not is_generated(settings.data):
+        spec = load_dataset(settings.data)
+        for split in ("train", "val"):
+            spec.sources(split)
+    if settings.resume:
+        return  # the checkpoint has the model and its weights
+    if settings.cfg or settings.model:
+        describe(settings.cfg or settings.model)
+    if settings.weights:
+        resolve_weights(settings.weights, download=False)

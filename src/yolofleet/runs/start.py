@@ -1,0 +1,47 @@
+"""Carry out a plan: on hosts, in processes of this machine, or in this process. No torch before a worker is needed."""
+
+from __future__ import annotations
+
+import os
+
+from yolofleet.config.load import dump_config
+from yolofleet.errors import ConfigError, DataError, Stopped
+from yolofleet.files.atomic import write_text
+from yolofleet.launch.job import JobSpec
+from yolofleet.launch.local import run_agent
+from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import RunPlan
+from yolofleet.system.signals import stoppable
+
+
+@stoppable()
+def start(plan: RunPlan) -> tuple[int, RunFolder]:
+    """Run to the end.
+
+    Returns:
+        The exit code of the processes that were started, which have printed why it is not 0; and the folder of the run.
+    Raises:
+        YolofleetError: from a run in this process, or before processes were started.
+    """
+    if plan.fleet is not None:
+        from yolofleet.launch.ssh import run_on_fleet
+
+        return run_on_fleet(plan.config, plan.recipe, plan.fleet, plan.resumed)
+    if plan.processes > 1:
+        folder = plan.folder()
+        return _run_processes(plan, folder), folder
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
+    from yolofleet.worker import run
+
+    return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)
+
+
+def _run_processes(plan: RunPlan, folder: RunFolder) -> int:
+    code = None
+    try:
+        write_text(folder.job, dump_config(plan.config, plan.recipe))
+        code = run_agent(JobSpec(folder.path.resolve(), plan.processes))
+    finally:
+        if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
+            folder.discard_unless_used()
+    return code

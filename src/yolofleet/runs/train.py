@@ -1,0 +1,378 @@
+"""Build the parts of a training run from its settings, and train.
+
+The order is that of :func:`_train`: data, network, state, caches, loop, report. Every rank builds the same parts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from yolofleet import devices
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
+from yolofleet.checkpoint.weights import WeightsHeader
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.load import Resolved
+from yolofleet.config.recipe import with_default
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.cache import ImageCache
+from yolofleet.data.index import DataIndex, build_index
+from yolofleet.data.loader import train_loader
+from yolofleet.data.sample import TrainSamples
+from yolofleet.data.sources import load_dataset
+from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
+from yolofleet.families import build_model, family_of, outline
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.detector import Detector, square_of
+from yolofleet.models.fuse import fuse
+from yolofleet.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.process import (
+    agree,
+    fleet_precision,
+    lane_devices,
+    loader_processes,
+    place_text,
+    set_kernels,
+    versions,
+)
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.report.console import Console, NullConsole
+from yolofleet.report.events import EventLog
+from yolofleet.report.folder import RunFolder
+from yolofleet.runs.folder import write_config
+from yolofleet.train.agreement import all_alike, check_settings
+from yolofleet.train.loop import StepSplitter, TrainingRun
+from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors
+from yolofleet.train.report import TrainReport
+from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
+from yolofleet.train.schedule import Schedule, lr_factor
+from yolofleet.train.state import TrainState
+
+
+def train(
+    resolved: Resolved[TrainConfig], recipe: Resolved[Recipe], world: World, clock: Clock, folder: RunFolder
+) -> None:
+    """Do one rank's part of a training run. Collective: every rank.
+
+    Args:
+        clock: of this rank, which its watchdog reads.
+    Raises:
+        YolofleetError: anything foreseen.
+    """
+    if world.is_main:
+        folder.make_tree()
+    with (
+        Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
+        EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
+    ):
+        _train(resolved, recipe, world, clock, folder, console, events)
+
+
+def _train(
+    resolved: Resolved[TrainConfig],
+    recipe: Resolved[Recipe],
+    world: World,
+    clock: Clock,
+    folder: RunFolder,
+    console: NullConsole,
+    events: EventLog,
+) -> None:
+    config = resolved.value
+    torch.manual_seed(config.seed)
+    random.seed(config.seed)
+    precision = fleet_precision(config.precision, world)
+    check_settings(config, recipe.value, world)
+    data = _data(config, world)
+
+    snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
+    network = _network(config, recipe, data.train, snapshot, world, console)
+    set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
+    mark = fingerprint(config, network.recipe.value, data.train, network.model, world)
+    header = WeightsHeader.of(network.model, img=network.img)
+    state, schedule, frozen = _state(config, network, len(data.train), precision, world)
+    averaged = _averaged(network.model, state)
+    if snapshot is not None:
+        check_resume(snapshot.values["fingerprint"], mark, config, console)
+        state.restore(snapshot)
+        clock.restore(snapshot.values["clock"])
+    elif world.is_main:
+        for kept in set_aside(folder.path):
+            console.note(f"an earlier run in this folder: its files are in {kept}")
+    write_config(world, folder, resolved, network.recipe)
+
+    with ExitStack() as caches:
+        cache, val_cache = _caches(config, data, network.img, world, caches)
+        workers = loader_processes(config.workers, world)
+        report = TrainReport(
+            folder,
+            console,
+            events,
+            world,
+            config,
+            clock,
+            terms=network.loss.terms,
+            header=header,
+            dataset_images=len(data.train),
+        )
+        store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
+        world.activity.settle = store.settle
+        splitter = _splitter(config, network, len(data.train), world)
+        splitter.check()
+        samples = TrainSamples(
+            data.train,
+            cache,
+            network.recipe.value,
+            img=network.img,
+            seed=config.seed,
+            epochs=config.epochs,
+        )
+
+        def on_batch(done: int, batches: int) -> None:
+            world.activity.tick()
+            console.validating(done, batches)
+
+        def evaluate_average(loss: DetectionLoss) -> Evaluation:
+            settings = EvaluationSettings(
+                precision=precision,
+                img=network.img,
+                size_hw=square_of(network.model, network.img),
+                batch=config.val_batch,
+                single_cls=config.single_cls,
+            )
+            return evaluate(
+                fuse(averaged),
+                data.val,
+                settings,
+                world=world,
+                device=world.device,
+                workers=workers,
+                cache=val_cache,
+                loss=loss,
+                on_batch=on_batch,
+            )
+
+        training = TrainingRun(
+            config=config,
+            state=state,
+            schedule=schedule,
+            splitter=splitter,
+            loader=partial(
+                train_loader,
+                samples,
+                match=network.loss.match,
+                workers=workers,
+                prefetch=config.prefetch,
+                pin_memory=config.pin_memory and devices.can_pin(world.device),
+            ),
+            loss=network.loss,
+            clip_norm=network.recipe.value.clip_norm,
+            precision=precision,
+            world=world,
+            report=report,
+            store=store,
+            evaluate=evaluate_average,
+            fingerprint=mark,
+            alike=all_alike(world),
+        )
+        report.begin(
+            state,
+            data.train,
+            data.val,
+            data_notes=data.notes,
+            facts=_facts(config, network, schedule, frozen, precision, world)
+            | {"loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}"}
+            | ({"anchors": network.anchors} if network.anchors else {}),
+            settings=_given(resolved),
+            versions=versions(),
+            resumed=snapshot is not None,
+        )
+        if idle := splitter.idle_note(schedule.step_images):
+            console.warn(idle)
+        training.train()
+        report.finish(state)
+
+
+# -- parts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The index of each split, and the notes of the data set's description."""
+
+    train: DataIndex
+    val: DataIndex
+    notes: Sequence[str]
+
+
+def _data(config: TrainConfig, world: World) -> _Data:
+    """Index both splits; every rank must see the same. Collective: every rank."""
+    with world.activity.doing("data set"):
+        spec = load_dataset(config.data)
+    with world.activity.doing("indexing"):
+        index = build_index(spec, "train", single_cls=config.single_cls)
+        val_index = build_index(spec, "val", single_cls=config.single_cls)
+    agree(world, "the data set", f"{index.digest} {val_index.digest}")
+    return _Data(index, val_index, spec.notes)
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The network on the host, with what follows from it.
+
+    Attributes:
+        recipe: with the default of the network's family.
+        img: training size in pixels, a multiple of ``stride``.
+        sizes: smallest and largest training size, as fractions of ``img``.
+        anchors: what the header says of them; "" without any.
+    """
+
+    model: Detector
+    loss: DetectionLoss
+    recipe: Resolved[Recipe]
+    img: int
+    stride: int
+    sizes: tuple[float, float]
+    anchors: str
+
+
+def _network(
+    config: TrainConfig,
+    recipe: Resolved[Recipe],
+    index: DataIndex,
+    snapshot: Snapshot | None,
+    world: World,
+    console: NullConsole,
+) -> _Network:
+    resumed = stored_description(snapshot) if snapshot else None
+    with world.activity.doing("weights"):
+        description, weights = start_of(config, resumed)
+    family = family_of(description)
+    recipe = with_default(recipe, family.recipe_name)
+    stride = max(outline(description, len(index.names)).strides)
+    img = -(-config.img // stride) * stride
+    anchors = ""
+    if config.autoanchor and not resumed:
+        threshold = recipe.value.anchor_t
+        description, anchors = with_fitting_anchors(description, index, threshold, img, config.seed)
+    model = build_network(description, weights, index.names, config.seed, console)
+    sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
+    loss = family.loss(model, recipe.value, img)
+    return _Network(model, loss, recipe, img, stride, sizes, anchors)
+
+
+def _state(
+    config: TrainConfig, network: _Network, images: int, precision: str, world: World
+) -> tuple[TrainState, Schedule, list[str]]:
+    """Move the network to its devices; return all that changes in training, the schedule, and the frozen tensors."""
+    model, recipe = network.model, network.recipe.value
+    model.to(world.device)
+    if config.channels_last:
+        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
+    model.train()
+    frozen = freeze(model, config.freeze)
+    synced = config.sync_bn and world.size > 1
+    if synced:
+        with_sync_batchnorm(model, world)
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_schedule)
+    factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
+    schedule = replace(schedule, lr_factor=factor)
+    on_devices = lane_devices(config, world)
+    state = TrainState.build(
+        Lanes.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
+        recipe,
+        optimizer=config.optimizer,
+        weight_decay=schedule.weight_decay,
+        precision=precision,
+    )
+    return state, schedule, frozen
+
+
+def _averaged(model: Detector, state: TrainState) -> Detector:
+    """Return a network that shares its tensors with the moving average, for validation."""
+    averaged = build_model(model.description, model.nc)
+    averaged.load_state_dict(state.weights(), strict=False, assign=True)
+    averaged.names = model.names
+    averaged.eval()
+    return averaged
+
+
+def _caches(
+    config: TrainConfig, data: _Data, img: int, world: World, caches: ExitStack
+) -> tuple[ImageCache, ImageCache]:
+    """Open the caches of decoded images that the processes of a machine share. Collective: every rank."""
+    token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
+    opened = [
+        caches.enter_context(closing(ImageCache(index, img, config.cache, token=f"{token}-{split}")))
+        for split, index in (("train", data.train), ("val", data.val))
+    ]
+    world.barrier()  # every process of this machine has opened the files, so they can be unlinked
+    for cache in opened:
+        cache.unlink()
+    return opened[0], opened[1]
+
+
+def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:
+    lanes = len(lane_devices(config, world))
+    shares = "" if config.shares == "auto" else config.shares
+    return StepSplitter(
+        partition=Partition.parse(shares, world.size * lanes),
+        rank=world.rank,
+        lanes=lanes,
+        micro_batch=micro_batch_of(config),
+        batch=config.batch,
+        dataset_images=images,
+        sync_bn=config.sync_bn,
+        sizes=network.sizes,
+        img=network.img,
+        stride=network.stride,
+        seed=config.seed,
+    )
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------
+
+
+def _facts(
+    config: TrainConfig,
+    network: _Network,
+    schedule: Schedule,
+    frozen: Sequence[str],
+    precision: str,
+    world: World,
+) -> dict[str, str]:
+    """Return the lines of the header: what runs where."""
+    model, recipe = network.model, network.recipe.value
+    rounded = (
+        "" if network.img == config.img else f" (--img {config.img} rounded up to stride {network.stride})"
+    )
+    return {
+        "where": place_text(world, len(lane_devices(config, world))),
+        "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        + (f", {len(frozen)} tensors frozen" if frozen else ""),
+        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch_of(config)}, "
+        f"{precision}, {config.reduce} sums",
+        "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
+        f"{recipe.reference_batch} images a step)",
+        "image": f"{network.img} px{rounded}",
+    }
+
+
+def _given(resolved: Resolved[TrainConfig]) -> list[tuple[str, str, str]]:
+    """Return name, value and source of each setting that is not a default."""
+    rows = []
+    for name, source in resolved.sources.items():
+        if resolved.is_given(name):
+            value = getattr(resolved.value, name)
+            rows.append((name, " ".join(value) if isinstance(value, tuple) else str(value), source))
+    return rows
