@@ -563,6 +563,7 @@ def test_a_disk_that_fills_up_while_saving(cli, here, world, what):
 
 
 @needs_linux
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_two_processes_train(here, world):
     told = full_disk(
         here, world, "checkpoint", lambda argv: end(started(here, *argv, "--device", "cpu:2"), code=3).err

@@ -62,7 +62,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
         assert np.abs(mine[:, 4:] - found[:, 4:]).max(initial=0) < 1e-3
 
 
-@pytest.mark.parametrize("format", ["onnx", "torchscript"])
+@pytest.mark.parametrize("format", ["onnx", pytest.param("torchscript", marks=pytest.mark.slow)])
 def test_files_find_and_score_what_the_weights_do(place, format, capsys):
     pytest.importorskip("onnxruntime")
     folder, data = place
@@ -85,6 +85,7 @@ def test_files_find_and_score_what_the_weights_do(place, format, capsys):
         assert theirs[name] == pytest.approx(value, abs=5e-4), name
 
 
+@pytest.mark.slow
 def test_a_file_of_fixed_size_is_given_pictures_of_that_size(place, capsys):
     pytest.importorskip("onnxruntime")
     folder, data = place

@@ -107,7 +107,7 @@ def test_forged_states_are_messages(run: Path, folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("mask", "folder_mode", "file_mode"),
     [
-        (0o027, 0o750, 0o640),
+        pytest.param(0o027, 0o750, 0o640, marks=pytest.mark.slow),
         pytest.param(0o022, 0o755, 0o644, marks=pytest.mark.slow),
         pytest.param(0o077, 0o700, 0o600, marks=pytest.mark.slow),
     ],

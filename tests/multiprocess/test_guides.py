@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # one command of each launcher, and the remaining ones in the longer suite
-QUICK = ("DDP, SyncBN, chosen GPUs, another port", "fleetrun")
+QUICK = ("DDP, SyncBN, chosen GPUs, another port",)
 
 
 @pytest.mark.parametrize(

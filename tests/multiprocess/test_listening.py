@@ -44,7 +44,7 @@ def training(folder: Path) -> list[str | Path]:
     return [sys.executable, "-m", "yolofleet", *train_args(small_shapes(folder), "--device", "cpu:2")]
 
 
-@pytest.mark.parametrize("options", [None, ("--standalone",)])
+@pytest.mark.parametrize("options", [None, pytest.param(("--standalone",), marks=pytest.mark.slow)])
 def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
     tmp_path: Path, options: tuple[str, ...] | None
 ) -> None:

@@ -51,6 +51,7 @@ def test_core_legs_hold_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
     reason="this CPU has only one kind of kernel",
 )
+@pytest.mark.slow
 def test_other_kernels_in_one_run_are_found_and_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_checkpoint_cut_in_half_is_passed_over(folder: Path, data: Path, whole: dict[str, Path]) -> None:
     run = folder / "runs" / "train" / "cut"
     args = train_args(data, "--device", "cpu", "--name", run.name, "--save-steps", "1", "--keep-last", "9")
@@ -115,7 +116,8 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     assert figures[0][2] == 10
 
 
-@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["run", "launch"])
 def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     folder: Path, data: Path, whole: dict[str, Path], launcher: str
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL, environment, small_shapes
 
-from yolofleet import children
+import yolofleet
 from yolofleet.doctor.probes import APART_S, apart
 from yolofleet.errors import CheckpointError
 from yolofleet.export.formats import FORMATS
@@ -97,9 +97,9 @@ def test_children_use_this_package_when_the_working_folder_was_its_place(
 ) -> None:
     """``cd src; python -m yolofleet``, where another copy is installed."""
     package = tmp_path / "src" / "yolofleet"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "children.py"):
-        shutil.copy(Path(children.__file__).with_name(name), package)
+    (package / "system").mkdir(parents=True)
+    for name in ("__init__.py", "system/__init__.py", "system/children.py"):
+        shutil.copy(Path(yolofleet.__file__).parent / name, package / name)
     (package / "__main__.py").write_text(
         "import os, subprocess, yolofleet.system.children as c\n"
         "subprocess.run(c.module_argv('yolofleet.where'), env=c.module_environment(os.environ), check=True)\n"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yolofleet
-from yolofleet import devices, worker
+from yolofleet import devices
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import Recipe
@@ -26,6 +26,7 @@ from yolofleet.models.description import describe
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import World
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs import val
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = ("devices.py", "doctor", "export")  # export writes for runtimes that have devices of their own
@@ -239,9 +240,9 @@ def test_validation_uses_the_memory_layout_of_training(tmp_path: Path, monkeypat
         given.append(model)
         raise InterruptedError
 
-    monkeypatch.setattr(worker, "evaluate", evaluate)
+    monkeypatch.setattr(val, "evaluate", evaluate)
     config = resolve_val({"weights": str(weights), "data": str(tmp_path / "set/data.yaml"), "img": 64})
     with pytest.raises(InterruptedError):
-        worker.validate(config.value, World.single(), RunFolder(tmp_path))
+        val.validate(config.value, World.single(), RunFolder(tmp_path))
     kernels = [p for p in given[0].parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
     assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)

@@ -29,6 +29,9 @@ from yolofleet.models.detector import Detector
 HERE = [name for name in ("onnx", "torchscript", "openvino", "ncnn") if not [
     module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
 ]]  # fmt: skip
+QUICK = [
+    name if name in ("onnx", "torchscript") else pytest.param(name, marks=pytest.mark.slow) for name in HERE
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def assert_near(theirs: torch.Tensor, ours: torch.Tensor, size_hw: tuple[int, in
 # -- what is computed ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("format", QUICK)
 def test_a_file_of_one_size_computes_what_the_network_does_for_any_number_of_images(model, format, tmp_path):
     out = tmp_path / ("a b ü" + FORMATS[format].suffix)
     facts = facts_of(model, batch=1 if format == "ncnn" else 2)
@@ -149,7 +152,9 @@ def test_onnx_in_16_bits_has_inputs_and_outputs_in_32(model, tmp_path):
     assert 2 * weights < out.stat().st_size < 2.3 * weights
 
 
-@pytest.mark.parametrize(("format", "agnostic"), [("onnx", False), ("openvino", True)], ids=str)
+@pytest.mark.parametrize(
+    ("format", "agnostic"), [("onnx", False), pytest.param("openvino", True, marks=pytest.mark.slow)], ids=str
+)
 def test_suppression_inside_a_file_keeps_the_boxes_that_ours_keeps(model, format, agnostic, tmp_path):
     if format not in HERE:
         pytest.skip(f"{format} is not installed")
@@ -247,7 +252,7 @@ def test_a_torchscript_file_is_verified_with_torchs_own_loader(model, tmp_path, 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a limit on the size of files stands for a full disk")
-@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("format", QUICK)
 def test_a_full_disk_is_named_and_leaves_nothing(weights, format, tmp_path):
     out = tmp_path / f"full{FORMATS[format].suffix}"
     program = (

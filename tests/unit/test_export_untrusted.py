@@ -360,7 +360,16 @@ def test_an_archive_that_is_no_torchscript_or_too_large_is_refused(files, tmp_pa
     assert "members" in refusal(twice)
 
 
-@pytest.mark.parametrize("name", ["yolov5n", "yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "yolov5n",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s")
+        ),
+    ],
+)
 def test_our_own_torchscript_gives_the_bits_that_torchs_loader_gives(tmp_path, name):
     model, path = network(name), tmp_path / "model.torchscript"
     facts = facts_of(model, size_hw=None, batch=None)

@@ -12,6 +12,11 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
+SLOW = ("test_device_checks.py",)  # the checks of `yolofleet selftest`
+FILES = [
+    pytest.param(path.name, marks=pytest.mark.slow if path.name in SLOW else ())
+    for path in sorted(FOLDER.glob("test_*.py"))
+]
 
 
 @pytest.mark.skipif(
@@ -20,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.parametrize("file", FILES)
 def test_everything_passes_on_the_miniature_accelerator(file: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -85,6 +85,7 @@ def there(system: str, folder: Path, *argv: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_module_can_be_imported(system: str, tmp_path: Path) -> None:
     there(system, tmp_path, "import everything")

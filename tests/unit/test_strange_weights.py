@@ -95,6 +95,7 @@ def fan_out(levels: int, width: int, wrap: str) -> bytes:
 
 
 @linux
+@pytest.mark.slow
 def test_small_files_need_little_memory_and_end_in_a_message(tmp_path: Path) -> None:
     bombs = {
         "ways.pt": fan_out(6, 3000, "dicts"),
