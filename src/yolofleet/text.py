@@ -1,4 +1,4 @@
-"""Text for people: sizes, and strangers' words made safe for a screen. Imports nothing of this package.
+"""Text for people: sizes, lists, suggestions, and strangers' words made safe for a screen. Imports nothing of this package.
 
 Everything that is shown goes through :func:`echo` or ``report/console.py``; tests/unit/test_screen_text.py checks it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 # C0 and C1 control characters without tab and newline, DEL, line and paragraph separators, marks and
@@ -23,6 +24,41 @@ def size_text(size_bytes: float) -> str:
         if size_bytes >= bytes_each:
             return f"{size_bytes / bytes_each:.1f} {unit}"
     return f"{size_bytes:.0f} bytes"
+
+
+def listed(texts: Sequence[str], between: str = ", ", *, most: int = 4) -> str:
+    """Return the first texts, and how many more there are."""
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the known name that is most like ``name``; None if none is near."""
+    import difflib
+
+    folded = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(name.lower()[:100], folded, 1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """Return the hint of an error message that names the nearest known name; None if none is near."""
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else None
+
+
+def shown(value: object) -> str:
+    """Return a stranger's value for a message: one line, never long."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "a number of more than 18 digits"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    plain = text.isprintable() and text.strip() == text and text
+    text = text if plain else repr(text)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def screen_text(value: object) -> str:

@@ -20,7 +20,6 @@ from yolofleet import config
 from yolofleet.checkpoint import catalogue as weights_catalogue
 from yolofleet.checkpoint.catalogue import find_or_download, import_weights, known_weights
 from yolofleet.cli import main
-from yolofleet.config.suggest import nearest
 from yolofleet.data import catalogue
 from yolofleet.data.catalogue import Part, PublicDataset, datasets, download_dataset
 from yolofleet.data.index import build_index
@@ -30,6 +29,7 @@ from yolofleet.files.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.files.lock import exclusive
 from yolofleet.models.darknet_cfg import preset, read_cfg
 from yolofleet.models.description import preset_names
+from yolofleet.text import nearest
 
 BUILT_IN = Path(config.__file__).parent / "datasets"
 COCO_NAMES = list(yaml.safe_load((BUILT_IN / "coco.yaml").read_text())["names"].values())

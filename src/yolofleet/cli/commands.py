@@ -63,7 +63,7 @@ class Verbs(click.Group):
         if command is not None:
             return args[0], command, args[1:]
         from yolofleet.config.aliases import VERBS
-        from yolofleet.config.suggest import nearest, shown
+        from yolofleet.text import nearest, shown
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)
         hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"

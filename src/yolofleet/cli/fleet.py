@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from yolofleet.cli.commands import Command, say
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.text import echo
+from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
     from yolofleet.launch.fleet import Fleet

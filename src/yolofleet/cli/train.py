@@ -17,13 +17,12 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import fleet_of
 from yolofleet.launch.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.text import echo
+from yolofleet.text import echo, shown
 
 
 def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str], download: bool) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from yolofleet.config.suggest import nearest, shown
 from yolofleet.errors import ConfigError
+from yolofleet.text import nearest, shown
 
 Values = Literal["none", "one", "maybe", "some"]
 

@@ -37,9 +37,9 @@ from yolofleet.config.schema import (
     flag_of,
     may_be_in_files,
 )
-from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
+from yolofleet.text import shown
 
 __all__ = [
     "Job",

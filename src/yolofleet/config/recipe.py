@@ -10,9 +10,9 @@ from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe
-from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
 from yolofleet.errors import ConfigError
+from yolofleet.text import did_you_mean, shown
 
 DEFAULT_RECIPE = "scratch-low"
 UNASKED = f"recipe {DEFAULT_RECIPE} (default)"  # source of its values when nobody named it

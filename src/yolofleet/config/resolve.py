@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.schema import Recipe, flag_of
-from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError
+from yolofleet.text import did_you_mean, shown
 
 T = TypeVar("T", bound=BaseModel)
 

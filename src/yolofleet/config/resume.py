@@ -15,9 +15,9 @@ from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import linked_subfolder, read_foreign_text
+from yolofleet.text import shown
 
 FIXED_GROUPS = ("what", "how much", "how")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign_text
+from yolofleet.text import shown
 
 MAX_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.suggest import nearest
 from yolofleet.data.bigjson import JsonFault, read_lists
 from yolofleet.data.index import build_index
 from yolofleet.data.sources import load_dataset
@@ -21,7 +20,7 @@ from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.archive import unpack
 from yolofleet.files.fetch import DownloadError, Item, Patience, by_hand, fetch, to_stderr
 from yolofleet.files.lock import exclusive
-from yolofleet.text import size_text
+from yolofleet.text import nearest, size_text
 
 DOWNLOADS = "downloads"  # folder of a data set where archives lie until they are unpacked
 DATASETS_FOLDER = Path("datasets")  # below the folder where the user works

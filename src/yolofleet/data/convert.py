@@ -23,7 +23,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from yolofleet.config.suggest import nearest, shown
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data import cocojson, odgt
 from yolofleet.data.index import DataIndex, build_index
@@ -33,6 +32,7 @@ from yolofleet.data.vocxml import VocFiles
 from yolofleet.data.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
 from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, YoloFiles
 from yolofleet.errors import ConfigError, StorageError
+from yolofleet.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]
 Images = Literal["link", "copy", "symlink", "none"]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from yolofleet import __version__
-from yolofleet.config.suggest import nearest, shown
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data import cocojson, odgt, vocxml
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.files.atomic import whole_folder
 from yolofleet.files.foreign import read_foreign
+from yolofleet.text import nearest, shown
 
 SPLITS = ("train", "val", "test")
 SHAPES_IMAGES = 256

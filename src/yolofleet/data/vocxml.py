@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.config.suggest import nearest
 from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
 from yolofleet.data.labels import Problem, ProblemLog, RawLabels
 from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, MAX_LIST_BYTES, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
+from yolofleet.text import nearest
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError
+from yolofleet.text import did_you_mean, shown
 
 
 @dataclass(frozen=True)

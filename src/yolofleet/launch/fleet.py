@@ -15,9 +15,9 @@ from typing import Any
 from yolofleet.config.device import MOST_PROCESSES, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.errors import ConfigError
+from yolofleet.text import did_you_mean, shown
 
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # never an option of ssh
 MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # 8 and 2024-01-01 are slips

@@ -15,10 +15,10 @@ import yaml
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ConfigError, DataError, NumericsError, Stopped
 from yolofleet.launch.scheduler import processes_per_machine, train_arguments
 from yolofleet.system.children import SAFE_PATH
+from yolofleet.text import shown
 
 PORT = 29400
 LONGEST_NAME = 52  # a pod's host name is the job's, a hyphen and the index, of 63 characters

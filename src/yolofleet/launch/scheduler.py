@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, TrainConfig, flag_of
-from yolofleet.config.suggest import shown
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import Fleet, fleet_of, named_fleet
 from yolofleet.parallel.partition import Partition
+from yolofleet.text import shown
 
 T = TypeVar("T", bound=Frozen)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def nearest(value: Any, known: Sequence[str]) -> str:
+def known_names(value: Any, known: Sequence[str]) -> str:
+    """Return the hint that lists the known names, the nearest one first."""
     near = difflib.get_close_matches(value[:100], known, 1) if isinstance(value, str) else []
     return (f"did you mean {near[0]}? " if near else "") + "known: " + ", ".join(known)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign
-from yolofleet.models.checked import nearest, short
+from yolofleet.models.checked import known_names, short
 from yolofleet.models.darknet_sections import (
     MAX_CHANNELS,
     MAX_SECTIONS,
@@ -112,7 +112,7 @@ class DarknetDescription:
             raise ConfigError("this is no description of a Darknet network", source=source)
         for name in values:
             if name not in known:
-                raise ConfigError(f"unknown key {short(name)}", source=source, hint=nearest(name, known))
+                raise ConfigError(f"unknown key {short(name)}", source=source, hint=known_names(name, known))
         name, text = values.get("name"), values.get("cfg")
         if not isinstance(name, str) or len(name) > 200:
             raise ConfigError(f"name must be a short text, not {short(name)}", source=source)
@@ -176,7 +176,7 @@ def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, 
                 raise ConfigError(
                     f"line {number}: unknown section {short(line)}",
                     source=source,
-                    hint=nearest(kind, list(SECTIONS)),
+                    hint=known_names(kind, list(SECTIONS)),
                 )
             if len(parts) > MAX_SECTIONS:
                 raise ConfigError(
@@ -219,7 +219,7 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
             raise ConfigError(
                 f"{where}: {short(name)} with the value {short(text)} is not supported",
                 source=source,
-                hint=nearest(name, list(keys)),
+                hint=known_names(name, list(keys)),
             )
     for f in fields(SECTIONS[kind]):
         if f.default is MISSING and f.name not in values:
@@ -352,7 +352,7 @@ def preset(name: str) -> DarknetDescription:
         ConfigError: unknown name, with the nearest known one.
     """
     if name not in PRESETS:
-        raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
     img, sections = PRESETS[name]
     return DarknetDescription(name, Net(width=img, height=img), tuple(sections()))
 

@@ -14,7 +14,7 @@ from typing import Any
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.models import darknet_cfg, ppyoloe_config, rows
-from yolofleet.models.checked import nearest, short
+from yolofleet.models.checked import known_names, short
 from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.models.rows import RowDescription
@@ -44,7 +44,7 @@ def preset(name: str) -> ModelDescription:
     for module in PRESETS:
         if name in module.preset_names():
             return module.preset(name)
-    raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+    raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
 
 
 def describe(name_or_file: str) -> ModelDescription:

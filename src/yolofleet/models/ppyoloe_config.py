@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.models.checked import nearest, short
+from yolofleet.models.checked import known_names, short
 
 FAMILY = "ppyoloe"
 SIZES = {"s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}  # depth, width multiple
@@ -114,7 +114,7 @@ def preset(name: str) -> PpyoloeDescription:
     """
     known = canonical(name)
     if known is None:
-        raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
     depth, width = SIZES[known[-1]]
     plus = "plus" in known
     return PpyoloeDescription(FAMILY, known, depth, width, plus, None if plus else IMAGENET)
@@ -128,7 +128,7 @@ def _exactly(keys: tuple[str, ...], values: Any, what: str, source: str) -> Mapp
         raise ConfigError(f"{what} is a mapping, not {type(values).__name__}", source=source)
     for key in values:
         if key not in keys:
-            raise ConfigError(f"{what}: unknown key {short(key)}", source=source, hint=nearest(key, keys))
+            raise ConfigError(f"{what}: unknown key {short(key)}", source=source, hint=known_names(key, keys))
     for key in keys:
         if key not in values:
             raise ConfigError(f"{what}: key {key} is missing", source=source)

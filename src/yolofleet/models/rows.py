@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.models.checked import nearest, short
+from yolofleet.models.checked import known_names, short
 
 MAX_ROWS = 300
 MAX_REPEATS = 100
@@ -164,7 +164,7 @@ def preset(name: str) -> RowDescription:
         ConfigError: unknown name, with the nearest known one.
     """
     if name not in preset_names():
-        raise ConfigError(f"unknown model {short(name)}", hint=nearest(name, preset_names()))
+        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
     if name == "yolov3-tiny":
         return RowDescription("yolov5", name, 1.0, 1.0, *tiny_rows(), TINY_ANCHORS)
     if name in YOLOV3:
@@ -417,7 +417,7 @@ class _Checker:
         known = [*required, *optional]
         for key in values:
             if key not in known:
-                raise self.error(f"unknown key {short(key)}", nearest(key, known))
+                raise self.error(f"unknown key {short(key)}", known_names(key, known))
         for key in required:
             if key not in values:
                 raise self.error(f"key {key} is missing")
@@ -461,7 +461,7 @@ class _Checker:
         if type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS:
             raise self.error(f"{where}: number is {short(repeats)}, expected 1..{MAX_REPEATS}")
         if not isinstance(module, str) or module not in MODULES:
-            raise self.error(f"{where}: unknown module {short(module)}", nearest(module, list(MODULES)))
+            raise self.error(f"{where}: unknown module {short(module)}", known_names(module, list(MODULES)))
         if module in SINGLE and repeats != 1:
             raise self.error(f"{where}: {module} cannot be repeated")
         return Row(tuple(inputs), repeats, module, self.args(where, module, args))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
+from yolofleet.text import listed
 
 T = TypeVar("T")
 
@@ -317,12 +318,6 @@ def stall_note(verdict: Verdict, evidence: Evidence) -> str:
     since = f"since {evidence.since(rank)} ({evidence.still_s[rank]:.0f} s; limit {verdict.limit_s:.0f} s)"
     first = f"warning: no progress {since}, in {evidence.beats[rank].place_text()}"
     return "\n".join([first, *_about(rank, evidence, alone=True), f"  try  : {_advice(verdict, evidence)}"])
-
-
-def listed(texts: Sequence[str], between: str = ", ") -> str:
-    """The first ones, and how many more there are."""
-    more = f"{between}and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return between.join(texts[:SHOWN]) + more
 
 
 def _headline(verdict: Verdict, evidence: Evidence) -> str:

@@ -27,9 +27,8 @@ from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 from yolofleet.parallel.place import Place
-from yolofleet.parallel.stall import listed
 from yolofleet.parallel.store import connect_store, has_libuv, host_store
-from yolofleet.text import echo
+from yolofleet.text import echo, listed
 
 SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
 STORE_ANSWER_S = 300.0  # torch's default for a store

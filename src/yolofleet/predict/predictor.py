@@ -18,7 +18,6 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.config.schema import PredictConfig
-from yolofleet.config.suggest import did_you_mean, shown
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.evaluate.run import Network
 from yolofleet.export.facts import Suppression
@@ -30,6 +29,7 @@ from yolofleet.models.fuse import fuse
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.predict.sources import Frame, Source
 from yolofleet.report.draw import class_name, draw_boxes
+from yolofleet.text import did_you_mean, shown
 
 SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from yolofleet import __version__, devices
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
-from yolofleet.config.suggest import shown
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
+from yolofleet.text import shown
 from yolofleet.train.state import TrainState
 
 # settings that each machine may have its own of: paths, devices, memory and disk

@@ -15,13 +15,13 @@ from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.config.suggest import shown
 from yolofleet.data.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
+from yolofleet.text import shown
 from yolofleet.train.agreement import kernels
 
 RESULT_SETTINGS = [
