@@ -7,7 +7,7 @@ DEMO   ?= runs/demo
 EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
-# one worker a core, at least two; the tests of a file run in one worker
+# two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster contract fuzz lint bench clean

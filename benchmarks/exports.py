@@ -33,7 +33,7 @@ from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import val_batches, val_loader
 from yolofleet.data.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, evaluate
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
 from yolofleet.export.runtime import Runtime, open_exported
@@ -210,7 +210,7 @@ def main() -> int:
         for free in (False, True) if FORMATS[name].dynamic else (False,):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder, "model" + FORMATS[name].suffix)
-                facts = ExportFacts(
+                facts = ExportMetadata(
                     family=model.description.family,
                     model=model.description.name,
                     names=model.names,

@@ -48,8 +48,8 @@ from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.buckets import BUCKET_BYTES, GradientBuckets, grouped
 from yolofleet.parallel.exact import make_exact
-from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.process import set_kernels
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World, place_from_environment
 from yolofleet.report.clock import Clock
 from yolofleet.train.ema import MovingAverage
@@ -74,9 +74,9 @@ class OursStep:
 
     def __init__(self, model: Detector, world: World, recipe: Recipe, *, exact: bool) -> None:
         self.world, self.recipe, self.clock, self.exact = world, recipe, Clock(), exact
-        lanes = Lanes.build(model, [world.device], world, exact=exact, synced=False)
+        replicas = Replicas.build(model, [world.device], world, exact=exact, synced=False)
         self.state = TrainState.build(
-            lanes, recipe, optimizer="SGD", weight_decay=recipe.weight_decay, precision="fp32"
+            replicas, recipe, optimizer="SGD", weight_decay=recipe.weight_decay, precision="fp32"
         )
 
     def __call__(self, batches: Sequence[MicroBatch], loss: Yolov5Loss, total: int, images: int) -> None:

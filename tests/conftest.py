@@ -15,8 +15,9 @@ LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of ``-n auto``: one a core, and two on one core, because many tests wait."""
-    return max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Return the workers of ``-n auto``: two more than cores, because many tests wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.verify import batches_of, generated_pictures
 from yolofleet.families import build_model
@@ -29,7 +29,7 @@ def small(name: str) -> ModelDescription:
 
 def pictures(count: int, size_hw: tuple[int, int] = SIZE_HW) -> Tensor:
     """[N, 3, H, W] in 0..1, of the kind that :func:`network` has seen."""
-    shapes = ExportFacts("", "", NAMES, (32,), size_hw, count)
+    shapes = ExportMetadata("", "", NAMES, (32,), size_hw, count)
     return batches_of(shapes, size_hw, generated_pictures())[0]
 
 
@@ -58,14 +58,14 @@ def facts_of(
     batch: int | None = 1,
     half: bool = False,
     nms: Suppression | None = None,
-) -> ExportFacts:
+) -> ExportMetadata:
     description = model.description
-    return ExportFacts(
+    return ExportMetadata(
         description.family, description.name, model.names, model.strides, size_hw, batch, half, nms
     )
 
 
 def job_of(
-    model: Detector, facts: ExportFacts, size_hw: tuple[int, int] = SIZE_HW, *, simplify: bool = False
+    model: Detector, facts: ExportMetadata, size_hw: tuple[int, int] = SIZE_HW, *, simplify: bool = False
 ) -> ExportJob:
     return ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)

@@ -18,7 +18,7 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.darknet_cfg import parse_cfg
 from yolofleet.models.description import ModelDescription, describe, description_from_dict, preset
 from yolofleet.models.detector import Detector
-from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.schedule import StepPlan
@@ -83,8 +83,8 @@ class SmallRun:
             targets = loss.match(labels, self.micro_batch, (self.img, self.img))
             batch = MicroBatch(step, ordinal, images, labels, targets)
             made.append(batch.pin_memory() if self.pin else batch)
-        lanes, share = len(self.state.lanes.all), -(-len(made) // len(self.state.lanes.all))
-        return [made[lane * share : (lane + 1) * share] for lane in range(lanes)]
+        replicas, share = len(self.state.replicas.all), -(-len(made) // len(self.state.replicas.all))
+        return [made[replica * share : (replica + 1) * share] for replica in range(replicas)]
 
     def do(self, steps: int = 1, *, shares: Sequence[Sequence[MicroBatch]] | None = None) -> StepReport:
         """Train for some steps; returns the last report."""
@@ -140,9 +140,9 @@ def small_run(
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net.train()
     world = World.single(places[0])
-    lanes = Lanes.build(net, places, world, exact=exact, synced=False)
+    replicas = Replicas.build(net, places, world, exact=exact, synced=False)
     state = TrainState.build(
-        lanes, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
+        replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
     )
     return SmallRun(state, loss, world, recipe, precision, images, micro_batch, img, pin)
 

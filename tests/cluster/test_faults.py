@@ -59,8 +59,8 @@ def wait_until(what: Callable[[], object], command: Command) -> None:
         time.sleep(0.02)
 
 
-def runs_keeper(machine: Machine) -> bool:
-    return any("launch.keeper" in title for title in machine.processes().values())
+def runs_host_agent(machine: Machine) -> bool:
+    return any("launch.host_agent" in title for title in machine.processes().values())
 
 
 def runs_agent(machine: Machine) -> bool:
@@ -70,7 +70,7 @@ def runs_agent(machine: Machine) -> bool:
 @pytest.mark.parametrize(
     ("when", "is_so", "says"),
     [
-        ("while it is examined", runs_keeper, "m2: the connection to it was lost before anything came|m2: the connection to it broke|m2 is lost"),
+        ("while it is examined", runs_host_agent, "m2: the connection to it was lost before anything came|m2: the connection to it broke|m2 is lost"),
         ("while it starts", runs_agent, "m2 is lost, with rank 1: (nothing heard from it for 20 s|the connection to it broke)"),
     ],
 )  # fmt: skip

@@ -248,9 +248,9 @@ def kill_agent(lab: Lab, command: Command) -> None:
     os.kill(agent_of(lab.hosts[1]), signal.SIGKILL)
 
 
-def kill_keeper(lab: Lab, command: Command) -> None:
-    keeper = next(p for p, c in lab.hosts[1].processes().items() if "launch.keeper" in c)
-    os.kill(keeper, signal.SIGKILL)
+def kill_host_agent(lab: Lab, command: Command) -> None:
+    host_agent = next(p for p, c in lab.hosts[1].processes().items() if "launch.host_agent" in c)
+    os.kill(host_agent, signal.SIGKILL)
 
 
 def stop(lab: Lab, command: Command) -> None:
@@ -267,7 +267,7 @@ ENDS: dict[str, tuple[Callable[[Lab, Command], None], int, str]] = {
     "a cable is pulled": (cut_link, 4, "m2 is lost, with rank 1: nothing heard from it for 5 s"),
     "a worker is killed": (kill_worker, 4, r"rank 1 on m2 was killed \(SIGKILL\)"),
     "an agent is killed": (kill_agent, 4, "agent of rank 1 on m2 was ended by SIGKILL"),
-    "a keeper is killed": (kill_keeper, 4, "m2 is lost, with rank 1"),
+    "a host agent is killed": (kill_host_agent, 4, "m2 is lost, with rank 1"),
     "fleet stop": (stop, 75, SAVED),
 }
 

@@ -179,7 +179,7 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, p
         "uneven": ("--shares", "3,1"),
         "idle": ("--shares", "1,0"),
         "measured": ("--shares", "auto"),
-        "lanes": ("--parallel", "dp"),
+        "replicas": ("--parallel", "dp"),
     }.items():
         assert bits(tmp_path, name, data, *common, "--device", TWO, *more) == one, name
 

@@ -12,8 +12,8 @@ from torch import nn
 from yolofleet import devices
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.process import fleet_precision
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.train.agreement import all_alike, check_agreement, check_settings, digest
@@ -23,8 +23,8 @@ from yolofleet.train.state import TrainState
 def state_of(world: World) -> TrainState:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=0.03))
-    lanes = Lanes.build(net, [world.device], world, exact=False, synced=False)
-    return TrainState.build(lanes, Recipe(), optimizer="SGD", weight_decay=0.0, precision="fp32")
+    replicas = Replicas.build(net, [world.device], world, exact=False, synced=False)
+    return TrainState.build(replicas, Recipe(), optimizer="SGD", weight_decay=0.0, precision="fp32")
 
 
 def drifted(world: World, odd_rank: int, change: float, alike: bool) -> str:

@@ -18,8 +18,8 @@ from yolofleet.data.shapes import make_shapes
 from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
-from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.schedule import StepPlan
@@ -161,8 +161,8 @@ def gradient_of_a_step(
     """Of yolov5n over six micro-batches, in float32; with ``only``, that micro-batch's part."""
     recipe = Recipe()
     model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()
-    lanes = Lanes.build(model, [world.device], world, exact=False, synced=False)
-    state = TrainState.build(lanes, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")
+    replicas = Replicas.build(model, [world.device], world, exact=False, synced=False)
+    state = TrainState.build(replicas, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=IMG)
     rng = np.random.default_rng(5)
     made = []

@@ -17,12 +17,12 @@ from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.cards import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import Need, need_of
 from yolofleet.doctor.network import judge_network
+from yolofleet.doctor.network_interfaces import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.doctor.resource_estimate import Need, estimate_of
 from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
 from yolofleet.errors import ConfigError
 from yolofleet.launch.remote import REASONS
@@ -210,7 +210,7 @@ def test_a_gpu_that_somebody_else_uses_matters_where_it_is_asked_for() -> None:
 
 
 def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
-    on_cpu = need_of(resources_of(TrainConfig(device="cpu", img=64, batch=4)), cores=8, gpus=1)
+    on_cpu = estimate_of(resources_of(TrainConfig(device="cpu", img=64, batch=4)), cores=8, gpus=1)
     for changes in (
         {"gpus__state": "silent", "gpus__gpus": [], "libraries__torch__devices": []},
         {"libraries__torch": {**TORCH, "cuda": None, "devices": []}},
@@ -471,11 +471,11 @@ def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
 
 def test_what_a_run_needs_follows_its_settings() -> None:
     settings = resources_of(TrainConfig(batch=24, img=320, device="cpu:3", workers=2))
-    need = need_of(settings, cores=8, gpus=0)
+    need = estimate_of(settings, cores=8, gpus=0)
     assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 8, False)
     assert need.text == "3 processes x 8 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
-    assert need_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 4
-    assert need_of(resources_of(TrainConfig(device="0,1", parallel="dp")), cores=8, gpus=2).ranks == 1
+    assert estimate_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 4
+    assert estimate_of(resources_of(TrainConfig(device="0,1", parallel="dp")), cores=8, gpus=2).ranks == 1
 
 
 def test_the_worst_is_told_last_and_the_same_of_many_hosts_once() -> None:

@@ -15,11 +15,11 @@ from test_doctor_fleet import CPU, Host, hosts
 
 from yolofleet.doctor import probes
 from yolofleet.doctor.answers import ANSWERS, check_answer
-from yolofleet.doctor.apart import _torch
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.fleet import Peer, examine
 from yolofleet.doctor.probes import PROBES, run_probe
 from yolofleet.doctor.shapes import fits, is_whole, misfit
+from yolofleet.doctor.subprocess_probes import _torch
 from yolofleet.errors import ClusterError
 
 SETTINGS = replace(CPU, data="set.yaml")

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from yolofleet.doctor import facts, machine, probes
-from yolofleet.doctor.cards import cards, resolve, route_to
+from yolofleet.doctor import machine, machine_facts, probes
 from yolofleet.doctor.machine import Answer, Machine
+from yolofleet.doctor.network_interfaces import cards, resolve, route_to
 from yolofleet.doctor.ports import ephemeral_ports, firewall, opening, port_facts
 from yolofleet.doctor.probes import run_probe
 
@@ -65,18 +65,20 @@ def test_memory_is_what_the_tightest_control_group_leaves(computer: Computer) ->
     computer.file("sys/fs/cgroup/pod/memory.max", "2048000\n")  # of a parent
     computer.file("sys/fs/cgroup/pod/memory.current", "1024000\n")
     computer.file("sys/fs/cgroup/pod/run/memory.max", "max\n")
-    found = facts.memory(computer.machine())
+    found = machine_facts.memory(computer.machine())
     assert found == {"total": 8192000, "swap": 0, "available": 1024000, "machine_available": 6144000}
 
 
 def test_memory_that_cannot_be_seen_is_none(computer: Computer) -> None:
-    assert facts.memory(computer.machine())["available"] is None
+    assert machine_facts.memory(computer.machine())["available"] is None
     computer.file("proc/meminfo", "MemTotal: 8000 kB\n")
     computer.file("proc/self/cgroup", "0::/\n")
     computer.file("sys/fs/cgroup/memory.max", "2048000\n")
     computer.file("sys/fs/cgroup/memory.current", "1024000\n")
-    assert facts.memory(computer.machine())["available"] is None, "a limit alone tells nothing of the machine"
-    assert facts.shared_memory(computer.machine()) is None
+    assert machine_facts.memory(computer.machine())["available"] is None, (
+        "a limit alone tells nothing of the machine"
+    )
+    assert machine_facts.shared_memory(computer.machine()) is None
 
 
 @pytest.mark.parametrize(
@@ -94,48 +96,50 @@ def test_the_time_of_cores_that_control_groups_grant(computer: Computer, groups,
     computer.file("proc/self/cgroup", groups)
     for name, text in files.items():
         computer.file(f"sys/fs/cgroup/{name}", text)
-    assert facts.cores(computer.machine())["quota"] == quota
+    assert machine_facts.cores(computer.machine())["quota"] == quota
 
 
 def test_who_shares_a_network_of_a_machine_is_told_by_its_boot_and_its_namespace(computer: Computer) -> None:
-    assert facts.network_id(computer.machine()) == ""
+    assert machine_facts.network_id(computer.machine()) == ""
     computer.file("proc/sys/kernel/random/boot_id", "5a5a\n")
     (computer.root / "proc/self/ns").mkdir(parents=True)
     (computer.root / "proc/self/ns/net").symlink_to("net:[4026531840]")
-    assert facts.network_id(computer.machine()) == "5a5a net:[4026531840]"
+    assert machine_facts.network_id(computer.machine()) == "5a5a net:[4026531840]"
 
 
 def test_the_package_digest_is_of_contents_and_names(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("not part of it\n")
-    before = facts.package_sha256(tmp_path)
+    before = machine_facts.package_sha256(tmp_path)
     os.utime(tmp_path / "a.py", (1, 1))
     (tmp_path / "notes.txt").write_text("changed\n")
-    assert facts.package_sha256(tmp_path) == before
+    assert machine_facts.package_sha256(tmp_path) == before
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert facts.package_sha256(tmp_path) != before
+    assert machine_facts.package_sha256(tmp_path) != before
 
 
 def test_a_disk_is_measured_where_the_folder_would_be_made_and_nothing_stays(tmp_path: Path) -> None:
-    found = facts.disk(tmp_path / "runs" / "train")
+    found = machine_facts.disk(tmp_path / "runs" / "train")
     assert found["below"] == str(tmp_path)
     assert found["free"] > 0 and found["write_bytes_per_s"] > 0 and found["problem"] is None
     assert list(tmp_path.iterdir()) == []
-    assert facts.disk(tmp_path / ("x" * 300) / "train")["below"] == str(tmp_path), "a name that cannot be"
+    assert machine_facts.disk(tmp_path / ("x" * 300) / "train")["below"] == str(tmp_path), (
+        "a name that cannot be"
+    )
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a network disk whose server is gone."""
-    over, usage = threading.Event(), facts.shutil.disk_usage
+    over, usage = threading.Event(), machine_facts.shutil.disk_usage
 
     def answers_at_last(folder: Path) -> object:
         if folder == tmp_path:
             over.wait(60)
         return usage(folder)
 
-    monkeypatch.setattr(facts.shutil, "disk_usage", answers_at_last)
+    monkeypatch.setattr(machine_facts.shutil, "disk_usage", answers_at_last)
     monkeypatch.setattr(probes, "DISK_S", 0.1)
     try:
         [found] = run_probe("facts", {"folders": [tmp_path], "quick": True})["disks"]
@@ -148,8 +152,8 @@ def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path, monkeypatch: p
     def read_only(**_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(facts.tempfile, "TemporaryFile", read_only)
-    assert facts.disk(tmp_path)["problem"] == os.strerror(errno.EROFS)
+    monkeypatch.setattr(machine_facts.tempfile, "TemporaryFile", read_only)
+    assert machine_facts.disk(tmp_path)["problem"] == os.strerror(errno.EROFS)
 
 
 # -- GPUs ----------------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ SMI = "0, NVIDIA A100-SXM4-40GB, 550.54.15, 40960, 4, 0, 0\n"
 
 def test_gpus_as_nvidia_smi_lists_them(computer: Computer) -> None:
     computer.says("nvidia-smi", SMI + "1, NVIDIA T4, 550.54.15, 15360, [N/A], [N/A], [N/A]\n")
-    found = facts.gpus(computer.machine())
+    found = machine_facts.gpus(computer.machine())
     assert (found["state"], found["driver"]) == ("ok", "550.54.15")
     first, second = found["gpus"]
     assert (first["name"], first["memory_mib"], first["uncorrected_errors"]) == (
@@ -171,19 +175,20 @@ def test_gpus_as_nvidia_smi_lists_them(computer: Computer) -> None:
 
 
 def test_a_driver_that_does_not_answer_is_told_from_no_driver(computer: Computer) -> None:
-    assert facts.gpus(computer.machine())["state"] == "none"
+    assert machine_facts.gpus(computer.machine())["state"] == "none"
     computer.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
     computer.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
     computer.file("sys/bus/pci/devices/0000:01:00.1/vendor", "0x10de\n")  # its sound
     computer.file("sys/bus/pci/devices/0000:01:00.1/class", "0x040300\n")
-    found = facts.gpus(computer.machine())
+    found = machine_facts.gpus(computer.machine())
     assert (found["state"], found["cards"], found["said"]) == ("silent", 1, "nvidia-smi is not installed")
     computer.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\nmore", code=18)
     assert (
-        facts.gpus(computer.machine())["said"] == "Failed to initialize NVML: Driver/library version mismatch"
+        machine_facts.gpus(computer.machine())["said"]
+        == "Failed to initialize NVML: Driver/library version mismatch"
     )
     computer.programs["nvidia-smi"] = Answer(late=True)
-    assert facts.gpus(computer.machine())["said"] == "no answer within 10 s"
+    assert machine_facts.gpus(computer.machine())["said"] == "no answer within 10 s"
 
 
 LISTED = "GPU 0: Tesla T4 (UUID: GPU-1)\nGPU 1: Tesla T4 (UUID: GPU-2)\n"
@@ -212,7 +217,7 @@ def test_gpus_are_counted_without_torch(computer: Computer, says, files, count) 
         computer.says("nvidia-smi", says)
     for file in files:
         computer.file(file, "")
-    assert facts.gpu_count(computer.machine()) == count
+    assert machine_facts.gpu_count(computer.machine()) == count
 
 
 def test_a_package_with_devices_for_torch_makes_the_number_of_gpus_unknown(
@@ -223,15 +228,15 @@ def test_a_package_with_devices_for_torch_makes_the_number_of_gpus_unknown(
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\nother = torch_other:load\n")
-    assert facts.gpu_count(computer.machine()) == 0
+    assert machine_facts.gpu_count(computer.machine()) == 0
     monkeypatch.syspath_prepend(info.parent)
-    assert facts.gpu_count(computer.machine()) is None
+    assert machine_facts.gpu_count(computer.machine()) is None
 
 
 def test_a_driver_that_fails_is_not_taken_for_no_gpu(computer: Computer) -> None:
     computer.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\n", code=18)
     computer.file("dev/nvidia0", "")
-    assert facts.gpu_count(computer.machine()) is None
+    assert machine_facts.gpu_count(computer.machine()) is None
 
 
 @linux
@@ -253,7 +258,7 @@ def test_infiniband_ports(computer: Computer) -> None:
     computer.file(f"{port}/state", "4: ACTIVE\n")
     computer.file(f"{port}/rate", "200 Gb/sec (4X HDR)\n")
     computer.file(f"{port}/link_layer", "InfiniBand\n")
-    assert facts.infiniband(computer.machine()) == [
+    assert machine_facts.infiniband(computer.machine()) == [
         {
             "adapter": "mlx5_0",
             "port": "1",
@@ -272,7 +277,7 @@ def test_variables_that_launchers_and_nccl_listen_to() -> None:
         "PASSWORD": "secret",
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    assert facts.variables(given) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "RANK": "1"}
+    assert machine_facts.variables(given) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "RANK": "1"}
 
 
 # -- ports and firewalls -------------------------------------------------------------------------------------

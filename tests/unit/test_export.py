@@ -17,7 +17,7 @@ from torch import nn
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_export
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
-from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.formats import FORMATS, format_named, format_of
 from yolofleet.export.graph import ExportGraph, ZeroBorder
 from yolofleet.export.run import export, export_command, size_of
@@ -363,7 +363,7 @@ def test_facts_come_back_from_text(model):
         facts_of(model),
         facts_of(model, size_hw=None, batch=None, half=True, nms=Suppression(0.25, 0.45, 300, True)),
     ):
-        assert ExportFacts.from_json(facts.to_json(), source="here") == facts
+        assert ExportMetadata.from_json(facts.to_json(), source="here") == facts
 
 
 @pytest.mark.parametrize(
@@ -388,18 +388,18 @@ def test_facts_come_back_from_text(model):
 def test_facts_that_somebody_changed_are_refused(model, change):
     values = json.loads(facts_of(model).to_json()) | change
     with pytest.raises(CheckpointError, match="here"):
-        ExportFacts.from_json(json.dumps(values), source="here")
+        ExportMetadata.from_json(json.dumps(values), source="here")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_facts_that_are_none_are_refused(text):
     with pytest.raises(CheckpointError, match="here"):
-        ExportFacts.from_json(text, source="here")
+        ExportMetadata.from_json(text, source="here")
 
 
 def test_names_are_shown_without_control_characters(model):
     values = json.loads(facts_of(model).to_json()) | {"names": ["a\x1b[2Jb"]}
-    assert ExportFacts.from_json(json.dumps(values), source="here").names == ("a?[2Jb",)
+    assert ExportMetadata.from_json(json.dumps(values), source="here").names == ("a?[2Jb",)
 
 
 def test_formats_are_known_by_names_and_folders(tmp_path):

@@ -16,7 +16,7 @@ from exported import NAMES, SIZE_HW, facts_of, job_of, network
 
 from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
 from yolofleet.export import torchscript, trial
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.trial import open_format, run_once
@@ -434,7 +434,7 @@ def powers_of_a_matrix(path: Path, side: int, count: int) -> Path:
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     entry = model.metadata_props.add()
     entry.key = "yolofleet"
-    entry.value = ExportFacts("yolov5", "yolov5n", NAMES, (32,), SIZE_HW, 1).to_json()
+    entry.value = ExportMetadata("yolov5", "yolov5n", NAMES, (32,), SIZE_HW, 1).to_json()
     path.write_bytes(model.SerializeToString())
     return path
 

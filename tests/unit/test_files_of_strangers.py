@@ -19,7 +19,7 @@ MAY_OPEN = {
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "launch/keeper.py:main"),
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "launch/host_agent.py:main"),
         "os.devnull",
     ),
     **dict.fromkeys(
@@ -40,12 +40,12 @@ MAY_OPEN = {
     ),
     "data/convert.py:_place": "copies an image that the index has opened; the copy is new",
     "data/sources.py:_copied": "a description that comes with this package",
-    "doctor/facts.py:package_sha256": "the sources of this package",
+    "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),
         "files of the kernel in /proc and /sys",
     ),
-    **dict.fromkeys(("launch/code.py:packed", "launch/code.py:take"), "an archive in memory"),
+    **dict.fromkeys(("launch/package_sync.py:packed", "launch/package_sync.py:take"), "an archive in memory"),
     "launch/folders.py:_claim": "a new file with a random name",
     "launch/ssh.py:login": "opens a connection, not a file",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",

@@ -18,10 +18,10 @@ from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.keeper import ASKED, RECALLED
+from yolofleet.launch.host_agent import ASKED, RECALLED
 from yolofleet.launch.local import Ending, tell
 from yolofleet.launch.preflight import Plan, Spot
-from yolofleet.launch.remote import SSH_OPTIONS, Remote, keeper_argv
+from yolofleet.launch.remote import SSH_OPTIONS, Remote, host_agent_argv
 from yolofleet.launch.requests import claim
 from yolofleet.launch.ssh import job_text
 from yolofleet.launch.watch import Watch
@@ -188,10 +188,10 @@ def test_figures_that_cannot_be_written_are_no_success(
     assert (tmp_path / "f.json").is_file() == (code == 0)
 
 
-def test_ssh_is_asked_for_nothing_but_the_keeper() -> None:
-    argv = keeper_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
+def test_ssh_is_asked_for_nothing_but_the_host_agent() -> None:
+    argv = host_agent_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
     assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
-    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.launch.keeper"]
+    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.launch.host_agent"]
     assert shlex.split(argv[-1]) == ["exec", *command]
 
 

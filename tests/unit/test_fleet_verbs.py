@@ -17,7 +17,7 @@ from yolofleet.cli.fleet import Log, jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch import jobs
 from yolofleet.launch.fleet import Fleet, Host
-from yolofleet.launch.keeper import RECALLED
+from yolofleet.launch.host_agent import RECALLED
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
@@ -93,15 +93,24 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     sleepers = []
 
     def make(name: str, *, began_s: float, folder: str = "", runs: bool = False, ranks: int = 1) -> None:
-        keeper = (0, "")
+        host_agent = (0, "")
         if runs:
             stubborn = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]
             sleepers.append(subprocess.Popen(stubborn, stdout=subprocess.PIPE))
             assert sleepers[-1].stdout and sleepers[-1].stdout.readline()
-            keeper = (sleepers[-1].pid, started_at(sleepers[-1].pid))
+            host_agent = (sleepers[-1].pid, started_at(sleepers[-1].pid))
         jobs.write(
             jobs.Record(
-                name, name, "here", folder, 0, (0, ranks), keeper, began_s, 0.0 if runs else began_s + 1, 0
+                name,
+                name,
+                "here",
+                folder,
+                0,
+                (0, ranks),
+                host_agent,
+                began_s,
+                0.0 if runs else began_s + 1,
+                0,
             )
         )
 

@@ -38,11 +38,11 @@ def test_a_step_launches_no_more_operations_than_its_budget(model: str, progress
     run.progress = progress
     run.do(2)
     shares = run.micro_batches(run.step)
-    lane, loss, (batch,) = run.state.lanes.all[0], run.loss.at(progress), shares[0]
-    run.state.lanes.begin(1)
+    replica, loss, (batch,) = run.state.replicas.all[0], run.loss.at(progress), shares[0]
+    run.state.replicas.begin(1)
     images = batch.images.float().div_(255)
     with Launches() as forward:
-        raws = lane.model(images)
+        raws = replica.model(images)
     with Launches() as of_loss:
         sums = loss.sums(raws, batch.targets)
     total_loss = sums.sum()

@@ -19,7 +19,7 @@ from yolofleet.data.labels import ProblemLog
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.files import archive
-from yolofleet.launch import frames
+from yolofleet.launch import wire_protocol
 from yolofleet.models import darknet_cfg, description
 from yolofleet.report import results
 
@@ -53,7 +53,7 @@ LIMITS = {
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_FACTS)}",
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
-    "a message of a host": mib(frames.MOST_FRAME_BYTES),
+    "a message of a host": mib(wire_protocol.MOST_FRAME_BYTES),
 }
 
 

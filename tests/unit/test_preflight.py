@@ -21,7 +21,7 @@ from yolofleet.config.load import resolve_val
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.need import need_of
+from yolofleet.doctor.resource_estimate import estimate_of
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.fleet import Host, parse_hosts
 from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
@@ -157,7 +157,7 @@ def test_gpus_that_are_not_there_are_said_before_anything_starts(
 def test_a_validation_needs_memory_for_its_own_batches_only() -> None:
     settings = resolve_val({"weights": "w", "data": "d", "batch": 48, "device": "cpu:2", "img": 320}).value
     asked = resources_of(settings)
-    need = need_of(asked, 8, 0)
+    need = estimate_of(asked, 8, 0)
     assert (need.ranks, need.micro_batch, need.val_batch, need.img) == (2, 1, 48, 320)
     assert asked.results == Path("runs", "val")
 
@@ -201,7 +201,7 @@ def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[
     port = free_ports(2)
     fleet = replace(parse_hosts("m1:cpu,m2:cpu"), port=port)
     assert free_port(fleet, remotes) == port
-    assert free_port(fleet, remotes[::-1]) == port + 1  # another keeper on the same machine
+    assert free_port(fleet, remotes[::-1]) == port + 1  # another host agent on the same machine
     with socket.create_server(("", port)):  # as the store does
         pass
     assert free_port(fleet, remotes, passed_over=[port + 1]) > port + 1

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from yolofleet.launch.screen import LEFT_OUT, Screen
+from yolofleet.launch.nonblocking_stdout import LEFT_OUT, Screen
 
 
 class Reader:

@@ -15,7 +15,7 @@ def splitter(
     return StepSplitter(
         partition=Partition.parse(shares, shares.count(",") + 1),
         rank=0,
-        lanes=1,
+        replicas=1,
         micro_batch=micro_batch,
         batch=batch,
         dataset_images=1000,

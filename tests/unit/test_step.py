@@ -20,8 +20,8 @@ from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import loss_scaler
-from yolofleet.parallel import lanes as lanes_module
-from yolofleet.parallel.lanes import Lane, Lanes
+from yolofleet.parallel import replicas as replicas_module
+from yolofleet.parallel.replicas import Replica, Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train import optimiser as optimiser_module
@@ -51,8 +51,10 @@ class Training:
         torch.manual_seed(0)
         self.world, recipe = World.single(), Recipe()
         self.model = build_model(describe("yolov5n"), NC).to(memory_format=torch.channels_last).train()
-        lanes = Lanes.build(self.model, [self.world.device], self.world, exact=exact, synced=False)
-        self.state = TrainState.build(lanes, recipe, optimizer=optimizer, weight_decay=5e-4, precision="fp16")
+        replicas = Replicas.build(self.model, [self.world.device], self.world, exact=exact, synced=False)
+        self.state = TrainState.build(
+            replicas, recipe, optimizer=optimizer, weight_decay=5e-4, precision="fp16"
+        )
         self.loss = Yolov5Loss(
             anchors_px=self.model.anchors_px, strides=self.model.strides, nc=NC, recipe=recipe, img=IMG
         )
@@ -223,10 +225,10 @@ def test_the_loss_scaler_is_whole_before_threads_use_it():
 def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.MonkeyPatch):
     device, world, waits = torch.device("cpu"), World.single(), []
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    lanes = Lanes([Lane.build(model, device, world, exact=False, synced=False)] * 2)
-    monkeypatch.setattr(lanes_module, "wait_for", waits.append)
-    for lanes.timed, expected in ((False, []), (True, [device] * 3)):
-        lanes.begin(1)
-        assert lanes.each(lambda lane, number: number) == [0, 1]
-        lanes.finish()
+    replicas = Replicas([Replica.build(model, device, world, exact=False, synced=False)] * 2)
+    monkeypatch.setattr(replicas_module, "wait_for", waits.append)
+    for replicas.timed, expected in ((False, []), (True, [device] * 3)):
+        replicas.begin(1)
+        assert replicas.each(lambda replica, number: number) == [0, 1]
+        replicas.finish()
         assert waits == expected

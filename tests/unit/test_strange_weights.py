@@ -23,7 +23,7 @@ from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli.app import run
 from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.models.description import describe
 
 PROTO = b"\x80\x02"
@@ -315,4 +315,4 @@ def test_names_of_a_file_cannot_command_a_terminal(tmp_path: Path, weights: Weig
 def test_exported_files_that_ask_for_endless_images_are_refused(change: dict) -> None:
     values = json.loads(facts_of(network()).to_json()) | change
     with pytest.raises(YolofleetError):
-        ExportFacts.from_json(json.dumps(values), source="a.onnx")
+        ExportMetadata.from_json(json.dumps(values), source="a.onnx")

@@ -21,7 +21,7 @@ from yolofleet.data.loader import MicroBatch
 from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
 from yolofleet.families import build_model, family_of
 from yolofleet.models.description import describe
-from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.text import echo
@@ -57,9 +57,9 @@ class Training:
         description = describe(MODEL)
         model = build_model(description, CLASSES).to(device).train()
         self.loss = family_of(description).loss(model, recipe, IMG)
-        lanes = Lanes.build(model, [device], self.world, exact=False, synced=False)
+        replicas = Replicas.build(model, [device], self.world, exact=False, synced=False)
         self.state = TrainState.build(
-            lanes, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
+            replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
         )
 
     def steps(self, count: int) -> float:

@@ -15,14 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from yolofleet.config.resources import RunResources
-from yolofleet.doctor.alike import differences, groups, groups_text, judge_clocks, judge_data, same_machines
 from yolofleet.doctor.answers import check_answer
-from yolofleet.doctor.cards import card_with, network_of
-from yolofleet.doctor.facts import software
 from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.host_differences import (
+    differences,
+    groups,
+    groups_text,
+    judge_clocks,
+    judge_data,
+    same_machines,
+)
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import by_number, need_here
+from yolofleet.doctor.machine_facts import software
 from yolofleet.doctor.network import Meeting, candidates, judge_network, judge_way, meeting_of
+from yolofleet.doctor.network_interfaces import card_with, network_of
+from yolofleet.doctor.resource_estimate import by_number, estimate_here
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import YolofleetError
 
@@ -155,7 +162,7 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     findings = []
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
-        need = need_here(replace(wanted, device=peer.device), facts)
+        need = estimate_here(replace(wanted, device=peer.device), facts)
         findings += judge_host(facts, need, peer.name)
         network = judge_network(facts, peer.name)
         # the rendezvous is on the first host alone

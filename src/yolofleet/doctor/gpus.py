@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.need import Need
+from yolofleet.doctor.resource_estimate import Need
 from yolofleet.text import size_text
 
 Facts = Mapping[str, Any]

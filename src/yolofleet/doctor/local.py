@@ -1,6 +1,6 @@
 """What the facts about one computer mean for a run on it: software, memory, disks, limits, variables.
 
-Each function takes what ``facts.py`` saw and what the run needs, and touches nothing. Facts that are absent
+Each function takes what ``machine_facts.py`` saw and what the run needs, and touches nothing. Facts that are absent
 were not asked for; facts that are None cannot be seen on this system.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-from yolofleet.doctor.cards import matches
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.gpus import judge_gpus
-from yolofleet.doctor.need import Need
+from yolofleet.doctor.network_interfaces import matches
+from yolofleet.doctor.resource_estimate import Need
 from yolofleet.text import size_text
 
 Facts = Mapping[str, Any]

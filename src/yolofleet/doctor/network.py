@@ -1,6 +1,6 @@
 """What the facts about networks mean: cards, names and ports of one host, and the way from each host to each.
 
-Touches nothing: the facts come from ``cards.py`` and ``ports.py``, the attempts to connect from ``probes.py``.
+Touches nothing: the facts come from ``network_interfaces.py`` and ``ports.py``, the attempts to connect from ``probes.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from yolofleet.doctor.cards import (
+from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.network_interfaces import (
     Card,
     card_with,
     gloo_choice,
@@ -21,7 +22,6 @@ from yolofleet.doctor.cards import (
     usable,
     wrong_kind,
 )
-from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.ports import opening
 
 Facts = Mapping[str, Any]

@@ -22,9 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from yolofleet.doctor import facts as seen
-from yolofleet.doctor.cards import card_with, cards, neighbour_state, resolve, route_to
+from yolofleet.doctor import machine_facts as seen
 from yolofleet.doctor.machine import Machine, run_for, within
+from yolofleet.doctor.network_interfaces import card_with, cards, neighbour_state, resolve, route_to
 from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
 from yolofleet.parallel.listener import open_listener
 from yolofleet.system.children import module_argv, module_environment
@@ -131,11 +131,11 @@ def firewall_here(_: Mapping[str, Any]) -> Json:
 
 
 def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Json:
-    """A probe of ``apart.py``; where it gives no answer, ``problem`` says why and ``late`` whether for its time."""
+    """A probe of ``subprocess_probes.py``; where it gives no answer, ``problem`` says why and ``late`` whether for its time."""
     try:
         code, out, errors = run_for(
             APART_S[name],
-            module_argv("yolofleet.doctor.apart", name),
+            module_argv("yolofleet.doctor.subprocess_probes", name),
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -447,7 +447,7 @@ def free_port(arguments: Mapping[str, Any]) -> Json:
 
 
 def all_reduce(arguments: Mapping[str, Any]) -> Json:
-    """One rank of a sum over all hosts through torch's gloo, bound to ``card`` ("": gloo's choice); see ``apart.py``."""
+    """One rank of a sum over all hosts through torch's gloo, bound to ``card`` ("": gloo's choice); see ``subprocess_probes.py``."""
     wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "deadline_s")}
     card = str(arguments["card"])
     return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": card} if card else {})

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 from yolofleet.config.resources import RunResources
 from yolofleet.doctor.findings import LEVELS, Finding, worst
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.need import by_number, need_here
 from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.probes import run_probe
+from yolofleet.doctor.resource_estimate import by_number, estimate_here
 from yolofleet.errors import ClusterError
 from yolofleet.text import echo
 
@@ -43,7 +43,7 @@ def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) ->
     folders = [str(wanted.results)]
     wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
     facts = run_probe("facts", wishes)
-    return [*judge_host(facts, need_here(wanted, facts)), *judge_network(facts)]
+    return [*judge_host(facts, estimate_here(wanted, facts)), *judge_network(facts)]
 
 
 def preflight(wanted: RunResources) -> list[Finding]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from yolofleet.doctor.alike import groups_text
 from yolofleet.doctor.findings import Finding
+from yolofleet.doctor.host_differences import groups_text
 from yolofleet.doctor.network import Meeting
 
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts
+from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata
 from yolofleet.export.trial import Opened, cpu_only
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
             f"{path} is a Core ML package of another program: what it computes is not known",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportFacts.from_json(model.user_defined_metadata[KEY], source=str(path))
+    facts = ExportMetadata.from_json(model.user_defined_metadata[KEY], source=str(path))
     place = f"Core ML by coremltools {coremltools.__version__}, CPU"
     return Opened(facts, place, lambda images: model.predict({IMAGES: images})[DECODED])

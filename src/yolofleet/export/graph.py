@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.files.atomic import whole_file
 from yolofleet.models.blocks import Upsample
 from yolofleet.models.darknet import Pool
@@ -93,7 +93,7 @@ class ExportJob:
     """
 
     graph: ExportGraph
-    facts: ExportFacts
+    facts: ExportMetadata
     size_hw: tuple[int, int]
     simplify: bool = False
 

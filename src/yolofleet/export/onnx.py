@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.facts import DECODED, IMAGES, KEY, ExportFacts, class_names
+from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata, class_names
 from yolofleet.export.formats import SLIM, missing
 from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
@@ -105,7 +105,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in stored:
-        facts = ExportFacts.from_json(stored[KEY], source=str(path))
+        facts = ExportMetadata.from_json(stored[KEY], source=str(path))
     else:
         facts = _foreign_facts(path, model, stored)
     options = onnxruntime.SessionOptions()
@@ -138,7 +138,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     )
 
 
-def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportFacts:
+def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportMetadata:
     """Facts of a file in the form of YOLOv5's own export: one input [N, 3, H, W], first output [N, K, 5 + C].
 
     Raises:
@@ -171,9 +171,9 @@ def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportFact
             if all(side % strides[-1] == 0 for side in (height, width)) and rows == ANCHORS * sum(
                 (height // s) * (width // s) for s in strides
             ):
-                return ExportFacts("unknown", path.stem, named, strides, (height, width), batch)
+                return ExportMetadata("unknown", path.stem, named, strides, (height, width), batch)
     elif len(names) == nc and not (height or width):
         stride = stored.get("stride", "")
         largest = int(stride) if stride.isdecimal() and 8 <= int(stride) <= 128 else 32
-        return ExportFacts("unknown", path.stem, named, (largest,), None, batch)
+        return ExportMetadata("unknown", path.stem, named, (largest,), None, batch)
     raise refused

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.export.facts import BOXES, DECODED, Suppression
+from yolofleet.export.export_metadata import BOXES, DECODED, Suppression
 
 
 def append_suppression(model: Any, nms: Suppression) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from yolofleet.errors import CheckpointError
 from yolofleet.export import onnx as onnx_format
-from yolofleet.export.facts import KEY, ExportFacts
+from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.trial import Opened, cpu_only
 
@@ -63,7 +63,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
             f"{path} is an OpenVINO file of another program: what it computes is not known",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportFacts.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
+    facts = ExportMetadata.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
 

@@ -17,7 +17,7 @@ from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
-from yolofleet.export.facts import ExportFacts, Suppression
+from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.runtime import Runtime, open_exported
@@ -71,7 +71,7 @@ def export_command(config: ExportConfig) -> int:
 def export(
     model: Detector,
     format: Format,
-    facts: ExportFacts,
+    facts: ExportMetadata,
     size_hw: tuple[int, int],
     out: Path,
     *,
@@ -214,8 +214,8 @@ def size_of(img: str, trained_px: int, stride: int) -> tuple[int, int]:
     return height, width
 
 
-def facts_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportFacts:
-    return ExportFacts(
+def facts_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportMetadata:
+    return ExportMetadata(
         family=model.description.family,
         model=model.description.name,
         names=model.names,
@@ -244,7 +244,7 @@ def size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def form_text(facts: ExportFacts, size_hw: tuple[int, int]) -> str:
+def form_text(facts: ExportMetadata, size_hw: tuple[int, int]) -> str:
     """``batch 1, 640 x 640 px``, with what is free and what is inside."""
     size = f"{size_hw[0]} x {size_hw[1]} px (height x width)"
     if facts.size_hw is None:

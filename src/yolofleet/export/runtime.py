@@ -16,7 +16,7 @@ from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.facts import MAX_PIXELS
+from yolofleet.export.export_metadata import MAX_PIXELS
 from yolofleet.export.formats import format_of, need
 from yolofleet.export.trial import Opened, ensure_tried, open_format, run_once
 from yolofleet.models.detector import Detector

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from yolofleet.errors import CheckpointError
-from yolofleet.export.facts import KEY, MAX_TEXT, ExportFacts
+from yolofleet.export.export_metadata import KEY, MAX_TEXT, ExportMetadata
 from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign_text
 
@@ -15,11 +15,11 @@ def sidecar_of(path: Path) -> Path:
     return path / f"{KEY}.json" if path.is_dir() else path.with_name(path.name + ".json")
 
 
-def write_sidecar(path: Path, facts: ExportFacts) -> None:
+def write_sidecar(path: Path, facts: ExportMetadata) -> None:
     write_text(sidecar_of(path), facts.to_json() + "\n")
 
 
-def read_sidecar(path: Path) -> ExportFacts:
+def read_sidecar(path: Path) -> ExportMetadata:
     """
     Raises:
         CheckpointError: it is not there, or not ours.
@@ -33,4 +33,4 @@ def read_sidecar(path: Path) -> ExportFacts:
             f"{path} has no description: {file} cannot be read: {words}",
             hint="copy it together with its file, or export the weights with yolofleet export",
         ) from None
-    return ExportFacts.from_json(text, source=str(file))
+    return ExportMetadata.from_json(text, source=str(file))

@@ -12,7 +12,7 @@ import torch
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export import onnx as onnx_format
-from yolofleet.export.facts import DECODED, IMAGES
+from yolofleet.export.export_metadata import DECODED, IMAGES
 from yolofleet.export.graph import ExportJob
 from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
 from yolofleet.export.trial import Opened

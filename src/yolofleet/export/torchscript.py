@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from yolofleet.errors import CheckpointError
-from yolofleet.export.facts import KEY, ExportFacts
+from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.graph import ExportJob, quiet, save_module
 from yolofleet.export.torchscript_program import Program
 from yolofleet.export.trial import Opened, cpu_only
@@ -43,11 +43,11 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
             f"{path} is a TorchScript file of another program: what it computes is not known",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportFacts.from_json(program.facts_text, source=str(path))
+    facts = ExportMetadata.from_json(program.facts_text, source=str(path))
     return Opened(facts, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
 
 
-def open_with_torch(path: Path, facts: ExportFacts) -> Opened:
+def open_with_torch(path: Path, facts: ExportMetadata) -> Opened:
     """Open a file that this process has just written with torch's own loader, which users deploy.
 
     That loader runs the file as a program, so no stranger's file may come here.

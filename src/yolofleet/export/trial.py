@@ -30,7 +30,7 @@ import numpy as np
 from yolofleet import __version__
 from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS, Format
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
@@ -60,7 +60,7 @@ class Opened:
         run: float32 [B, 3, H, W] -> the file's output; one call at a time.
     """
 
-    facts: ExportFacts
+    facts: ExportMetadata
     place: str
     run: Callable[[np.ndarray], np.ndarray]
 

@@ -18,7 +18,7 @@ from yolofleet.data.decode import read_image
 from yolofleet.data.index import build_index
 from yolofleet.data.sources import load_dataset
 from yolofleet.errors import NumericsError
-from yolofleet.export.facts import ExportFacts
+from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
 from yolofleet.geometry.letterbox import letterbox
@@ -136,7 +136,7 @@ def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[
     return worst_px, worst_score
 
 
-def forms(facts: ExportFacts, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
+def forms(facts: ExportMetadata, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
     """(images, height and width) of the passes: every freedom of the file is used."""
     counts = [facts.batch] if facts.batch else [1, 2]
     sizes = [size_hw]
@@ -148,7 +148,9 @@ def forms(facts: ExportFacts, size_hw: tuple[int, int]) -> list[tuple[int, tuple
     return passes
 
 
-def batches_of(facts: ExportFacts, size_hw: tuple[int, int], pictures: Iterator[np.ndarray]) -> list[Tensor]:
+def batches_of(
+    facts: ExportMetadata, size_hw: tuple[int, int], pictures: Iterator[np.ndarray]
+) -> list[Tensor]:
     """Pictures (uint8 [H, W, 3] BGR) letterboxed into batches of all :func:`forms`."""
     batches = []
     for count, size in forms(facts, size_hw):

@@ -17,7 +17,7 @@ from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.files.atomic import make_folder, open_append, storage_error, whole_file, write_text
-from yolofleet.launch.keeper import AGENT
+from yolofleet.launch.host_agent import AGENT
 from yolofleet.launch.remote import Remote
 from yolofleet.launch.watch import say
 from yolofleet.report.folder import RunFolder

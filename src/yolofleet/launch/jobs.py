@@ -1,4 +1,4 @@
-"""What runs on this host: one small file for each job, which its keeper writes. No daemon, no lock.
+"""What runs on this host: one small file for each job, which its host agent writes. No daemon, no lock.
 
 They lie on the machine's own disk, in a folder of this user's: home folders may be shared by many hosts.
 Standard library alone.
@@ -35,7 +35,7 @@ class Record:
         title: what was asked for, as a person would say it.
         folder: of the run, on this host; "" = a plain command, which has none.
         ranks: first one and their number here.
-        keeper: (pid, when it started): ends everything of the job here on SIGTERM.
+        host_agent: (pid, when it started): ends everything of the job here on SIGTERM.
         began_s, ended_s: time of day, seconds since 1970; 0 = not yet.
         code: exit code of the agent, None while it runs.
     """
@@ -46,14 +46,14 @@ class Record:
     folder: str
     node: int
     ranks: tuple[int, int]
-    keeper: tuple[int, str]
+    host_agent: tuple[int, str]
     began_s: float
     ended_s: float = 0.0
     code: int | None = None
 
     @property
     def runs(self) -> bool:
-        return not self.ended_s and started_at(self.keeper[0]) == self.keeper[1] != ""
+        return not self.ended_s and started_at(self.host_agent[0]) == self.host_agent[1] != ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "runs": self.runs}
@@ -92,7 +92,7 @@ def records() -> list[Record]:
     for path in folder().glob("*.json"):
         with suppress(OSError, ValueError, TypeError):
             values = json.loads(read_foreign(path, limit_bytes=MOST_RECORD_BYTES, follow=False))
-            values |= {"ranks": tuple(values["ranks"]), "keeper": tuple(values["keeper"])}
+            values |= {"ranks": tuple(values["ranks"]), "host_agent": tuple(values["host_agent"])}
             found.append((path, Record(**values)))
     found.sort(key=lambda entry: -entry[1].began_s)
     ended = [path for path, record in found if not record.runs]

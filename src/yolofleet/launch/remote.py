@@ -1,7 +1,7 @@
-"""The launcher's end of the channel to one host: system OpenSSH with a keeper behind it.
+"""The launcher's end of the channel to one host: system OpenSSH with a host agent behind it.
 
 ssh is started from an argv list, asks for nothing (BatchMode), and has a session of its own, so that Ctrl-C reaches
-the launcher alone. Closing :class:`Remote`, or dying, closes the keeper's standard input, which ends everything
+the launcher alone. Closing :class:`Remote`, or dying, closes the host agent's standard input, which ends everything
 there.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from yolofleet import __version__
 from yolofleet.errors import ClusterError
 from yolofleet.launch.fleet import HERE, Host
-from yolofleet.launch.frames import (
+from yolofleet.launch.wire_protocol import (
     A_PROBES,
     ANSWERS,
     MOST_FRAME_BYTES,
@@ -41,11 +41,11 @@ OPEN_S = 30.0
 ASK_S = 30.0
 BEAT_S = 2.0
 SSH_FAILED = 255  # exit code of ssh's own; others are the command's
-MOST_NOISE_LINES = 50  # what a login shell prints before the keeper speaks
+MOST_NOISE_LINES = 50  # what a login shell prints before the host agent speaks
 MOST_NOISE_BYTES = 2000  # of one such line
 MOST_WAITING = 64  # frames of all hosts; then they are read no faster than they are taken
 HANG_UP_S = 1.0  # for ssh to end when it is told to
-STRANGER = "it does not speak as a keeper does"
+STRANGER = "unexpected protocol message"
 SSH_OPTIONS = (
     *("-T", "-a", "-x"),  # no terminal, no agent, no X11
     "-oBatchMode=yes",
@@ -61,7 +61,7 @@ SSH_OPTIONS = (
 
 
 class Unreachable(ClusterError):
-    """No keeper answers on a host.
+    """No host agent answers on a host.
 
     Args:
         kind: no-ssh, unknown-host, key-refused, host-key, port-refused, no-route, time-out, closed, no-python,
@@ -96,7 +96,7 @@ class Remote:
         self._asked = 0
         self._sending = threading.Lock()
         self._greeted: Queue[Frame | None] = Queue()
-        self._strange = ""  # what it said that no keeper says
+        self._strange = ""  # what it said that no host agent says
         self._readers: list[threading.Thread] = []
         self._noise: deque[str] = deque(maxlen=MOST_NOISE_LINES)
         self._errors: deque[str] = deque(maxlen=MOST_NOISE_LINES)
@@ -107,14 +107,14 @@ class Remote:
         return self.host.name
 
     def open(self, timeout_s: float = OPEN_S) -> Frame:
-        """Log in and wait for the keeper's greeting, which is returned (see ``keeper.introduction``).
+        """Log in and wait for the host agent's greeting, which is returned (see ``host_agent.introduction``).
 
         Raises:
             Unreachable: says why.
         """
         try:
             self._process = subprocess.Popen(
-                keeper_argv(self.host),
+                host_agent_argv(self.host),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -206,7 +206,7 @@ class Remote:
         return f"look at that host: {'yolofleet doctor' if self.name == HERE else f'ssh {self.name}'}"
 
     def start(self, job: Frame) -> None:
-        """Start a job (``keeper.start``); what it says comes as frames."""
+        """Start a job (``host_agent.start``); what it says comes as frames."""
         self._send({"type": "start", "job": job})
 
     def stop(self, grace_s: float) -> None:
@@ -319,9 +319,9 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return process.returncode is not None
 
 
-def keeper_argv(host: Host) -> list[str]:
-    """The command that starts a keeper on a host."""
-    command = module_argv("yolofleet.launch.keeper", python=host.python)
+def host_agent_argv(host: Host) -> list[str]:
+    """The command that starts a host agent on a host."""
+    command = module_argv("yolofleet.launch.host_agent", python=host.python)
     if host.env:
         command = ["env", *(f"{name}={value}" for name, value in host.env.items()), *command]
     if host.name == HERE:
@@ -330,7 +330,7 @@ def keeper_argv(host: Host) -> list[str]:
 
 
 def not_started(host: Host, problem: OSError) -> Unreachable:
-    """Why ssh, or a keeper on this machine, cannot be started."""
+    """Why ssh, or a host agent on this machine, cannot be started."""
     words = problem.strerror or str(problem)
     if problem.filename is None:  # it is there, but this machine has no room for one more
         what = f"no connection to it can be started here: {words}"
@@ -375,7 +375,7 @@ REASONS = (  # words of ssh or the shell -> kind, what, hint; the first that fit
 
 
 def unreachable(host: Host, code: int, words: str) -> Unreachable:
-    """Why ssh, or the command behind it, ended with ``code`` before a keeper spoke."""
+    """Why ssh, or the command behind it, ended with ``code`` before a host agent spoke."""
     said = words.lower()
     names = {
         "host": host.name,
@@ -401,7 +401,7 @@ def unreachable(host: Host, code: int, words: str) -> Unreachable:
     return Unreachable(
         host.name,
         "other",
-        f"no keeper could be started there (exit code {code})",
+        f"no host agent could be started there (exit code {code})",
         source=words[-2000:],
         hint=f"this must work: ssh -oBatchMode=yes {host.name} {names['python']} -c 'import yolofleet'",
     )

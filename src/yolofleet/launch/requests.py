@@ -20,7 +20,7 @@ from yolofleet.doctor.probes import run_probe
 from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
 from yolofleet.launch import jobs
-from yolofleet.launch.code import take
+from yolofleet.launch.package_sync import take
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import signal_all
 
@@ -153,14 +153,14 @@ def list_jobs(_: Arguments) -> list[dict[str, Any]]:
 
 
 def end_job(arguments: Arguments) -> dict[str, Any]:
-    """Ask the keeper of ``job`` to end it, and wait until it has.
+    """Ask the host agent of ``job`` to end it, and wait until it has.
 
     Returns:
         ``found``: it ran here; ``left``: it still does after ``deadline_s``.
     """
     wanted = [r for r in jobs.records() if r.job == str(arguments["job"]) and r.runs]
-    number = signal.SIGINT if arguments.get("now") else signal.SIGTERM  # see keeper.py
-    signal_all([record.keeper[0] for record in wanted], number)
+    number = signal.SIGINT if arguments.get("now") else signal.SIGTERM  # see host_agent.py
+    signal_all([record.host_agent[0] for record in wanted], number)
     gives_up_at_s = time.monotonic() + float(arguments["deadline_s"])
     while any(record.runs for record in wanted) and time.monotonic() < gives_up_at_s:
         time.sleep(0.1)

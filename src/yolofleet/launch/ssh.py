@@ -26,9 +26,9 @@ from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_bytes
-from yolofleet.launch.code import packed
 from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.folders import LAUNCHER, Folders
+from yolofleet.launch.package_sync import packed
 from yolofleet.launch.preflight import (
     Plan,
     enter_folders,
@@ -282,7 +282,7 @@ def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
         },
         "first_rank": fleet.first_rank(node),
         "processes": host.processes,
-        # the keeper has all variables of its host; these are its user's choice of a card against ours
+        # the host agent has all variables of its host; these are its user's choice of a card against ours
         "env": {name: value for name, value in host.env.items() if name.endswith("_SOCKET_IFNAME")},
         "silence_s": fleet.silence_s,
         "grace_s": fleet.grace_s,

@@ -18,10 +18,10 @@ from typing import Any
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.launch.fleet import Fleet
-from yolofleet.launch.keeper import AGENT, ASKED, RECALLED
+from yolofleet.launch.host_agent import AGENT, ASKED, RECALLED
 from yolofleet.launch.local import Ending, ends_in, tell
+from yolofleet.launch.nonblocking_stdout import Screen
 from yolofleet.launch.remote import Frame, Remote
-from yolofleet.launch.screen import Screen
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import STOP_SIGNALS
 from yolofleet.text import RelayedText, echo
@@ -200,7 +200,7 @@ class Watch:
         if all((node.ending or {}).get("code") == 0 for node in self.nodes):
             return 0
         code = self._explain(resume)
-        for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their keepers did
+        for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their host agents did
             for rank in (node.ending or {}).get("stopped", []):
                 say(f"  {node.remote.name}: {rank}")
         return code

@@ -55,7 +55,7 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = F
     devices.choose_kernels(deterministic=deterministic, benchmark=benchmark, tf32=tf32)
 
 
-def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
+def replica_devices(config: TrainConfig, world: World) -> list[torch.device]:
     """Devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
 
     Raises:
@@ -68,7 +68,7 @@ def lane_devices(config: TrainConfig, world: World) -> list[torch.device]:
             f"--parallel dp is one process for all devices, and this is one of {world.size}",
             hint="start it without torchrun, or use --parallel ddp",
         )
-    return [devices.device_of(config.device, lane) for lane in range(processes_of(config.device))]
+    return [devices.device_of(config.device, replica) for replica in range(processes_of(config.device))]
 
 
 def loader_processes(asked: int, world: World) -> int:

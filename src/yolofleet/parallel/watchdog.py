@@ -237,7 +237,7 @@ class Watchdog:
     def _report(self, store: Store, verdict: Verdict) -> NoReturn:
         """Ask all ranks what they see, show the report, and let every rank end its process. One rank calls this."""
         self._ending.set()
-        found = {self.world.rank: own_findings()} | self._witness(verdict.missing)
+        found = {self.world.rank: own_findings()} | self._inspect(verdict.missing)
         saved = {newest(self.checkpoints)}
         able = {r for r, beat in self.beats.items() if not beat.ended} - {self.world.rank}
         if verdict.kind == "silent":
@@ -270,7 +270,7 @@ class Watchdog:
                 return
         self._ending.set()
         rank = self.world.rank
-        found = {rank: own_findings()} | self._witness(verdict.missing)
+        found = {rank: own_findings()} | self._inspect(verdict.missing)
         answer = {"found": {r: vars(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
         with suppress(RuntimeError):
             store.set(f"answer/{rank}", json.dumps(answer))
@@ -284,7 +284,7 @@ class Watchdog:
         """Without the store: each machine's first rank tells what can be seen from there."""
         self._ending.set()
         neighbours = [r for r, m in self.members.items() if r != self.world.rank and self._sees(m)]
-        found = {self.world.rank: own_findings()} | self._witness(neighbours)
+        found = {self.world.rank: own_findings()} | self._inspect(neighbours)
         lost = tuple(r for r in neighbours if found[r].letter in DEAD)
         verdict = Verdict(lost or (0,), "silent" if lost else "blind", mine.silence_s)
         if self.world.rank == min(set(neighbours) - set(lost) | {self.world.rank}):
@@ -307,7 +307,7 @@ class Watchdog:
     def _sees(self, member: Member) -> bool:
         return bool(member.machine) and member.machine == self._mine.machine
 
-    def _witness(self, ranks: Iterable[int]) -> dict[int, Findings]:
+    def _inspect(self, ranks: Iterable[int]) -> dict[int, Findings]:
         """What this machine shows of those of its processes."""
         found = {}
         for r in set(ranks) & self.members.keys() & self.beats.keys():

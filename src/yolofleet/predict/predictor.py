@@ -20,7 +20,7 @@ from yolofleet import devices
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.evaluate.run import Network
-from yolofleet.export.facts import Suppression
+from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections

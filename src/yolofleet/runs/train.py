@@ -34,17 +34,17 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
-from yolofleet.parallel.lanes import Lanes
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import (
     agree,
     fleet_precision,
-    lane_devices,
     loader_processes,
     place_text,
+    replica_devices,
     set_kernels,
     versions,
 )
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
@@ -287,9 +287,9 @@ def _state(
     schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_schedule)
     factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
     schedule = replace(schedule, lr_factor=factor)
-    on_devices = lane_devices(config, world)
+    on_devices = replica_devices(config, world)
     state = TrainState.build(
-        Lanes.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
+        Replicas.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
         recipe,
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
@@ -323,12 +323,12 @@ def _caches(
 
 
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:
-    lanes = len(lane_devices(config, world))
+    replicas = len(replica_devices(config, world))
     shares = "" if config.shares == "auto" else config.shares
     return StepSplitter(
-        partition=Partition.parse(shares, world.size * lanes),
+        partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
-        lanes=lanes,
+        replicas=replicas,
         micro_batch=micro_batch_of(config),
         batch=config.batch,
         dataset_images=images,
@@ -357,7 +357,7 @@ def _facts(
         "" if network.img == config.img else f" (--img {config.img} rounded up to stride {network.stride})"
     )
     return {
-        "where": place_text(world, len(lane_devices(config, world))),
+        "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         + (f", {len(frozen)} tensors frozen" if frozen else ""),
         "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch_of(config)}, "

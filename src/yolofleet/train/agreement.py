@@ -116,4 +116,4 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, al
     )
     for t in state.all_tensors():
         world.broadcast_(t)
-    state.lanes.spread()
+    state.replicas.spread()

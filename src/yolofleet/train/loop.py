@@ -47,8 +47,8 @@ class StepSplitter:
     rank's share of each group of ``batch`` images.
 
     Args:
-        partition: over the lanes of all ranks, rank by rank.
-        lanes: devices of this process.
+        partition: over the replicas of all ranks, rank by rank.
+        replicas: devices of this process.
         micro_batch, batch: images.
         dataset_images: images of an epoch.
         img, stride: pixels.
@@ -58,7 +58,7 @@ class StepSplitter:
 
     partition: Partition
     rank: int
-    lanes: int
+    replicas: int
     micro_batch: int
     batch: int
     dataset_images: int
@@ -73,16 +73,18 @@ class StepSplitter:
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
 
     def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
-        """What this rank makes for a step, lane by lane."""
-        return [key for lane in range(self.lanes) for key in self._lane_keys(plan, lane)]
+        """What this rank makes for a step, replica by replica."""
+        return [key for replica in range(self.replicas) for key in self._replica_keys(plan, replica)]
 
-    def by_lane(self, plan: StepPlan, made: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """The micro-batches of :meth:`keys`, dealt to the lanes."""
+    def by_replica(self, plan: StepPlan, made: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        """The micro-batches of :meth:`keys`, dealt to the replicas."""
         rest = iter(made)
-        return [list(islice(rest, len(self._lane_keys(plan, lane)))) for lane in range(self.lanes)]
+        return [
+            list(islice(rest, len(self._replica_keys(plan, replica)))) for replica in range(self.replicas)
+        ]
 
-    def _lane_keys(self, plan: StepPlan, lane: int) -> list[MicroBatchKey]:
-        size, number = self.size_of(plan.step), self.rank * self.lanes + lane
+    def _replica_keys(self, plan: StepPlan, replica: int) -> list[MicroBatchKey]:
+        size, number = self.size_of(plan.step), self.rank * self.replicas + replica
         if not self.sync_bn:
             mine = self.partition.ranges(plan.images // self.micro_batch)[number]
             return [self._key(plan, v, v * self.micro_batch, self.micro_batch, size) for v in mine]
@@ -102,8 +104,8 @@ class StepSplitter:
         Raises:
             ConfigError: a micro-batch of one image, as small as the stride.
         """
-        lanes_together = self.sync_bn and len(self.partition.shares) > 1
-        if self.micro_batch == 1 and self._size_range()[0] == 1 and not lanes_together:
+        replicas_together = self.sync_bn and len(self.partition.shares) > 1
+        if self.micro_batch == 1 and self._size_range()[0] == 1 and not replicas_together:
             varied = "" if self.sizes == (1, 1) else ", sizes vary"
             raise ConfigError(
                 f"one image of {self.stride} px (--micro-batch 1, --img {self.img}{varied}) leaves batch "
@@ -241,7 +243,7 @@ class TrainingRun:
         self._restore_tally()
         self._open_loader()
         probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
-        self.state.lanes.timed = probe is not None
+        self.state.replicas.timed = probe is not None
         try:
             with StopRequest() as stop:
                 for plan in self.plans():
@@ -287,7 +289,7 @@ class TrainingRun:
         done = train_step(
             self.state,
             plan,
-            self.splitter.by_lane(plan, mine),
+            self.splitter.by_replica(plan, mine),
             self.loss.at(self.schedule.progress(plan.first_image)),
             self.world,
             self.report.clock,
@@ -319,10 +321,10 @@ class TrainingRun:
         """
         packed = struct.pack("<d", probe.passes / max(probe.compute_s, 1e-9))
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
-        shares = tuple(speed for speed in speeds for _ in range(self.splitter.lanes))
+        shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
-        self.state.lanes.timed = False
+        self.state.replicas.timed = False
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
         self.micro_batches.close()
         self._open_loader()

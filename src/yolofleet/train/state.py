@@ -16,7 +16,7 @@ from yolofleet.models.precision import LossScaler, loss_scaler
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import grid_of, restore_grid
-from yolofleet.parallel.lanes import Lanes
+from yolofleet.parallel.replicas import Replicas
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer, slot_device
 
@@ -38,7 +38,7 @@ class Progress:
 class TrainState:
     """The state of one rank; equal on every rank at a step border."""
 
-    lanes: Lanes
+    replicas: Replicas
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     average: MovingAverage
@@ -50,30 +50,30 @@ class TrainState:
 
     @classmethod
     def build(
-        cls, lanes: Lanes, recipe: Recipe, *, optimizer: str, weight_decay: float, precision: str
+        cls, replicas: Replicas, recipe: Recipe, *, optimizer: str, weight_decay: float, precision: str
     ) -> TrainState:
         """The lead's model is in training mode, its frozen parts without gradient and in eval mode."""
-        model = lanes.lead.model
-        live = dict(model.named_parameters()) | lanes.lead.statistics.views
+        model = replicas.lead.model
+        live = dict(model.named_parameters()) | replicas.lead.statistics.views
         return cls(
-            lanes=lanes,
+            replicas=replicas,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
-            scaler=loss_scaler(precision, lanes.lead.device),
+            scaler=loss_scaler(precision, replicas.lead.device),
             average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau, rule=recipe.ema_rule),
             progress=Progress(),
         )
 
     @property
     def model(self) -> nn.Module:
-        return self.lanes.lead.model
+        return self.replicas.lead.model
 
     @property
     def statistics(self) -> RunningStatistics:
-        return self.lanes.lead.statistics
+        return self.replicas.lead.statistics
 
     @property
     def buckets(self) -> GradientBuckets:
-        return self.lanes.lead.buckets
+        return self.replicas.lead.buckets
 
     # -- checkpoint ----------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class TrainState:
                 self.optimizer.state[p][slot] = empty.copy_(t)
         if grid is not None and len(grid_of(self.buckets)) == len(grid):
             restore_grid(self.buckets, grid)
-        self.lanes.spread()
+        self.replicas.spread()
         values = snapshot.values
         self.step, self.images_seen = snapshot.step, int(values["images_seen"])
         self.statistics.batches = int(values["bn_batches"])

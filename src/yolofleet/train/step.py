@@ -20,7 +20,7 @@ from yolofleet.devices import HostCopy, is_host, to_device
 from yolofleet.errors import NumericsError
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import LossScaler, autocast
-from yolofleet.parallel.lanes import Lane
+from yolofleet.parallel.replicas import Replica
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.optimiser import set_rates, update_if_finite
@@ -85,24 +85,24 @@ def train_step(
     scale = plan.images if loss.times_images else 1
     weights = loss.gains / counts.clamp(min=1)  # [T]
 
-    def passes(lane: Lane, number: int) -> Passed:
+    def passes(replica: Replica, number: int) -> Passed:
         return pass_micro_batches(
-            lane,
+            replica,
             shares[number],
             loss,
-            to_device(weights, lane.device),
+            to_device(weights, replica.device),
             scale=scale,
             total_micro_batches=total_micro_batches,
             precision=precision,
             scaler=state.scaler,
-            is_alone=len(state.lanes.all) == 1,
+            is_alone=len(state.replicas.all) == 1,
         )
 
-    state.lanes.begin(total_micro_batches)
-    passed = state.lanes.each(passes)
+    state.replicas.begin(total_micro_batches)
+    passed = state.replicas.each(passes)
     terms = sum((part.terms.to(device) for part in passed), torch.zeros(len(loss.terms), device=device))
     with clock("comm"):
-        state.lanes.finish()
+        state.replicas.finish()
 
     set_rates(state.optimizer, plan)
     if state.scaler.enabled:
@@ -124,7 +124,7 @@ def train_step(
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
     update_if_finite(state.optimizer, finite)
     state.scaler.update(finite)
-    state.lanes.spread()
+    state.replicas.spread()
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
     state.step = plan.step + 1
@@ -145,7 +145,7 @@ class Passed(NamedTuple):
 
 
 def pass_micro_batches(
-    lane: Lane,
+    replica: Replica,
     micro_batches: Sequence[MicroBatch],
     loss: DetectionLoss,
     weights: Tensor,
@@ -164,22 +164,22 @@ def pass_micro_batches(
         is_alone: no other device of this process: the last backward pass sends buckets as they fill.
     """
     terms = torch.zeros_like(weights)
-    divisor = torch.zeros((), dtype=torch.int64, device=lane.device)
+    divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
-        images = mb.images.to(lane.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
-        with autocast(precision, lane.device):
-            raws = lane.model(images)
+        images = mb.images.to(replica.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
+        with autocast(precision, replica.device):
+            raws = replica.model(images)
         sums = loss.sums(raws, mb.targets)  # [T], and perhaps a divisor
         if loss.late_divisor:
             divisor += (sums[-1].detach() / LATE_UNIT).round().long()
             sums = sums[:-1]
-        lane.statistics.collect(lane.buckets.statistics, mb.ordinal, total_micro_batches)
+        replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches)
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
-            lane.buckets.arm()
+            replica.buckets.arm()
         scaler.scale((sums * weights).sum() * scale).backward()
         if not (is_last and is_alone):
-            lane.buckets.absorb()
+            replica.buckets.absorb()
         terms += sums.detach() * weights
     return Passed(terms, divisor)
 

@@ -1,4 +1,4 @@
-"""What runs on every host of a fleet: ``remote.keeper_argv`` starts it through ssh.
+"""What runs on every host of a fleet: ``remote.host_agent_argv`` starts it through ssh.
 
 It speaks with the launcher in lines of JSON on standard input and output: requests and their answers, a job, and
 frames of what the job says. Its life hangs on standard input: when that ends, or says nothing for ``silence_s``,
@@ -7,7 +7,7 @@ starts dies with it. Standard library alone; Linux.
 
 From the launcher: ``{"type": "beat"}``, ``ask`` (id, request, arguments), ``start`` (job), ``stop`` (grace_s).
 To it: ``hello``, ``beat``, ``reply`` (id, value or error), ``output`` (text for the screen), ``log`` (rank, text;
-rank -1: the agent), ``exit`` (code, words, log, why, stopped, killed). ``frames.py`` says what they look like.
+rank -1: the agent), ``exit`` (code, words, log, why, stopped, killed). ``wire_protocol.py`` says what they look like.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from yolofleet.doctor.facts import software
+from yolofleet.doctor.machine_facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import open_foreign
-from yolofleet.launch import code, jobs, requests
-from yolofleet.launch.frames import MOST_FRAME_BYTES, PROTOCOL, Frame
+from yolofleet.launch import jobs, package_sync, requests
 from yolofleet.launch.job import (
     SAVING_S,
     JobSpec,
@@ -46,6 +45,7 @@ from yolofleet.launch.job import (
 )
 from yolofleet.launch.local import last_words
 from yolofleet.launch.relay import Relay
+from yolofleet.launch.wire_protocol import MOST_FRAME_BYTES, PROTOCOL, Frame
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import adopt_orphans, die_with_parent, module_environment
@@ -97,7 +97,7 @@ class Tail:
 
 @dataclass
 class Running:
-    """The job of this keeper: torchrun's agent and everything below it."""
+    """The job of this host agent: torchrun's agent and everything below it."""
 
     record: jobs.Record
     agent: subprocess.Popen[bytes]
@@ -176,7 +176,7 @@ def stopped_ranks(pids: list[int]) -> list[str]:
 
 
 def start(job: Frame) -> Running:
-    """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the keeper.
+    """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the host agent.
 
     Raises:
         OSError, StorageError: a folder or file cannot be written, or there is no such command.
@@ -206,11 +206,11 @@ def start(job: Frame) -> Running:
         tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
     grace_s = float(job["grace_s"])
     environment |= {SAVING_S: str(math.ceil(grace_s)), **job["env"]}
-    keeper = os.getpid()
+    host_agent = os.getpid()
 
     def in_child() -> None:
         die_with_parent()
-        if os.getppid() != keeper:  # it died before that
+        if os.getppid() != host_agent:  # it died before that
             os._exit(1)
 
     relay, store = None, StoreEnd()
@@ -249,7 +249,7 @@ def start(job: Frame) -> Running:
         folder=str(folder.absolute()) if tails else "",
         node=meeting.node,
         ranks=(first_rank, processes),
-        keeper=(keeper, started_at(keeper)),
+        host_agent=(host_agent, started_at(host_agent)),
         began_s=time.time(),
     )
     jobs.write(record)
@@ -277,7 +277,7 @@ def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, i
     return ours, theirs
 
 
-class Keeper:
+class HostAgent:
     """The loop of one connection.
 
     Args:
@@ -482,7 +482,7 @@ class Keeper:
         while self.pending and time.monotonic() < gives_up_at_s:
             self._wait()
         end_descendants(os.getpid())
-        code.discard()
+        package_sync.discard()
 
 
 def _words(problem: Exception) -> str:
@@ -507,7 +507,7 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what anything prints here must not get between the frames
     adopt_orphans()
-    exit_code = Keeper(incoming, outgoing).run()
+    exit_code = HostAgent(incoming, outgoing).run()
     sys.stderr.flush()
     os._exit(exit_code)  # threads of requests may still wait for something
 

@@ -1,6 +1,6 @@
 """Probes that need torch or the data: each in a process of its own, which may be slow, fail or crash alone.
 
-``python -m yolofleet.doctor.apart NAME`` reads its arguments as JSON from standard input and prints its answer
+``python -m yolofleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints its answer
 as the last line, JSON too. Started by ``probes.py``.
 """
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from yolofleet.doctor.facts import LIBRARIES
+from yolofleet.doctor.machine_facts import LIBRARIES
 
 ALL_REDUCE_BYTES = 4 << 20  # about the gradients of yolov5n twice over
 ALL_REDUCES, BARRIERS = 4, 20

@@ -1,7 +1,7 @@
 """``--sync-code``: hosts compute with this machine's yolofleet, for one run. Standard library alone.
 
 Only the package travels, through the channel that is there anyway; what it imports must be installed on the host. A
-keeper removes what it was sent when it ends.
+host agent removes what it was sent when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yolofleet
-from yolofleet.doctor.facts import package_sha256
+from yolofleet.doctor.machine_facts import package_sha256
 
 SUFFIXES = (".py", ".yaml")  # as package_sha256 has them
 MOST_BYTES = 32 << 20

@@ -37,7 +37,7 @@ class Suppression:
 
 
 @dataclass(frozen=True)
-class ExportFacts:
+class ExportMetadata:
     """The description of an exported file.
 
     Attributes:
@@ -78,7 +78,7 @@ class ExportFacts:
         return json.dumps(values, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str, *, source: str) -> ExportFacts:
+    def from_json(cls, text: str, *, source: str) -> ExportMetadata:
         """Facts from a file.
 
         Raises:

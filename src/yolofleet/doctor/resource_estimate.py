@@ -81,7 +81,7 @@ class Need:
         return text
 
 
-def need_of(wanted: RunResources, cores: int, gpus: int) -> Need:
+def estimate_of(wanted: RunResources, cores: int, gpus: int) -> Need:
     """
     Args:
         cores, gpus: that this machine has for us.
@@ -105,10 +105,10 @@ def need_of(wanted: RunResources, cores: int, gpus: int) -> Need:
     )
 
 
-def need_here(wanted: RunResources, facts: Mapping[str, Any]) -> Need:
-    """Of a machine of which ``facts.py`` saw this."""
+def estimate_here(wanted: RunResources, facts: Mapping[str, Any]) -> Need:
+    """Of a machine of which ``machine_facts.py`` saw this."""
     cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
-    return need_of(wanted, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
+    return estimate_of(wanted, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
 
 
 def by_number(device: str) -> bool:

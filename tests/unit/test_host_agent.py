@@ -1,4 +1,4 @@
-"""A keeper without ssh: started here, spoken to, and left in every way; nothing that it started may outlive it."""
+"""A host agent without ssh: started here, spoken to, and left in every way; nothing that it started may outlive it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from yolofleet.errors import ClusterError
-from yolofleet.launch.code import discard, packed, take
 from yolofleet.launch.fleet import Host
+from yolofleet.launch.package_sync import discard, packed, take
 from yolofleet.launch.preflight import files
 from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
 from yolofleet.system.proc import descendants
@@ -63,7 +63,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def started(remote: Remote, command: str, **more: Any) -> list[int]:
-    """Start a job; everything below the keeper once it has said something."""
+    """Start a job; everything below the host agent once it has said something."""
     remote.start(job(command, **more))
     assert next_frame(remote)["text"] == "up\n"
     return wait_for(lambda: descendants(remote.hello["pid"]))
@@ -148,9 +148,9 @@ def test_torchrun_gives_its_workers_the_time_of_the_fleet(remote: Remote) -> Non
 
 
 def test_orphans_that_have_ended_are_let_go(remote: Remote) -> None:
-    keeper = remote.hello["pid"]
+    host_agent = remote.hello["pid"]
     started(remote, "for i in 1 2 3 4 5; do (setsid sleep 0.1 & sleep 0.1 &); done; echo up; exec sleep 60")
-    children = Path("/proc", str(keeper), "task", str(keeper), "children")
+    children = Path("/proc", str(host_agent), "task", str(host_agent), "children")
     wait_for(lambda: len(children.read_text().split()) == 1)  # zombies are among them
     remote.stop(0)
     assert next_frame(remote)["code"] == -signal.SIGTERM
@@ -211,12 +211,12 @@ def test_what_a_job_logged_last_comes_although_the_channel_is_full(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(AGENT_OF_MANY_WORDS)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    keeper = bare("", command=None, folder=str(tmp_path / "run"), streamed=True, env=env)
-    wait_for(lambda: (tmp_path / "run/logs/rank-2.log").exists() and not descendants(keeper.pid))
+    host_agent = bare("", command=None, folder=str(tmp_path / "run"), streamed=True, env=env)
+    wait_for(lambda: (tmp_path / "run/logs/rank-2.log").exists() and not descendants(host_agent.pid))
     time.sleep(1.0)
-    assert keeper.stdout
+    assert host_agent.stdout
     got = 0
-    while (frame := json.loads(keeper.stdout.readline()))["type"] != "exit":
+    while (frame := json.loads(host_agent.stdout.readline()))["type"] != "exit":
         got += len(frame["text"]) if frame["type"] == "log" and frame["rank"] == 2 else 0
     assert got == (tmp_path / "run/logs/rank-2.log").stat().st_size
 
@@ -288,16 +288,16 @@ def test_everything_ends_when_the_connection_does(remote: Remote) -> None:
 @pytest.mark.parametrize(
     "line", [b"{", b"[]", b"3", b"[" * 100_000, b"{}", b'{"type": "ask"}', b'{"type": "stop"}']
 )
-def test_a_keeper_that_is_told_nonsense_ends_everything(
+def test_a_host_agent_that_is_told_nonsense_ends_everything(
     bare: Callable[..., subprocess.Popen[bytes]], line: bytes
 ) -> None:
-    keeper = bare(STUBBORN, grace_s=0.1)
-    below = wait_for(lambda: descendants(keeper.pid))
-    assert keeper.stdin and keeper.stdout
-    keeper.stdin.write(line + b"\n")
-    keeper.stdin.flush()
-    words = keeper.stdout.read().decode()
-    assert keeper.wait(DEADLINE_S) == 0 and not alive(below)
+    host_agent = bare(STUBBORN, grace_s=0.1)
+    below = wait_for(lambda: descendants(host_agent.pid))
+    assert host_agent.stdin and host_agent.stdout
+    host_agent.stdin.write(line + b"\n")
+    host_agent.stdin.flush()
+    words = host_agent.stdout.read().decode()
+    assert host_agent.wait(DEADLINE_S) == 0 and not alive(below)
     assert "does not speak as one does" in words and "Traceback" not in words
 
 
@@ -312,48 +312,48 @@ def test_no_job_is_an_end_like_others(remote: Remote) -> None:
 
 @pytest.fixture
 def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a keeper with a job, and read no more than its greeting."""
+    """Start a host agent with a job, and read no more than its greeting."""
     keepers = []
 
     def begin(command: str, /, **more: Any) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "yolofleet.launch.keeper"]
-        keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        keepers.append(keeper)
-        assert keeper.stdin and keeper.stdout
-        assert json.loads(keeper.stdout.readline())["type"] == "hello"
-        keeper.stdin.write(json.dumps({"type": "start", "job": job(command, **more)}).encode() + b"\n")
-        keeper.stdin.flush()
-        return keeper
+        argv = [sys.executable, "-m", "yolofleet.launch.host_agent"]
+        host_agent = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        keepers.append(host_agent)
+        assert host_agent.stdin and host_agent.stdout
+        assert json.loads(host_agent.stdout.readline())["type"] == "hello"
+        host_agent.stdin.write(json.dumps({"type": "start", "job": job(command, **more)}).encode() + b"\n")
+        host_agent.stdin.flush()
+        return host_agent
 
     yield begin
-    for keeper in keepers:
-        keeper.kill()
-        keeper.wait()
-        keeper.stdin.close()
-        keeper.stdout.close()
+    for host_agent in keepers:
+        host_agent.kill()
+        host_agent.wait()
+        host_agent.stdin.close()
+        host_agent.stdout.close()
 
 
 def test_everything_ends_when_the_launcher_falls_silent(bare: Callable[..., subprocess.Popen[bytes]]) -> None:
     """As when a cable is pulled, or the launcher is stopped: the connection is there, and nothing comes."""
-    keeper = bare(STUBBORN, silence_s=0.5)
-    below = wait_for(lambda: descendants(keeper.pid))
-    assert keeper.stdout and keeper.wait(DEADLINE_S) == 0
-    frames = [json.loads(line) for line in keeper.stdout]
+    host_agent = bare(STUBBORN, silence_s=0.5)
+    below = wait_for(lambda: descendants(host_agent.pid))
+    assert host_agent.stdout and host_agent.wait(DEADLINE_S) == 0
+    frames = [json.loads(line) for line in host_agent.stdout]
     assert "nothing heard" in next(frame for frame in frames if frame["type"] == "exit")["why"]
     assert not alive(below)
 
 
 def test_everything_ends_when_nobody_reads(bare: Callable[..., subprocess.Popen[bytes]]) -> None:
-    keeper = bare("while :; do echo 0123456789012345678901234567890123456789012345678901234567890; done")
-    below = wait_for(lambda: descendants(keeper.pid))
+    host_agent = bare("while :; do echo 0123456789012345678901234567890123456789012345678901234567890; done")
+    below = wait_for(lambda: descendants(host_agent.pid))
     time.sleep(0.5)  # the pipe is full
-    assert keeper.stdin
-    keeper.stdin.close()
-    assert keeper.wait(DEADLINE_S) == 0
+    assert host_agent.stdin
+    host_agent.stdin.close()
+    assert host_agent.wait(DEADLINE_S) == 0
     assert not alive(below)
 
 
-def test_what_it_started_dies_with_a_keeper_that_is_killed(remote: Remote) -> None:
+def test_what_it_started_dies_with_a_host_agent_that_is_killed(remote: Remote) -> None:
     below = started(remote, "echo up; exec sleep 63")
     os.kill(remote.hello["pid"], signal.SIGKILL)
     assert next_frame(remote)["type"] == "gone"

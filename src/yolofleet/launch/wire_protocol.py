@@ -1,4 +1,4 @@
-"""What a keeper may say: the shape of its frames, which are lines of JSON, and of its answers.
+"""What a host agent may say: the shape of its frames, which are lines of JSON, and of its answers.
 
 A host is not believed: it may be broken, of another version, or somebody's who means ill. What does not fit here
 gets no further than this.
@@ -110,7 +110,7 @@ def frame_of(line: bytes) -> Frame:
 
 
 def is_sound(frame: Frame) -> bool:
-    """It is one that a keeper sends, and has what belongs to it."""
+    """It is one that a host agent sends, and has what belongs to it."""
     shape = FRAMES.get(frame.get("type", ""))
     answers = frame.get("type") != "reply" or "value" in frame or isinstance(frame.get("error"), str)
     return shape is not None and fits(frame, shape) and answers

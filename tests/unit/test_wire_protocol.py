@@ -1,4 +1,4 @@
-"""Hosts that do not speak as a keeper does: each is lost, in words, whatever it says."""
+"""Hosts that do not speak as a host agent does: each is lost, in words, whatever it says."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from yolofleet.errors import ClusterError
 from yolofleet.launch import remote as channel
 from yolofleet.launch.fleet import Fleet, Host
-from yolofleet.launch.frames import ANSWERS, fits, frame_of, is_sound
-from yolofleet.launch.keeper import introduction
+from yolofleet.launch.host_agent import introduction
 from yolofleet.launch.remote import MOST_WAITING, STRANGER, Frame, Remote, Unreachable
 from yolofleet.launch.watch import Watch
+from yolofleet.launch.wire_protocol import ANSWERS, fits, frame_of, is_sound
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux"),
@@ -99,7 +99,7 @@ def test_a_greeting_that_lacks_something_is_nobodys(begin: Begin, missing: str, 
         line(SOUND[0]), b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"\n", b"x" * (9 << 20),
     ],
 )  # fmt: skip
-def test_a_host_that_says_what_no_keeper_says_is_lost(
+def test_a_host_that_says_what_no_host_agent_says_is_lost(
     begin: Begin, said: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(channel, "MOST_FRAME_BYTES", 8 << 20)

@@ -1,0 +1,39 @@
+"""Words that the code once used in a private meaning; their place is taken by the field's own terms."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from pathlib import Path
+
+import yolofleet
+
+SOURCE = Path(yolofleet.__file__).resolve().parent
+FORMER = {
+    "keeper": "host agent",
+    "keepers": "host agents",
+    "lane": "replica",
+    "lanes": "replicas",
+    "witness": "process state",
+    "alike.py": "host_differences.py",
+    "apart.py": "subprocess_probes.py",
+    "cards.py": "network_interfaces.py",
+    "code.py": "package_sync.py",
+    "frames.py": "wire_protocol.py",
+    "need.py": "resource_estimate.py",
+    "screen.py": "nonblocking_stdout.py",
+}
+
+
+def test_no_file_and_no_identifier_has_a_former_name() -> None:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if path.name in FORMER:
+            found.append(f"{name}: call it {FORMER[path.name]}")
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            words = token.string.lower().strip("_").split("_") if token.type == tokenize.NAME else []
+            found += [
+                f"{name}:{token.start[0]}: {word} -> {FORMER[word]}" for word in words if word in FORMER
+            ]
+    assert not found, "\n".join(found)
