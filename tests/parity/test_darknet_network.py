@@ -104,8 +104,11 @@ def outputs_of(name, program, seed):
 
 def assert_near(found, expected, key):
     near_threshold = np.abs(np.maximum(found, expected) - 0.2) < 1e-5
-    factor = 10 if "yolo" in key else 1  # sizes are exponentials
-    compare(found, expected, atol=factor * 2e-4, rms=factor * 3e-5, ignore=near_threshold, name=key)
+    factor = 10 if "yolo" in key else 1  # sizes are exponentials, up to 300 times the picture here
+    rtol = 5e-5 if "yolo" in key else 0.0
+    compare(
+        found, expected, rtol=rtol, atol=factor * 2e-4, rms=factor * 3e-5, ignore=near_threshold, name=key
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -177,7 +180,7 @@ def test_layouts_agree(name, layout):
         expected = model(image)
         found = model.to(memory_format=layout)(image.to(memory_format=layout))
     for ours, theirs in zip(found, expected, strict=True):
-        compare(ours - theirs, torch.zeros_like(theirs), atol=2e-5)
+        compare(ours - theirs, torch.zeros_like(theirs), atol=4e-5)
 
 
 def test_published_weights_come_back_to_the_byte(tmp_path):
