@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,12 @@ class CountedElsewhere(World):
 def gradient_of_a_step(
     world: World, shares: tuple[float, ...], only: int | None = None
 ) -> list[torch.Tensor]:
-    """Of yolov5n over six micro-batches, in float32; with ``only``, that micro-batch's part."""
+    """Of yolov5n over six micro-batches, in float32; with ``only``, that micro-batch's part.
+
+    On one thread: with several, kernels may round differently from call to call, and a tie in max-pooling that turns moves
+    the gradient by 1e-4, whatever the fleet.
+    """
+    torch.set_num_threads(1)
     recipe = Recipe()
     model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()
     replicas = Replicas.build(model, [world.device], world, exact=False, synced=False)
@@ -192,6 +198,15 @@ def gradient_of_a_step(
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    """Give the process its number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("same_threads")
 def test_fast_gradients_equal_one_process_to_rounding(tmp_path: Path) -> None:
     one = gradient_of_a_step(World.single(), (1.0,))
     parts = [gradient_of_a_step(World.single(), (1.0,), only=v) for v in range(STEP_MICRO_BATCHES)]
