@@ -81,11 +81,19 @@ def test_a_folder_a_glob_and_a_list_name_the_same_pictures_in_order(pictures):
     assert find_items("0") == [0]
 
 
+def test_a_name_in_a_list_that_is_too_long_for_the_disk_is_a_problem_of_one_picture(pictures):
+    listing = pictures / "list.txt"
+    listing.write_text("9" * 300 + ".jpg\n")
+    source = Source(str(listing))
+    assert list(source) == [] and len(source.problems) == 1 and "999.jpg" in source.problems[0]
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("nowhere.jpg", "does not exist"),
         ("*.nothing", "matches no file"),
+        ("9" * 300, "does not exist"),
         ("https://example.org/a.jpg", "is an address"),
         ("empty", "no pictures or videos"),
         ("empty.txt", "lists nothing"),

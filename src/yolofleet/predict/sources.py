@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def find_items(spec: str) -> list[Path | int]:
         raise DataError(
             f"source {spec} is an address; only local files and cameras are read", hint="download it first"
         )
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
         found = sorted(p for p in path.iterdir() if p.suffix.lower() in known and p.is_file())
         if not found:
@@ -147,7 +148,7 @@ def find_items(spec: str) -> list[Path | int]:
             )
             raise DataError(f"source {spec} has no pictures or videos", hint=hint)
         return list(found)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113
         return _listed(path) if path.suffix.lower() == ".txt" else [path]
     if re.fullmatch(r"\d{1,3}", spec):
         return [int(spec)]
@@ -179,4 +180,4 @@ def _listed(path: Path) -> list[Path | int]:
 def _beside(listing: Path, entry: str) -> Path:
     """An entry relative to its list, or else to the working folder."""
     near = listing.parent / entry
-    return near if near.exists() else Path(entry)
+    return near if os.path.exists(near) else Path(entry)  # noqa: PTH110  (Path.exists raises for a name that is too long)
