@@ -484,3 +484,11 @@ def test_every_rule_says_why_and_what_to_do():
 def test_the_page_lists_every_code():
     listed = set(re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {rule.code for rule in (*log_rules.RULES, *SPECIAL)} | {"log-clean", "log-unread"}
+
+
+def test_a_log_that_claims_a_terabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"has more than the 1\.0 GiB"):
+        read_log(log)

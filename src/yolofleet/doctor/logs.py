@@ -11,6 +11,7 @@ remembered, so it is not examined again.
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections import defaultdict
@@ -34,6 +35,7 @@ from yolofleet.doctor.log_rules import (
 )
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.foreign import open_foreign
+from yolofleet.text import size_text
 
 LONGEST = 1 << 14  # characters of a line that are looked at: half from its start, half from its end
 SHOWN = 240  # characters of a line in a finding
@@ -41,6 +43,7 @@ MOST_RANKS = 16  # named in a finding
 REMEMBERED = 1 << 16  # lines without their numbers
 LOG_SUFFIXES = (".log", ".out", ".err")  # ours and torchrun's; SLURM's
 MOST_FILES = 1024  # of a folder; a run has one for each rank and host
+MOST_LOG_BYTES = 1 << 30  # about half a minute; a sparse file can claim terabytes
 SUMMARY = 14  # lines that torchrun's "Root Cause" has at most
 IGNORED = 40  # lines that a traceback after "Exception ignored in" has at most
 
@@ -86,6 +89,12 @@ def _natural(name: str) -> list[tuple[str, int]]:
 def _read(path: Path) -> _Reader:
     try:
         with open_foreign(path) as file:
+            if os.fstat(file.fileno()).st_size > MOST_LOG_BYTES:
+                raise ConfigError(
+                    f"{path} has more than the {size_text(MOST_LOG_BYTES)} that are read",
+                    source="--log",
+                    hint="give its last part: tail -c 500M LOG | yolofleet doctor --log -",
+                )
             # PowerShell's ">" writes UTF-16
             encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
             file.seek(0)
