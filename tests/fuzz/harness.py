@@ -223,7 +223,7 @@ def guard(folder: Path) -> None:
     try:
         os.setsid()  # Ctrl-C and a signal to the group are for the fuzzer
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # who reads the fuzzer's output does not wait for the guard
+        for stream in range(3):  # else a reader of the fuzzer's output would wait until the guard ends
             os.dup2(null, stream)
         while os.getppid() == parent:
             time.sleep(GUARD_S)

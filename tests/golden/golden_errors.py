@@ -184,7 +184,7 @@ CASES = [
     Case("data set without labels", "@train", "labels/train|6", remove("set/labels")),
     Case("class that is not in names", "@train", "labels/train/000000.txt:1|7|4",
          write(LABELS, "7 0.5 0.5 0.1 0.1\n")),
-    Case("images that are none", "@train", "train", overwrite("set/images/train/*.jpg")),
+    Case("images that are not pictures", "@train", "train", overwrite("set/images/train/*.jpg")),
     # weights
     Case("weights that are not there", "@train --weights no.pt", "no.pt"),
     Case("weights that are text", "@train --weights text.pt", "text.pt", write("text.pt", "I am no weights\n" * 9)),
@@ -211,12 +211,12 @@ CASES = [
     Case("predict what is not there", "@predict --source nowhere.jpg", "nowhere.jpg"),
     Case("predict a folder without pictures", "@predict --source letters", "letters|.doc",
          folder("letters", a_doc="Dear Sir")),
-    Case("predict pictures that are none", "@predict --source bad", "bad/x.jpg", folder("bad", x_jpg="no")),
+    Case("predict files that are not pictures", "@predict --source bad", "bad/x.jpg", folder("bad", x_jpg="no")),
     Case("predict a class that is not there", "@predict --source set/images/val --classes dog", "dog"),
     Case("export without weights", "export", "--weights"),
     Case("export to an unknown format", f"export --weights {WEIGHTS} --format onix", "onix|onnx"),
     Case("export in 8 bits", f"export --weights {WEIGHTS} --int8", "--int8"),
-    Case("export of a size that is none", f"export --weights {WEIGHTS} --img 64,x", "--img|64,x"),
+    Case("export of a size that is not a number", f"export --weights {WEIGHTS} --img 64,x", "--img|64,x"),
     Case("bench of weights that are not there", "bench --weights no.pt", "no.pt"),
     Case("bench on two devices", f"bench --weights {WEIGHTS} --device 0,1", "--device|0,1"),
     # data
@@ -249,7 +249,7 @@ CASES = [
     Case("rank that is no number", "@train", "RANK|first", variables=TORCHRUN),
     # doctor, selftest
     Case("log that is not there", "doctor --log nowhere.log", "nowhere.log"),
-    Case("port that is none", "doctor --quick --port 0", "--port|0"),
+    Case("port outside the range", "doctor --quick --port 0", "--port|0"),
     Case("figures into a folder", "doctor --quick --json set", "--json|set"),
     Case("selftest of one step", "selftest --steps 1", "--steps|1|2"),
     Case("selftest of an unknown model", "selftest --device cpu:2 --model yolov5q", "yolov5q"),

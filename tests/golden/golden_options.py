@@ -31,7 +31,7 @@ from yolofleet.models.description import preset_names
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-# values of spellings for which "7" is none; an empty text is a flag without a value
+# values for spellings that do not accept "7"; an empty text is a flag without a value
 SAMPLES = {
     "-c": ["ppyoloe_plus_crn_s_80e_coco.yml", "yolov3_darknet53_270e_coco.yml"],
     "--batch": ["7", "-1"],

@@ -109,7 +109,7 @@ def open_descriptor(
 
 
 def linked_subfolder(folder: Path) -> Path | None:
-    """Return the first sub-folder of ``folder`` that is a symbolic link, None if there is none.
+    """Return the first sub-folder of ``folder`` that is a symbolic link; None if no sub-folder is one.
 
     Raises:
         OSError: ``folder`` cannot be read.

@@ -12,8 +12,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -201,14 +201,8 @@ class World:
             return
         with self.activity.doing("connecting"):
             self.all_reduce_(torch.zeros(1, device=self.device))
-            try:
+            with self._cluster_errors(f"sum a number on {self.device}"):
                 devices.synchronize(self.device)  # waiting for NCCL does not wait for the device
-            except RuntimeError as problem:
-                raise ClusterError(
-                    f"rank {self.rank} could not sum a number on {self.device}",
-                    source=str(problem).splitlines()[0][:300],
-                    hint=COLLECTIVE_HINT,
-                ) from None
 
     def store(self, name: str) -> Store | None:
         """A connection of one's own to the store where the ranks met, under a name that only they know; None
@@ -266,13 +260,19 @@ class World:
     def _start(self, name: str, tensor: Tensor, collective: Callable[[], Any]) -> Any:
         """Call an asynchronous collective; NCCL connects, and may fail, in the first one of its kind."""
         self.activity.started(name, tensor.shape, tensor.dtype)
-        try:
+        with self._cluster_errors(f"start {self.activity.last_text()} on {tensor.device}"):
             return collective()
+
+    @contextmanager
+    def _cluster_errors(self, what: str) -> Iterator[None]:
+        """Raise the collective library's errors as ClusterError; too little memory stays what it is."""
+        try:
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
             raise ClusterError(
-                f"rank {self.rank} could not start {self.activity.last_text()} on {tensor.device}",
+                f"rank {self.rank} could not {what}",
                 source=str(problem).splitlines()[0][:300],
                 hint=COLLECTIVE_HINT,
             ) from None
