@@ -16,6 +16,7 @@ from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.data import decode, imageheader, vocxml, yolotxt
 from yolofleet.data.labels import ProblemLog
+from yolofleet.doctor import logs
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.files import archive
@@ -54,6 +55,7 @@ LIMITS = {
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_FRAME_BYTES),
+    "a log that the doctor reads": gib(logs.MOST_LOG_BYTES),
 }
 
 
