@@ -54,7 +54,8 @@ class TrainState:
     ) -> TrainState:
         """The lead's model is in training mode, its frozen parts without gradient and in eval mode."""
         model = replicas.lead.model
-        live = dict(model.named_parameters()) | replicas.lead.statistics.views
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        live = trained | replicas.lead.statistics.views  # an average of frozen tensors only rounds
         return cls(
             replicas=replicas,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
