@@ -3,6 +3,8 @@
 Only files and folders come out of one, all below the folder that was given and none over an existing file that
 differs. Names, sizes and counts in the archive are untrusted. It is unpacked beside its place first, so a bad or
 interrupted one leaves nothing.
+
+Our own, because ``shutil`` and the filters of ``tarfile`` limit neither the unpacked size nor the number of files.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ A file gets its name only when its size and digest are right. What came before a
 ``.NAME.part`` and is continued, from any of the urls: the digest decides in the end whether it is the file. If it
 is not and was put together from several answers, it is fetched once more from the beginning. Nothing is fetched
 that has no digest. Proxies are taken from the environment, as usual (``https_proxy``, ``no_proxy``).
+
+Our own, because urllib, requests and ``torch.hub`` neither continue an interrupted download nor change the server in
+the middle of one.
 """
 
 from __future__ import annotations
