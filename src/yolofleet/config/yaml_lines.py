@@ -44,8 +44,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, NO_ALIASES, event.start_mark)
+            mark = yaml.parser.Parser.peek_event(self).start_mark
+            raise yaml.composer.ComposerError(None, None, NO_ALIASES, mark)
         return super().compose_node(parent, index)
 
 

@@ -231,14 +231,16 @@ def _move_boxes(tiles: Sequence[Tile], view: View) -> np.ndarray:
         & (np.maximum(width, height) < LARGEST_ASPECT * np.minimum(width, height))
     )
     labels[:, 1:] = after
-    return labels[keep].astype(np.float32)
+    kept: np.ndarray = labels[keep].astype(np.float32)
+    return kept
 
 
 def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
     """Boxes around the four mapped corners of each box. [n, 4] -> [n, 4]"""
     matrix = view.to_output
     if view.is_crop:
-        return boxes_xyxy * view.scale + np.tile(matrix[:2, 2], 2)
+        moved: np.ndarray = boxes_xyxy * view.scale + np.tile(matrix[:2, 2], 2)
+        return moved
     corners = boxes_xyxy[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)  # [n, 4] -> [n, 4 corners, xy]
     mapped = corners @ matrix[:2, :2].T + matrix[:2, 2]
     mapped /= corners @ matrix[2:, :2].T + 1

@@ -74,7 +74,8 @@ def resized_wh(sizes_wh: np.ndarray, img: int) -> np.ndarray:
     """
     sizes = np.asarray(sizes_wh, np.float64)
     ratio = img / sizes.max(axis=1, keepdims=True)
-    return np.minimum(np.ceil(sizes * ratio), img).astype(np.int64)
+    resized_wh: np.ndarray = np.minimum(np.ceil(sizes * ratio), img).astype(np.int64)
+    return resized_wh
 
 
 class ImageCache:

@@ -117,7 +117,7 @@ class TrainSamples:
 def _unit(labels: np.ndarray, img: int) -> np.ndarray:
     """[n, 5] class, x1, y1, x2, y2 pixels -> class, cx, cy, w, h in 0..1; centres stay below 1."""
     boxes = np.clip(labels[:, 1:], 0, img - 1e-3) / img
-    result = labels.copy()
+    result: np.ndarray = labels.copy()
     result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2
     result[:, 3:5] = boxes[:, 2:] - boxes[:, :2]
     return result

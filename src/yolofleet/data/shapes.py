@@ -120,7 +120,8 @@ def _whole(rng: np.random.Generator, low: int, high: int) -> int:
 def _colour(hue_degrees: float, saturation: float, brightness: float) -> np.ndarray:
     """float32 [3] BGR, 0..255."""
     hsv = np.array([[[hue_degrees % 360, saturation, brightness]]], np.float32)
-    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0] * 255
+    colour_bgr: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0] * 255
+    return colour_bgr
 
 
 def _ground(rng: np.random.Generator, img: int) -> np.ndarray:
@@ -137,7 +138,8 @@ def _ground(rng: np.random.Generator, img: int) -> np.ndarray:
     stripes = np.sin((math.cos(angle) * x + math.sin(angle) * y) * waves * math.pi)
     blotches = cv2.resize(rng.random((6, 6), np.float32) * 2 - 1, (img, img), interpolation=cv2.INTER_CUBIC)
     light = _between(rng, 0, STRIPE_CONTRAST) * stripes + _between(rng, 0, BLOTCH_CONTRAST) * blotches
-    return first + (second - first) * slope[..., None] + 255 * light[..., None]
+    picture: np.ndarray = first + (second - first) * slope[..., None] + 255 * light[..., None]
+    return picture
 
 
 def _outline(rng: np.random.Generator, kind: int) -> np.ndarray:

@@ -128,7 +128,8 @@ def learned(index: DataIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def scales(index: DataIndex, img_px: int) -> np.ndarray:
     """float64 [N]: pixels at the training size per pixel of the image."""
-    return img_px / index.sizes_wh.max(1).astype(np.float64)
+    ratios: np.ndarray = img_px / index.sizes_wh.max(1).astype(np.float64)
+    return ratios
 
 
 def narrow_share(index: DataIndex, img_px: int) -> float:

@@ -34,7 +34,7 @@ def _is_said(value: Any) -> bool:
 
 
 def _is_nothing(value: Any) -> bool:
-    return value == ""
+    return isinstance(value, str) and not value
 
 
 def _is_address(value: Any) -> bool:

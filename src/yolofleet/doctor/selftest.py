@@ -258,7 +258,10 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 def training_s(snapshot: Snapshot) -> float:
     """Seconds of data, compute and communication until then."""
-    return sum(part["seconds"][phase] for part in snapshot.values["clock"].values() for phase in TRAINING)
+    total_s: float = sum(
+        part["seconds"][phase] for part in snapshot.values["clock"].values() for phase in TRAINING
+    )
+    return total_s
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------

@@ -311,7 +311,8 @@ def _iou_pairs(
     area = d[2] * d[3]
     union = np.where(crowd, area, area + m[2] * m[3] - both)
     overlap = (w > 0) & (h > 0)
-    return np.divide(both, union, out=np.zeros_like(both), where=overlap)
+    iou: NDArray[np.float64] = np.divide(both, union, out=np.zeros_like(both), where=overlap)
+    return iou
 
 
 def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -326,7 +327,8 @@ def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
 def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
     """[..., A]: the area is not in the range; both ends belong to it."""
     low, high = np.array(list(AREA_RANGES_PX.values())).T
-    return (area_px[:, None] < low) | (area_px[:, None] > high)
+    outside: NDArray[np.bool_] = (area_px[:, None] < low) | (area_px[:, None] > high)
+    return outside
 
 
 # bits -----------------------------------------------------------------------------------------------------
@@ -335,11 +337,13 @@ def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
 def _words(by_area: NDArray[np.bool_]) -> NDArray[np.uint64]:
     """[N, A] flags -> [N] words with these flags at every threshold."""
     nibble = (by_area << np.arange(A)).sum(axis=1).astype(np.uint64)
-    return nibble * _EVERY_THRESHOLD
+    words: NDArray[np.uint64] = nibble * _EVERY_THRESHOLD
+    return words
 
 
 def _packed(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :_WORD_BYTES].copy()
+    packed: NDArray[np.uint8] = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :_WORD_BYTES].copy()
+    return packed
 
 
 def unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -68,6 +68,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     compiled = _core().compile_model(model, "CPU", settings)
 
     def run(images: np.ndarray) -> np.ndarray:
-        return compiled(images)[0].copy()  # the runtime's own memory is used again
+        rows: np.ndarray = compiled(images)[0].copy()  # the runtime's own memory is used again
+        return rows
 
     return Opened(facts, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU", run)

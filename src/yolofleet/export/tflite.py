@@ -70,6 +70,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     def run(images: np.ndarray) -> np.ndarray:
         interpreter.set_tensor(given, images)
         interpreter.invoke()
-        return interpreter.get_tensor(result)
+        rows: np.ndarray = interpreter.get_tensor(result)
+        return rows
 
     return Opened(facts, f"LiteRT {version('ai-edge-litert')}, CPU", run)

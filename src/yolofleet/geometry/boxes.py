@@ -30,7 +30,9 @@ def clip_xyxy(boxes_xyxy: Boxes, size_hw: tuple[int, int]) -> Boxes:
     """A copy with every corner inside an image of ``size_hw`` (0..w, 0..h)."""
     height, width = size_hw
     if isinstance(boxes_xyxy, np.ndarray):
-        return np.clip(boxes_xyxy, 0, np.array([width, height, width, height], dtype=boxes_xyxy.dtype))
+        highest = np.array([width, height, width, height], dtype=boxes_xyxy.dtype)
+        clipped: np.ndarray = np.clip(boxes_xyxy, 0, highest)
+        return clipped
     upper = boxes_xyxy.new_tensor([width, height, width, height])
     return torch.minimum(boxes_xyxy.clamp(min=0), upper)
 

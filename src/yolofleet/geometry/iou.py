@@ -46,4 +46,5 @@ def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
     height = (torch.minimum(a_y2, b_y2) - torch.maximum(a_y1, b_y1)).clamp_(min=0)
     intersection = width * height
     union = (a_x2 - a_x1) * (a_y2 - a_y1) + (b_x2 - b_x1) * (b_y2 - b_y1) - intersection
-    return intersection / union
+    iou: Tensor = intersection / union
+    return iou

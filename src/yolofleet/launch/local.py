@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from yolofleet.doctor.shapes import fits
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.wire_protocol import WORDS, fits
+from yolofleet.launch.wire_protocol import WORDS
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import die_with_parent, module_environment

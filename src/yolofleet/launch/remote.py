@@ -22,6 +22,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from yolofleet import __version__
+from yolofleet.doctor.shapes import fits
 from yolofleet.errors import ClusterError
 from yolofleet.launch.fleet import HERE, Host
 from yolofleet.launch.wire_protocol import (
@@ -30,7 +31,6 @@ from yolofleet.launch.wire_protocol import (
     MOST_FRAME_BYTES,
     PROTOCOL,
     Frame,
-    fits,
     frame_of,
     is_sound,
 )

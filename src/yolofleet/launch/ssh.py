@@ -38,8 +38,9 @@ from yolofleet.launch.preflight import (
     on_each,
     raise_faults,
 )
-from yolofleet.launch.remote import Frame, Remote, Unreachable
+from yolofleet.launch.remote import Remote, Unreachable
 from yolofleet.launch.watch import Watch, say
+from yolofleet.launch.wire_protocol import Frame
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.system.signals import stoppable
 

@@ -21,7 +21,8 @@ from yolofleet.launch.fleet import Fleet
 from yolofleet.launch.host_agent import AGENT, ASKED, RECALLED
 from yolofleet.launch.local import Ending, ends_in, tell
 from yolofleet.launch.nonblocking_stdout import Screen
-from yolofleet.launch.remote import Frame, Remote
+from yolofleet.launch.remote import Remote
+from yolofleet.launch.wire_protocol import Frame
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import STOP_SIGNALS
 from yolofleet.text import RelayedText, echo

@@ -257,7 +257,8 @@ def _iou_numpy(a_xyxy: np.ndarray, b_xyxy: np.ndarray) -> np.ndarray:
     shared = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2])
     intersection = shared.clip(min=0).prod(-1)
     a_area, b_area = ((boxes[..., 2:] - boxes[..., :2]).clip(min=0).prod(-1) for boxes in (a_xyxy, b_xyxy))
-    return intersection / (a_area + b_area - intersection + np.float32(1e-10))
+    iou: np.ndarray = intersection / (a_area + b_area - intersection + np.float32(1e-10))
+    return iou
 
 
 def _centres(places: np.ndarray, stride: int) -> np.ndarray:
@@ -267,7 +268,8 @@ def _centres(places: np.ndarray, stride: int) -> np.ndarray:
 
 def _counted(counts: np.ndarray) -> np.ndarray:
     """0 .. n - 1 for each n of ``counts``, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return numbers
 
 
 def _by_label_then_falling(labels: Tensor, merits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ returned last. Parity (value and gradient): tests/parity/test_ppyoloe_loss_parit
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ class PpyoloeLoss:
             part.split(matches.sizes) for part in (matches.cells, classes[matches.labels], matches.scores)
         )
         cls = [
-            _Varifocal.apply(level, cells - border, names, scores)
+            _varifocal(level, cells - border, names, scores)
             for level, border, cells, names, scores in zip(
                 logits, targets.grid.borders[:-1], *by_level, strict=True
             )
@@ -203,6 +203,9 @@ class _Varifocal(torch.autograd.Function):
         return (slopes * grad).to(ctx.dtype), None, None, None
 
 
+_varifocal: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Varifocal.apply
+
+
 def _rows(raws: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Class logits [R of the level, C] and distance logits [R of the level, 4 B] of each level."""
     rows = [raw.flatten(0, -2) for raw in raws]
@@ -225,7 +228,7 @@ def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _expected(distances: Tensor) -> Tensor:
     """[m, 4] float32 mean distance, in strides, of distributions [m, 4 B]."""
     bins = distances.shape[1] // 4
-    probabilities = distances.float().unflatten(1, (4, bins)).softmax(-1)
+    probabilities: Tensor = distances.float().unflatten(1, (4, bins)).softmax(-1)
     return (probabilities * torch.arange(float(bins), device=distances.device)).sum(-1)
 
 
@@ -258,4 +261,5 @@ def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> 
     wanted = wanted.clamp(0, bins - 1 - FARTHEST_GAP)[..., None]  # [m, 4, 1]
     # the two bins beside the distance share the weight, each more the nearer it is
     weights = (1 - (torch.arange(float(bins), device=distances.device) - wanted).abs()).clamp(min=0)
-    return -(weights * distances.unflatten(1, (4, bins)).log_softmax(-1)).sum(-1).mean(-1)
+    by_side: Tensor = distances.unflatten(1, (4, bins))
+    return -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)

@@ -12,7 +12,7 @@ Parity (value and gradient): tests/parity/test_yolov5_loss.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,7 @@ class Yolov5Loss:
                 targets.winner_cells,
             )
         )
-        parts = [_Pick.apply(raw, rows) for raw, rows in zip(raws, cells.split(targets.matches), strict=True)]
+        parts = [_pick(raw, rows) for raw, rows in zip(raws, cells.split(targets.matches), strict=True)]
         picked = torch.cat([rows for rows, _ in parts])  # [M, 5 + C]
         objectness = torch.cat([logits for _, logits in parts])  # [K]
         levels = len(raws)
@@ -239,3 +239,6 @@ class _Pick(torch.autograd.Function):
         )
         grad[:, 4] += grad_objectness
         return grad.view(ctx.shape).permute(0, 3, 1, 2, 4), None
+
+
+_pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply

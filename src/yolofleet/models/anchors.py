@@ -105,7 +105,8 @@ def _ratios(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> np.ndarray:
     In float32, as YOLOv5 does it: sides of whole pixels often stand exactly at the threshold.
     """
     width, height = sizes_wh_px.astype(np.float32).T[:, None] / anchors_wh_px.astype(np.float32).T[..., None]
-    return np.minimum(np.minimum(width, 1 / width), np.minimum(height, 1 / height))
+    ratios: np.ndarray = np.minimum(np.minimum(width, 1 / width), np.minimum(height, 1 / height))
+    return ratios
 
 
 def _worth(ratio: np.ndarray, threshold: float) -> np.ndarray:
@@ -138,7 +139,7 @@ def _refined(
     sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float, rng: np.random.Generator
 ) -> np.ndarray:
     """One anchor at a time is changed at random; changes for the better stay."""
-    anchors = anchors_wh_px.copy()
+    anchors: np.ndarray = anchors_wh_px.copy()
     worth = _worth(_ratios(sizes_wh_px, anchors), threshold)  # [A, M]
     best = worth.max(0).sum(dtype=np.int64)
     for one, *sides in rng.random((MUTATIONS, 5)):

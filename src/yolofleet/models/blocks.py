@@ -66,7 +66,10 @@ class Focus(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         top, bottom = x[:, :, ::2], x[:, :, 1::2]
-        return self.conv(torch.cat([top[..., ::2], bottom[..., ::2], top[..., 1::2], bottom[..., 1::2]], 1))
+        y: Tensor = self.conv(
+            torch.cat([top[..., ::2], bottom[..., ::2], top[..., 1::2], bottom[..., 1::2]], 1)
+        )
+        return y
 
 
 class Bottleneck(nn.Module):
@@ -80,7 +83,7 @@ class Bottleneck(nn.Module):
         self.add = shortcut and in_channels == out
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.cv2(self.cv1(x))
+        y: Tensor = self.cv2(self.cv1(x))
         return x + y if self.add else y
 
 
@@ -96,7 +99,8 @@ class C3(nn.Module):
         self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, expansion=1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1))
+        y: Tensor = self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1))
+        return y
 
 
 class SPP(nn.Module):
@@ -111,7 +115,8 @@ class SPP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cv1(x)
-        return self.cv2(torch.cat([x, *(F.max_pool2d(x, k, 1, k // 2) for k in self.kernels)], 1))
+        y: Tensor = self.cv2(torch.cat([x, *(F.max_pool2d(x, k, 1, k // 2) for k in self.kernels)], 1))
+        return y
 
 
 class SPPF(nn.Module):
@@ -128,7 +133,8 @@ class SPPF(nn.Module):
         pooled = [self.cv1(x)]
         for _ in range(3):
             pooled.append(F.max_pool2d(pooled[-1], self.kernel, 1, self.kernel // 2))
-        return self.cv2(torch.cat(pooled, 1))
+        y: Tensor = self.cv2(torch.cat(pooled, 1))
+        return y
 
 
 class Upsample(nn.Module):

@@ -113,7 +113,8 @@ class Level(nn.Module):
         self.anchors_per_cell = len(section.anchors_px)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (self.anchors_per_cell, -1)).permute(0, 1, 3, 4, 2)
+        cells: Tensor = x.unflatten(1, (self.anchors_per_cell, -1))
+        return cells.permute(0, 1, 3, 4, 2)
 
 
 class DarknetNetwork(AnchorDetector):

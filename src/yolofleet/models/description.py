@@ -20,7 +20,7 @@ from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.models.rows import RowDescription
 
 ModelDescription = RowDescription | DarknetDescription | PpyoloeDescription
-FORMS: dict[str, Any] = {  # by family
+FORMS: dict[str, type[ModelDescription]] = {  # by family
     "yolov5": RowDescription,
     "darknet": DarknetDescription,
     "ppyoloe": PpyoloeDescription,
@@ -43,7 +43,8 @@ def preset(name: str) -> ModelDescription:
     name = ppyoloe_config.canonical(name) or name
     for module in PRESETS:
         if name in module.preset_names():
-            return module.preset(name)
+            found: ModelDescription = module.preset(name)
+            return found
     raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
 
 

@@ -59,7 +59,8 @@ class PpyoloeNetwork(Detector):
                 for values in (normalise.mean, normalise.std)
             )
             images = (images - mean) / std
-        return self.yolo_head(self.neck(self.backbone(images)))
+        raws: list[Tensor] = self.yolo_head(self.neck(self.backbone(images)))
+        return raws
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
         """Raw predictions to boxes and probabilities, in float32.
@@ -109,7 +110,7 @@ def distances_cells(bins: Tensor) -> Tensor:
     Returns:
         [..., 4] in 0..16.
     """
-    probabilities = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
+    probabilities: Tensor = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
     # not a matrix product, which autocast would do in 16 bits
     return (probabilities * torch.arange(REG_BINS, device=bins.device, dtype=torch.float32)).sum(-1)
 

@@ -81,7 +81,7 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.conv1(x))
+        y: Tensor = self.conv2(self.conv1(x))
         return x + y if self.shortcut else y
 
 
@@ -112,7 +112,8 @@ class BackboneStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_down(x)
-        return self.conv3(self.attn(torch.cat([self.conv1(x), self.blocks(self.conv2(x))], 1)))
+        y: Tensor = self.conv3(self.attn(torch.cat([self.conv1(x), self.blocks(self.conv2(x))], 1)))
+        return y
 
 
 class SPP(nn.Module):
@@ -126,7 +127,8 @@ class SPP(nn.Module):
         pooled = [x]
         for _ in range(3):
             pooled.append(F.max_pool2d(pooled[-1], 5, 1, 2))
-        return self.conv(torch.cat(pooled, 1))
+        y: Tensor = self.conv(torch.cat(pooled, 1))
+        return y
 
 
 class NeckStage(nn.Module):
@@ -146,7 +148,8 @@ class NeckStage(nn.Module):
         self.conv3 = ConvNorm(2 * half, out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(torch.cat([self.conv1(x), self.convs(self.conv2(x))], 1))
+        y: Tensor = self.conv3(torch.cat([self.conv1(x), self.convs(self.conv2(x))], 1))
+        return y
 
 
 class GatedConv(nn.Module):
@@ -159,4 +162,5 @@ class GatedConv(nn.Module):
 
     def forward(self, x: Tensor, means: Tensor) -> Tensor:
         """``means``: [N, C, 1, 1] of ``x``."""
-        return self.conv(x * self.fc(means).sigmoid())
+        y: Tensor = self.conv(x * self.fc(means).sigmoid())
+        return y

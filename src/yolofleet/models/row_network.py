@@ -7,6 +7,7 @@ test_yolov3_rows.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from yolofleet.models.detector import AnchorDetector
 from yolofleet.models.rows import Layer, RowDescription, layers
 
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
-WITHOUT_WEIGHTS = {
+WITHOUT_WEIGHTS: dict[str, Callable[..., nn.Module]] = {
     "Concat": lambda *_: Concat(),
     "nn.Upsample": lambda *_: Upsample(),
     "nn.MaxPool2d": nn.MaxPool2d,
@@ -53,7 +54,7 @@ class RowNetwork(AnchorDetector):
         c, args = layer.in_channels[0], layer.args
         if layer.module == "C3":
             return C3(c, *args, repeats=layer.repeats)
-        block = BLOCKS[layer.module]
+        block: Callable[..., nn.Module] = BLOCKS[layer.module]
         if layer.repeats == 1:
             return block(c, *args)
         return nn.Sequential(
@@ -88,7 +89,7 @@ class RowNetwork(AnchorDetector):
             x = block(maps if i == last or isinstance(block, Concat) else maps[0])
             if i in self._kept:
                 kept[i] = x
-        return x  # type: ignore[return-value]  # the last block is Detect
+        return cast(list[Tensor], x)  # the last block is Detect
 
     def freeze_groups(self) -> list[str]:
         return [f"model.{i}." for i in range(len(self.model))]

@@ -10,7 +10,8 @@ so every rank adds its weighted s_v into a buffer that is summed with the gradie
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ class RunningStatistics:
         assert len(momenta) <= 1, f"layers of one model share their momentum, not {momenta}"
         self.momentum = float(momenta.pop() or 0.1) if momenta else 0.0
         self.size = 2 * sum(m.num_features for _, m in self.layers)
-        device = self.layers[0][1].running_mean.device if self.layers else torch.device("cpu")  # type: ignore[union-attr]
+        means = [m.running_mean for _, m in self.layers if m.running_mean is not None]
+        device = means[0].device if means else torch.device("cpu")
         self.running = torch.zeros(self.size, device=device)
         self._batch = torch.zeros(self.size, device=device)
         self.views: dict[str, Tensor] = {}  # state_dict name -> view of `running`
@@ -121,6 +123,11 @@ class GroupBatchNorm(torch.autograd.Function):
         )
 
 
+group_batch_norm: Callable[[Tensor, Tensor, Tensor, float, World], tuple[Tensor, Tensor, Tensor]] = (
+    GroupBatchNorm.apply
+)
+
+
 class SyncBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d over the group of images that all ranks pass together (``--sync-bn``).
 
@@ -133,7 +140,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        out, mean, var = GroupBatchNorm.apply(x, self.weight, self.bias, self.eps, self.world)
+        out, mean, var = group_batch_norm(x, self.weight, self.bias, self.eps, self.world)
         assert self.running_mean is not None and self.running_var is not None
         with torch.no_grad():  # momentum 1: RunningStatistics does the averaging
             self.running_mean.copy_(mean)
@@ -146,5 +153,5 @@ def with_sync_batchnorm(model: nn.Module, world: World) -> nn.Module:
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
             module.__class__ = SyncBatchNorm2d
-            module.world = world  # type: ignore[assignment]
+            cast(SyncBatchNorm2d, module).world = world  # mypy does not follow the line above
     return model

@@ -178,7 +178,10 @@ class GradientBuckets:
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients, float32 scalar on the device."""
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b.flat) for b in self.buckets]))
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(b.flat) for b in self.buckets])
+        )
+        return norm
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiply all gradients in place."""

@@ -194,7 +194,8 @@ class Predictor:
         self.device = device if isinstance(device, torch.device) else one_device(device)
         self.precision = resolve_precision(precision, self.device)
         self.size_hw = square_of(model, img, fit)
-        self.model = fuse(model).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        fused: Any = fuse(model)  # torch types no call of `to` with a memory format
+        self.model = fused.to(self.device, memory_format=torch.channels_last)
 
     def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
         """As ``Runtime.check_settings``, where the file suppresses; a higher ``conf`` can be had afterwards."""

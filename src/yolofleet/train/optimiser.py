@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,11 @@ def build_optimizer(
     ]
     groups = [g for g in groups if g["params"]]
     trained = [*biases, *weights, *norms]
-    kind: Any = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
+    kind: Callable[..., torch.optim.Optimizer] = {
+        "SGD": torch.optim.SGD,
+        "Adam": torch.optim.Adam,
+        "AdamW": torch.optim.AdamW,
+    }[name]
     fused = has_fused(kind, trained[0].device)  # one kernel over all tensors; the same arithmetic
     if name != "SGD":
         return kind(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
