@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import val_batches, val_loader
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, evaluate
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS

@@ -21,8 +21,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import DatasetSpec, load_dataset
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import DatasetSpec, load_dataset
 
 
 def make_set(root: Path, images: int) -> Path:

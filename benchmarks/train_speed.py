@@ -25,10 +25,10 @@ import torch
 
 from yolofleet import worker
 from yolofleet.config.load import resolve_train
-from yolofleet.data.index import build_index
 from yolofleet.data.loader import MicroBatch, train_loader
 from yolofleet.data.sample import TrainSamples
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
 from yolofleet.report.folder import RunFolder

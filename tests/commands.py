@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from yolofleet.cli import main
-from yolofleet.data.shapes import make_shapes
+from yolofleet.datasets.shapes import make_shapes
 
 DEADLINE_S = 240
 SMALL = [

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 # OpenCV reads its limit of pixels once, while it is loaded. Every import of a module of this package passes here first,
-# so `import cv2` comes later. The value is data.imageheader.MAX_PIXELS; one that is set already stays.
+# so `import cv2` comes later. The value is images.header.MAX_PIXELS; one that is set already stays.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(1 << 28))
 
 __version__ = "0.1.0"

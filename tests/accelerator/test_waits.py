@@ -19,8 +19,8 @@ from miniature import Accelerator, Wait
 from small_training import SmallRun, described, small_run
 
 from yolofleet.config.recipe import load_recipe
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
 from yolofleet.evaluate.run import EvaluationSettings, evaluate
 from yolofleet.families import build_model, family_of

@@ -17,7 +17,7 @@ from commands import SMALL, environment, small_shapes
 from desk import AGENT, Command, agent_of, nothing_left, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 
-from yolofleet.data.shapes import make_shapes
+from yolofleet.datasets.shapes import make_shapes
 
 WITHIN_S = 60
 HOSTS = "m1:cpu:1,m2:cpu:1"

@@ -31,9 +31,9 @@ from small_files import TINY_YAML as TINY
 
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.cli import main
-from yolofleet.data.index import build_index
-from yolofleet.data.shapes import make_shapes
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.shapes import make_shapes
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.system.proc import environment_variable
 
 DEADLINE_S = 120

@@ -16,11 +16,11 @@ from reference import reference
 from small_data import encoded, picture, write_picture, yolo_set
 
 from yolofleet.cli import main
-from yolofleet.data import audit
-from yolofleet.data.index import build_index
-from yolofleet.data.shapes import make_shapes
-from yolofleet.data.sources import load_dataset
-from yolofleet.data.stats import advice, figures
+from yolofleet.datasets import audit
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.shapes import make_shapes
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.stats import advice, figures
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
@@ -307,7 +307,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
     two_splits(tmp_path / "set")
     script = (
         "import os, signal, sys\n"
-        "from yolofleet.data import convert as module\n"
+        "from yolofleet.datasets import convert as module\n"
         "real = module._place\n"
         "def place(jobs, how):\n    real(jobs, how)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "module._place = place\n"
@@ -344,7 +344,7 @@ def test_download_is_told_what_to_fetch_and_where(data, monkeypatch, tmp_path):
         asked.append((name, folder, list(parts), keep_archives))
         return folder / name
 
-    monkeypatch.setattr("yolofleet.data.catalogue.download_dataset", fetched)
+    monkeypatch.setattr("yolofleet.datasets.catalogue.download_dataset", fetched)
     done = data("download", "coco", "--out", "sets", "--parts", "val,annotations", "--keep-archives")
     assert done.out == f"{Path('sets/coco')}\n"
     data("download", "voc")

@@ -20,10 +20,10 @@ from yolofleet import config
 from yolofleet.checkpoint import catalogue as weights_catalogue
 from yolofleet.checkpoint.catalogue import find_or_download, import_weights, known_weights
 from yolofleet.cli import main
-from yolofleet.data import catalogue
-from yolofleet.data.catalogue import Part, PublicDataset, datasets, download_dataset
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets import catalogue
+from yolofleet.datasets.catalogue import Part, PublicDataset, datasets, download_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.files.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.files.lock import exclusive

@@ -16,7 +16,7 @@ from reference import reference
 from yolofleet import load_model
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.data.shapes import NAMES
+from yolofleet.datasets.shapes import NAMES
 
 CONF = "0.6"
 

@@ -25,7 +25,7 @@ from small_files import TINY_YAML, TWO_LEVELS_CFG
 from yolofleet.checkpoint import darknet, paddle
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.data.shapes import NAMES, make_shapes
+from yolofleet.datasets.shapes import NAMES, make_shapes
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import parse_cfg
 

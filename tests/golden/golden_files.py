@@ -18,7 +18,7 @@ from commands import DEADLINE_S, Outcome, called, environment, working_in
 from golden_run import SMALLEST, STORED, copy_run
 from safetensors import safe_open
 
-from yolofleet.data.shapes import NAMES
+from yolofleet.datasets.shapes import NAMES
 from yolofleet.families import outline
 from yolofleet.models.description import describe, preset_names
 

@@ -21,7 +21,7 @@ from yolofleet.config.aliases import SPELLINGS
 from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
 from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
-from yolofleet.data.labels import KINDS
+from yolofleet.datasets.labels import KINDS
 from yolofleet.errors import ConfigError
 from yolofleet.launch.fleet import HOST_KEYS
 from yolofleet.launch.kubernetes import KubernetesSettings

@@ -13,7 +13,7 @@ from commands import called, working_in
 from small_files import TINY_YAML
 
 from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.data.shapes import make_shapes
+from yolofleet.datasets.shapes import make_shapes
 
 HERE = Path(__file__).resolve().parent
 STORED = HERE / "run"  # holds: set, thin.yaml, exp (the run's folder)

@@ -15,7 +15,7 @@ from fleet import on_fleet
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.loader import MicroBatch
-from yolofleet.data.shapes import make_shapes
+from yolofleet.datasets.shapes import make_shapes
 from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe

@@ -9,8 +9,8 @@ from reference import reference
 
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.run import EvaluationSettings, evaluate, labels_of
 from yolofleet.models.fuse import fuse

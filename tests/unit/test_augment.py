@@ -7,7 +7,7 @@ import pytest
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
 from yolofleet.data.augment import Tile, View, render
-from yolofleet.data.keyed import generator
+from yolofleet.keyed import generator
 
 STILL = Recipe(scale=0, translate=0, degrees=0, shear=0, perspective=0)
 

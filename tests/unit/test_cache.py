@@ -14,12 +14,12 @@ import pytest
 from small_data import write_picture, yolo_set
 
 from yolofleet.data import cache as cache_module
-from yolofleet.data.arrayfile import cache_root
 from yolofleet.data.cache import ImageCache, resized_wh
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
+from yolofleet.files.caches import cache_root
+from yolofleet.images.decode import read_image
 from yolofleet.system.cgroup import available_bytes
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"

@@ -14,10 +14,10 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-from yolofleet.data import convert as convert_module
-from yolofleet.data.convert import convert
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets import convert as convert_module
+from yolofleet.datasets.convert import convert
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 
 TARGETS = ("yolo", "coco", "voc")

@@ -14,9 +14,9 @@ from small_data import (
     write_picture,
 )
 
-from yolofleet.data.decode import decode_image, read_image
-from yolofleet.data.imageheader import read_header
 from yolofleet.errors import DataError, YolofleetError
+from yolofleet.images.decode import decode_image, read_image
+from yolofleet.images.header import read_header
 
 
 def header(data):

@@ -18,7 +18,7 @@ from yolofleet import devices
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import Recipe
-from yolofleet.data.shapes import make_shapes
+from yolofleet.datasets.shapes import make_shapes
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss

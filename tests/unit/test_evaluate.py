@@ -11,8 +11,8 @@ import pytest
 import torch
 from detection_sets import run_cocoeval
 
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt

@@ -29,17 +29,16 @@ MAY_OPEN = {
     ),
     "cli/selftest.py:started": "a new file in our temporary folder",
     **dict.fromkeys(
-        ("data/arrayfile.py:read_arrays", "data/cache.py:__setstate__", "data/cache.py:_shared_file",
-         "data/cache.py:_sweep"),
+        ("data/cache.py:__setstate__", "data/cache.py:_shared_file", "data/cache.py:_sweep"),
         "files of our cache folder",
     ),
     **dict.fromkeys(
-        ("data/catalogue.py:_write_list", "data/convert.py:write", "data/convert.py:_write_lines",
-         "data/shapes.py:make_shapes", "data/writers.py:write_coco", "data/writers.py:_write"),
+        ("datasets/catalogue.py:_write_list", "datasets/convert.py:write", "datasets/convert.py:_write_lines",
+         "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),
-    "data/convert.py:_place": "copies an image that the index has opened; the copy is new",
-    "data/sources.py:_copied": "a description that comes with this package",
+    "datasets/convert.py:_place": "copies an image that the index has opened; the copy is new",
+    "datasets/sources.py:_copied": "a description that comes with this package",
     "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),

@@ -10,12 +10,13 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-import yolofleet.data.index as index_module
-from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import load_dataset
+import yolofleet.datasets.index as index_module
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.caches import cache_root
+from yolofleet.images.decode import read_image
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
@@ -346,7 +347,7 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
 def test_coco_json_is_parsed_once_for_all_processes(tmp_path, monkeypatch):
     path = coco_set(tmp_path)
     first = index_of(path, "val")
-    from yolofleet.data import cocojson
+    from yolofleet.datasets import cocojson
 
     cocojson._load_table.cache_clear()
     monkeypatch.setattr(cocojson, "parse_json", None)
@@ -617,7 +618,7 @@ def test_any_label_file_gives_an_index_or_our_error(tmp_path):
 
 
 def test_any_xml_gives_an_index_or_our_error(tmp_path):
-    from yolofleet.data.vocxml import VocError, read_objects
+    from yolofleet.datasets.vocxml import VocError, read_objects
 
     rng = np.random.default_rng(0)
     base = f"<annotation>{voc_object('dog', (1, 1, 9, 9)) * 2}</annotation>".encode()

@@ -14,12 +14,13 @@ import pytest
 from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
-from yolofleet.data import decode, imageheader, vocxml, yolotxt
-from yolofleet.data.labels import ProblemLog
+from yolofleet.datasets import vocxml, yolotxt
+from yolofleet.datasets.labels import ProblemLog
 from yolofleet.doctor import logs
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.files import archive
+from yolofleet.images import decode, header
 from yolofleet.launch import wire_protocol
 from yolofleet.models import darknet_cfg, description
 from yolofleet.report import results
@@ -48,7 +49,7 @@ LIMITS = {
     "lists of images": mib(yolotxt.MAX_LIST_BYTES),
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
     "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
-    "images": f"file {gib(decode.MAX_FILE_BYTES)}, {imageheader.MAX_PIXELS:,} pixels",
+    "images": f"file {gib(decode.MAX_FILE_BYTES)}, {header.MAX_PIXELS:,} pixels",
     "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
     "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_FACTS)}",

@@ -19,11 +19,11 @@ import torch
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import build_index
 from yolofleet.data.loader import MicroBatchKey, train_loader, val_batches, val_loader
 from yolofleet.data.sample import TrainSamples
-from yolofleet.data.shapes import make_shapes
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.shapes import make_shapes
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")

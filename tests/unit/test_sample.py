@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.keyed import permutation
 from yolofleet.data.sample import TrainSamples
+from yolofleet.keyed import permutation
 
 IMG = 64
 

@@ -17,7 +17,7 @@ import pytest
 import yolofleet
 from yolofleet.cli.app import run
 from yolofleet.cli.commands import Verbs
-from yolofleet.data.labels import Problem
+from yolofleet.datasets.labels import Problem
 from yolofleet.doctor.findings import Finding
 from yolofleet.errors import ClusterError, DataError, StorageError
 from yolofleet.report.console import Console, ScreenTable

@@ -7,9 +7,9 @@ import cv2
 import numpy as np
 import pytest
 
-from yolofleet.data import shapes
-from yolofleet.data.keyed import generator
-from yolofleet.data.shapes import NAMES, draw_picture, iou, make_shapes
+from yolofleet.datasets import shapes
+from yolofleet.datasets.shapes import NAMES, draw_picture, iou, make_shapes
+from yolofleet.keyed import generator
 
 IMAGES, VAL_IMAGES, IMG = 60, 20, 160
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from small_data import ODD_NAMES, write_picture, yolo_set
 
-from yolofleet.data import sources
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets import sources
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 
 
@@ -284,7 +284,7 @@ def test_a_folder_that_is_no_data_set_says_what_would_be(tmp_path):
 
 
 def test_shapes_are_made_once(tmp_path, monkeypatch):
-    shapes = pytest.importorskip("yolofleet.data.shapes")
+    shapes = pytest.importorskip("yolofleet.datasets.shapes")
     spec = load_dataset("shapes:4")
     assert spec.name == "shapes"
     assert set(spec.splits) >= {"train", "val"}
@@ -296,7 +296,7 @@ def test_shapes_are_made_once(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX permissions")
 def test_shapes_without_a_place_to_write_say_so(tmp_path, monkeypatch):
-    pytest.importorskip("yolofleet.data.shapes")
+    pytest.importorskip("yolofleet.datasets.shapes")
     (tmp_path / "file").touch()
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "file"))
     with pytest.raises(StorageError, match="cannot be written"):

@@ -15,15 +15,15 @@ import pytest
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.data.cocojson import parse_json
-from yolofleet.data.decode import read_image
-from yolofleet.data.imageheader import MAX_PIXELS, header_of_file, read_header
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
-from yolofleet.data.vocxml import VocError, read_objects
-from yolofleet.data.yolotxt import IMAGE_SUFFIXES
+from yolofleet.datasets.cocojson import parse_json
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.vocxml import VocError, read_objects
+from yolofleet.datasets.yolotxt import IMAGE_SUFFIXES
 from yolofleet.doctor.logs import read_log
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.images.decode import read_image
+from yolofleet.images.header import MAX_PIXELS, header_of_file, read_header
 from yolofleet.predict.sources import Source, find_items
 from yolofleet.report.results import ResultsTable
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.files.caches import cache_root
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.models import darknet_cfg
 from yolofleet.text import nearest

@@ -18,10 +18,10 @@ from yolofleet.text import echo
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
-    from yolofleet.data.index import DataIndex
-    from yolofleet.data.labels import Problem
-    from yolofleet.data.sources import DatasetSpec
-    from yolofleet.data.stats import SplitFigures
+    from yolofleet.datasets.index import DataIndex
+    from yolofleet.datasets.labels import Problem
+    from yolofleet.datasets.sources import DatasetSpec
+    from yolofleet.datasets.stats import SplitFigures
     from yolofleet.report.console import ScreenTable
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
@@ -32,7 +32,7 @@ COPIES_SHOWN = 20
 
 def show_built_in() -> int:
     """Names that --data knows, and whether their images are here."""
-    from yolofleet.data.sources import load_dataset
+    from yolofleet.datasets.sources import load_dataset
 
     table = _table("name", "classes", "splits here", "comes from")
     table.add_row("shapes", "4", "generated", "shapes, or shapes:N for N training images")
@@ -53,7 +53,7 @@ def make(what: str, out: str, **sizes: int) -> int:
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
-    from yolofleet.data.shapes import make_shapes
+    from yolofleet.datasets.shapes import make_shapes
     from yolofleet.files.atomic import storage_error, whole_folder
 
     try:
@@ -99,7 +99,7 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
         _write_json(_check_as_json(spec, indexes, errors, problems, kinds, copies, notes), json_out)
     if json_out != "-":
         _show_check(indexes, errors, problems, kinds, copies, notes, limit)
-    from yolofleet.data.labels import KINDS, LOSSES
+    from yolofleet.datasets.labels import KINDS, LOSSES
 
     lost = {kind for counts in kinds.values() for kind in counts if KINDS[kind] in LOSSES}
     if errors or lost or any("image-in-two-splits" in counts for counts in kinds.values()):
@@ -116,7 +116,7 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
 
 
 def _decoded(index: DataIndex) -> list[Problem]:
-    from yolofleet.data.audit import decode_all
+    from yolofleet.datasets.audit import decode_all
 
     with _progress(f"decoding {index.split}") as told:
         return decode_all(index, on_progress=told)
@@ -124,7 +124,7 @@ def _decoded(index: DataIndex) -> list[Problem]:
 
 def _copies(spec: DatasetSpec, indexes: Sequence[DataIndex]) -> list[list[tuple[str, str]]]:
     """Groups of equal images; a split of the same files as an earlier one is passed over."""
-    from yolofleet.data.audit import same_images
+    from yolofleet.datasets.audit import same_images
 
     distinct = [
         index
@@ -165,7 +165,7 @@ def _show_check(
     notes: Sequence[str],
     limit: int,
 ) -> None:
-    from yolofleet.data.labels import KINDS
+    from yolofleet.datasets.labels import KINDS
 
     table = _table("split", "images", "labels", "background", "problems")
     for index in indexes:
@@ -235,7 +235,7 @@ def _check_as_json(
 
 
 def stats(data: str, split: str, img: int, json_out: str) -> int:
-    from yolofleet.data.stats import advice, figures
+    from yolofleet.datasets.stats import advice, figures
 
     spec = _load(data)
     results: dict[str, Any] = {}
@@ -254,7 +254,7 @@ def stats(data: str, split: str, img: int, json_out: str) -> int:
 def _anchor_advice(index: DataIndex, img: int) -> list[str]:
     import numpy as np
 
-    from yolofleet.data.stats import learned, scales
+    from yolofleet.datasets.stats import learned, scales
     from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
     from yolofleet.models.rows import P5_ANCHORS
 
@@ -312,7 +312,7 @@ def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
 def convert(
     data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any
 ) -> int:
-    from yolofleet.data.convert import convert as run
+    from yolofleet.datasets.convert import convert as run
 
     spec = _load(data)
     with _told() as told:
@@ -337,7 +337,7 @@ def _listed(values: Sequence[str]) -> list[str]:
 
 
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
-    from yolofleet.data.catalogue import datasets, download_dataset
+    from yolofleet.datasets.catalogue import datasets, download_dataset
     from yolofleet.text import echo, size_text
 
     if not name:
@@ -362,8 +362,8 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
         ConfigError: --download cannot apply.
         YolofleetError: of the download.
     """
-    from yolofleet.data.catalogue import DATASETS_FOLDER, datasets, download_dataset
-    from yolofleet.data.sources import built_in_of, load_dataset
+    from yolofleet.datasets.catalogue import DATASETS_FOLDER, datasets, download_dataset
+    from yolofleet.datasets.sources import built_in_of, load_dataset
     from yolofleet.runs.plan import is_worker
     from yolofleet.text import size_text
 
@@ -401,7 +401,7 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
 
 
 def _load(data: str) -> DatasetSpec:
-    from yolofleet.data.sources import load_dataset
+    from yolofleet.datasets.sources import load_dataset
 
     return load_dataset(data)
 
@@ -413,8 +413,8 @@ def _splits(spec: DatasetSpec, asked: str) -> list[str]:
 
 
 def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
-    from yolofleet.data.index import build_index
-    from yolofleet.data.labels import MAX_PROBLEMS_KEPT
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT
 
     problems_kept = max(problems_kept, MAX_PROBLEMS_KEPT)  # what is stored serves a training, too
     with _progress(f"reading {split}") as told:

@@ -31,10 +31,10 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
-from yolofleet.data.arrayfile import cache_root
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
+from yolofleet.files.caches import cache_root
+from yolofleet.images.decode import read_image
 from yolofleet.system.cgroup import available_bytes
 
 try:

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import DataIndex
 from yolofleet.data.sample import TrainSamples
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 

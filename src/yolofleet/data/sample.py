@@ -8,7 +8,7 @@ import numpy as np
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
-from yolofleet.data.keyed import generator, permutation
+from yolofleet.keyed import generator, permutation
 
 ORDERS_KEPT = 3  # epochs whose permutation is at hand: a step may straddle a border, workers run ahead
 

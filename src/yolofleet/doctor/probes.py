@@ -106,7 +106,7 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Json]:
     """Of the folders, and of the cache unless that takes an import."""
     if not quick:
         try:
-            from yolofleet.data.arrayfile import cache_root
+            from yolofleet.files.caches import cache_root
 
             folders = [*folders, cache_root()]
         except ImportError:  # no numpy: said elsewhere

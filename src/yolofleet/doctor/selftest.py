@@ -24,7 +24,7 @@ from torch import Tensor
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.data.shapes import NAMES, make_shapes
+from yolofleet.datasets.shapes import NAMES, make_shapes
 from yolofleet.devices import device_of
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model

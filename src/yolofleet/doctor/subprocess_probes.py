@@ -85,8 +85,8 @@ def data(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         ``splits``: split -> digest, images and labels; ``problem``: why it cannot be read, "" when it can.
     """
-    from yolofleet.data.index import build_index
-    from yolofleet.data.sources import load_dataset
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
     from yolofleet.errors import YolofleetError
 
     splits: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.matching import ScoredBoxes
 
 

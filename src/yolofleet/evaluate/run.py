@@ -26,8 +26,8 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import DataIndex
 from yolofleet.data.loader import ValBatch, val_batches, val_loader
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
 from yolofleet.evaluate.confusion import confusion_matrix

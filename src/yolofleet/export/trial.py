@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet import __version__
-from yolofleet.data.arrayfile import cache_root
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS, Format
 from yolofleet.files.atomic import write_bytes
+from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import open_foreign
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import NumericsError
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
 from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
+from yolofleet.images.decode import read_image
 from yolofleet.models.detector import Detector
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: boxes px, scores

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from yolofleet.data.keyed import generator
+from yolofleet.keyed import generator
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 looks for other anchors
 MIN_SIDE_PX = (

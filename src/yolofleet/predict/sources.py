@@ -12,10 +12,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.data.decode import read_image
-from yolofleet.data.yolotxt import IMAGE_SUFFIXES, MAX_LIST_BYTES
+from yolofleet.datasets.yolotxt import IMAGE_SUFFIXES, MAX_LIST_BYTES
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import open_foreign, read_foreign_text
+from yolofleet.images.decode import read_image
 
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),

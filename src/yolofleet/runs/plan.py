@@ -128,7 +128,7 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
         YolofleetError: as the run, with the same exit code.
     """
     from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.data.sources import is_generated, load_dataset
+    from yolofleet.datasets.sources import is_generated, load_dataset
     from yolofleet.models.description import describe
 
     settings = config.value

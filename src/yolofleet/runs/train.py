@@ -24,10 +24,10 @@ from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.index import DataIndex, build_index
 from yolofleet.data.loader import train_loader
 from yolofleet.data.sample import TrainSamples
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss

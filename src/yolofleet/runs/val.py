@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from yolofleet.config.schema import ValConfig
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.sources import load_dataset
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate

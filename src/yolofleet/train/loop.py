@@ -24,10 +24,10 @@ from torch import Tensor
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.keyed import generator
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import ConfigError, Stopped
 from yolofleet.evaluate.run import Evaluation
+from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World

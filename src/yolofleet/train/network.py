@@ -9,7 +9,7 @@ from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, transfer
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import DataIndex
 from yolofleet.data.loader import MicroBatch
+from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation, labels_of
+from yolofleet.images.decode import read_image
 from yolofleet.report.draw import Picture
 from yolofleet.report.plots import (
     attempt,

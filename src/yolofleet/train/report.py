@@ -16,8 +16,8 @@ from yolofleet import devices
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.index import DataIndex
 from yolofleet.data.loader import MicroBatch
+from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.files.atomic import write_json
 from yolofleet.parallel.world import World

@@ -15,7 +15,7 @@ from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from yolofleet.data.decode import read_image
-from yolofleet.data.index import DataIndex
-from yolofleet.data.labels import Problem
+from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.labels import Problem
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import open_foreign
+from yolofleet.images.decode import read_image
 from yolofleet.system.children import safe_spawn
 
 _CHUNK = 64

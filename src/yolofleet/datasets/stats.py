@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 
 SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's borders of object area
 NARROW_PX = 8  # one cell of the finest level of the usual networks

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
-from yolofleet.data.bigjson import JsonFault, read_lists
-from yolofleet.data.labels import Problem, ProblemLog, RawLabels
-from yolofleet.data.yolotxt import ABSENT, Stamp, stamp
+from yolofleet.datasets.bigjson import JsonFault, read_lists
+from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.yolotxt import ABSENT, Stamp, stamp
 from yolofleet.errors import DataError
+from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.caches import cache_root
 
 _FORMAT = 1
 _NO_CATEGORY = -(1 << 63)

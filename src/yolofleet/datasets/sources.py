@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.data import cocojson, odgt, vocxml
-from yolofleet.data.arrayfile import cache_root
+from yolofleet.datasets import cocojson, odgt, vocxml
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.files.atomic import whole_folder
+from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import read_foreign
 from yolofleet.text import nearest, shown
 
@@ -495,7 +495,7 @@ def _ids_of_names(
 
 def _shapes(images: int) -> Path:
     """The YAML of the generated data set; made once per machine, whole or not at all."""
-    from yolofleet.data.shapes import make_shapes
+    from yolofleet.datasets.shapes import make_shapes
 
     if images < 2:
         raise ConfigError(f"shapes:{images} is too small", hint="shapes:2 or more images")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.data.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.cocojson import CocoFiles, CocoTable, TableBuilder, load_table, number_of
-from yolofleet.data.labels import ProblemLog, RawLabels
+from yolofleet.datasets.cocojson import CocoFiles, CocoTable, TableBuilder, load_table, number_of
+from yolofleet.datasets.labels import ProblemLog, RawLabels
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.foreign import open_foreign
 

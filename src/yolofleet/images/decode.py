@@ -7,9 +7,9 @@ import os
 import cv2
 import numpy as np
 
-from yolofleet.data.imageheader import MAX_PIXELS, read_header, scans_fault
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
+from yolofleet.images.header import MAX_PIXELS, read_header, scans_fault
 
 # OpenCV writes a warning on standard error for each odd file; ours name the file, so its own are left out.
 if hasattr(cv2, "setLogLevel"):
@@ -22,7 +22,7 @@ _HINT = "look at the file with a picture viewer; replace it or take it out of th
 
 
 def read_image(path: str | os.PathLike[str]) -> np.ndarray:
-    """An image in a format of ``imageheader``, as a picture viewer shows it.
+    """An image in a format of ``header``, as a picture viewer shows it.
 
     Grey, palette, CMYK and 16-bit images become 8-bit BGR, alpha is dropped, EXIF rotation is applied (by us,
     so that it is the same for every format and OpenCV version).

@@ -13,7 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.data.keyed import generator
+from yolofleet.keyed import generator
 
 NAMES = ("circle", "square", "triangle", "star")
 

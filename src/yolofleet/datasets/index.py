@@ -24,17 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
-from yolofleet.data.cocojson import CocoFiles, load_table
-from yolofleet.data.decode import unreadable
-from yolofleet.data.imageheader import header_of_file
-from yolofleet.data.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
-from yolofleet.data.odgt import OdgtFiles
-from yolofleet.data.sources import DatasetSpec, SplitSource
-from yolofleet.data.vocxml import VocFiles
-from yolofleet.data.yolotxt import ABSENT, Stamp, YoloFiles
+from yolofleet.datasets.cocojson import CocoFiles, load_table
+from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog, clean
+from yolofleet.datasets.odgt import OdgtFiles
+from yolofleet.datasets.sources import DatasetSpec, SplitSource
+from yolofleet.datasets.vocxml import VocFiles
+from yolofleet.datasets.yolotxt import ABSENT, Stamp, YoloFiles
 from yolofleet.errors import DataError
+from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.caches import cache_root
 from yolofleet.files.lock import in_turn
+from yolofleet.images.decode import unreadable
+from yolofleet.images.header import header_of_file
 
 __all__ = ["DataIndex", "Problem", "build_index", "cache_root"]
 

@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from yolofleet import __version__
-from yolofleet.data.index import DataIndex
+from yolofleet.datasets.index import DataIndex
 
 LEAST_SIDE_PX = 1e-6  # of boxes that COCO's and VOC's pixels can tell from nothing
 _CHUNK = 4096  # images whose numbers become text at a time

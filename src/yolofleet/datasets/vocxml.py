@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.data.arrayfile import cache_root, read_arrays, write_arrays
-from yolofleet.data.labels import Problem, ProblemLog, RawLabels
-from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, MAX_LIST_BYTES, Stamp, stamp
+from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.yolotxt import ABSENT, IMAGE_SUFFIXES, MAX_LIST_BYTES, Stamp, stamp
 from yolofleet.errors import DataError
+from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import read_foreign
 from yolofleet.text import nearest
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
-import sys
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,22 +28,6 @@ _DTYPES = {
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 64 << 20
-
-
-def cache_root() -> Path:
-    """``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. Not created here."""
-    chosen = os.environ.get("YOLOFLEET_CACHE")
-    if chosen:
-        return Path(chosen).absolute()
-    try:
-        home = Path.home()
-    except RuntimeError:  # no HOME and no entry in the password file, as in some containers
-        return Path(tempfile.gettempdir()) / "yolofleet"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "yolofleet"
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "yolofleet"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "yolofleet"
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, str]) -> None:

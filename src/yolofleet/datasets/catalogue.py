@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.data.bigjson import JsonFault, read_lists
-from yolofleet.data.index import build_index
-from yolofleet.data.sources import load_dataset
-from yolofleet.data.writers import write_yolo
+from yolofleet.datasets.bigjson import JsonFault, read_lists
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.archive import unpack
 from yolofleet.files.fetch import DownloadError, Item, Patience, by_hand, fetch, to_stderr

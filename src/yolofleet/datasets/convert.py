@@ -24,13 +24,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.data import cocojson, odgt
-from yolofleet.data.index import DataIndex, build_index
-from yolofleet.data.labels import ProblemLog, clean
-from yolofleet.data.sources import DatasetSpec
-from yolofleet.data.vocxml import VocFiles
-from yolofleet.data.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
-from yolofleet.data.yolotxt import ABSENT, IMAGE_SUFFIXES, YoloFiles
+from yolofleet.datasets import cocojson, odgt
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.labels import ProblemLog, clean
+from yolofleet.datasets.sources import DatasetSpec
+from yolofleet.datasets.vocxml import VocFiles
+from yolofleet.datasets.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
+from yolofleet.datasets.yolotxt import ABSENT, IMAGE_SUFFIXES, YoloFiles
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.text import nearest, shown
 
