@@ -62,7 +62,7 @@ def test_a_drained_device_is_seen_in_a_steady_step(
     if fault == "weights":
         monkeypatch.setattr(step_module, "to_device", lambda tensor, device: tensor.to(device))
     elif fault == "norm":
-        monkeypatch.setattr(step_module, "UNSEEN_NORMS", 0)
+        monkeypatch.setattr(step_module, "UNREAD_NORMS", 0)
     with accelerator.only_waits(behind=step):
         if fault:
             with pytest.raises(UnexpectedWait):
@@ -74,7 +74,7 @@ def test_a_drained_device_is_seen_in_a_steady_step(
 def test_a_copy_to_the_host_that_is_read_too_early_gives_old_bytes(monkeypatch: pytest.MonkeyPatch):
     """The norm without its event: the host sees NaN and stops a good run."""
     run = run_of()
-    monkeypatch.setattr(step_module, "UNSEEN_NORMS", 0)
+    monkeypatch.setattr(step_module, "UNREAD_NORMS", 0)
     monkeypatch.setattr(HostCopy, "read", lambda copy: copy._host)
     with pytest.raises(NumericsError, match="not finite"):
         run.do(1)

@@ -257,7 +257,7 @@ def test_anchors_copied_by_the_decoding_are_seen(
 
 
 def test_a_norm_that_is_read_at_once_is_seen(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_module, "UNSEEN_NORMS", 0)
+    monkeypatch.setattr(step_module, "UNREAD_NORMS", 0)
     assert watched_step(accelerator, family_run("yolov3")).waits == {LATE_NORM: 1}
     monkeypatch.setattr(step_module, "HostCopy", lambda norm: HostCopy(torch.tensor(float(norm))))
     assert watched_step(accelerator, family_run("yolov3")).waits != {}

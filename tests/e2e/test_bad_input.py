@@ -517,7 +517,7 @@ def test_resume_with_other_data_changes_nothing_in_the_run(cli, run, here):
     before = contents(run)
     labels_of(here).write_text("0 0.5 0.5 0.1 0.1\n")
     told = cli("train", "--resume", run, "--epochs", "3", "--data", "set", code=3).err
-    assert "set is not what the run was trained on" in told and f"--resume {run}" in told
+    assert "set differs from the data set of the run" in told and f"--resume {run}" in told
     told = cli("train", "--resume", run, "--data", "nowhere.yaml", code=2).err
     assert "nowhere.yaml does not exist" in told
     told = cli("train", "--resume", run, "--batch", "4", code=2).err

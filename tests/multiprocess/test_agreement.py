@@ -16,7 +16,7 @@ from yolofleet.parallel.process import fleet_precision
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
-from yolofleet.train.agreement import all_alike, check_agreement, check_settings, digest
+from yolofleet.train.agreement import check_agreement, check_settings, digest, have_equal_kernels
 from yolofleet.train.state import TrainState
 
 
@@ -27,13 +27,13 @@ def state_of(world: World) -> TrainState:
     return TrainState.build(replicas, Recipe(), optimizer="SGD", weight_decay=0.0, precision="fp32")
 
 
-def drifted(world: World, odd_rank: int, change: float, alike: bool) -> str:
+def drifted(world: World, odd_rank: int, change: float, equal_kernels: bool) -> str:
     """The message of the check, or the digest after it."""
     state = state_of(world)
     if world.rank == odd_rank:
         next(iter(state.model.parameters())).data.view(-1)[5] += change
     try:
-        check_agreement(state, world, NullConsole(), alike=alike)
+        check_agreement(state, world, NullConsole(), equal_kernels=equal_kernels)
     except ClusterError as problem:
         return problem.what
     return digest(state.average.source)
@@ -64,12 +64,12 @@ def test_digest_sees_one_bit_and_the_order_of_elements() -> None:
 
 def threads_differ(world: World, threads: int) -> bool:
     torch.set_num_threads(threads if world.rank else 1)
-    return all_alike(world)
+    return have_equal_kernels(world)
 
 
-@pytest.mark.parametrize(("threads", "alike"), [(1, True), (2, False)])
-def test_unequal_kernels_are_seen(tmp_path: Path, threads: int, alike: bool) -> None:
-    assert on_fleet(2, tmp_path, threads_differ, threads) == [alike, alike]
+@pytest.mark.parametrize(("threads", "equal_kernels"), [(1, True), (2, False)])
+def test_unequal_kernels_are_seen(tmp_path: Path, threads: int, equal_kernels: bool) -> None:
+    assert on_fleet(2, tmp_path, threads_differ, threads) == [equal_kernels, equal_kernels]
 
 
 def started(world: World, odd: dict) -> str:

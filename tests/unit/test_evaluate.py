@@ -52,7 +52,7 @@ class CentreLoss:
 
     terms = ("box/0", "obj/0", "obj/1")
     gains = torch.tensor([1.0, 0.5, 0.5])
-    times_images, late_divisor = True, False
+    times_images, predicted_divisor = True, False
 
     def match(self, labels, images, size_hw):
         return SimpleNamespace(

@@ -15,6 +15,11 @@ FORMER = {
     "lane": "replica",
     "lanes": "replicas",
     "witness": "process state",
+    "all_alike": "have_equal_kernels",
+    "late_divisor": "predicted_divisor",
+    "late_unit": "DIVISOR_UNIT",
+    "of_one_machine": "PER_MACHINE_SETTINGS",
+    "unseen_norms": "unread_norms",
     "alike.py": "host_differences.py",
     "apart.py": "subprocess_probes.py",
     "cards.py": "network_interfaces.py",
@@ -32,8 +37,7 @@ def test_no_file_and_no_identifier_has_a_former_name() -> None:
         if path.name in FORMER:
             found.append(f"{name}: call it {FORMER[path.name]}")
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-            words = token.string.lower().strip("_").split("_") if token.type == tokenize.NAME else []
-            found += [
-                f"{name}:{token.start[0]}: {word} -> {FORMER[word]}" for word in words if word in FORMER
-            ]
+            whole = token.string.lower().strip("_") if token.type == tokenize.NAME else ""
+            for word in {whole, *whole.split("_")} & FORMER.keys():
+                found.append(f"{name}:{token.start[0]}: {word} -> {FORMER[word]}")
     assert not found, "\n".join(found)

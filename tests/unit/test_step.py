@@ -29,7 +29,7 @@ from yolofleet.train import step as step_module
 from yolofleet.train.optimiser import slot_device
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import FP16_PATIENCE, train_step, watch_numerics
+from yolofleet.train.step import MOST_FP16_SKIPS, train_step, watch_numerics
 
 IMAGES, IMG, NC = 2, 64, 3
 
@@ -196,22 +196,22 @@ def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: st
 
 def state_with(norms: list[float]) -> Any:
     pairs = [(step, HostCopy(torch.tensor(norm))) for step, norm in enumerate(norms)]
-    return SimpleNamespace(unseen_norms=pairs, overflows=0)
+    return SimpleNamespace(unread_norms=pairs, overflows=0)
 
 
 def test_a_gradient_that_is_not_finite_is_found_before_a_state_is_saved():
     state = state_with([1.0, 2.0, math.nan, 3.0])
-    watch_numerics(state, "fp32", unseen=2)  # as after a step on a GPU
-    assert [step for step, _ in state.unseen_norms] == [2, 3]
+    watch_numerics(state, "fp32", unread=2)  # as after a step on a GPU
+    assert [step for step, _ in state.unread_norms] == [2, 3]
     with pytest.raises(NumericsError, match="gradient of step 2 is not finite"):
         watch_numerics(state, "fp32")  # as before saving
 
 
 def test_fp16_may_overflow_for_a_while():
-    state = state_with([math.inf] * FP16_PATIENCE + [1.0])
+    state = state_with([math.inf] * MOST_FP16_SKIPS + [1.0])
     watch_numerics(state, "fp16")
     assert state.overflows == 0
-    state = state_with([math.inf] * (FP16_PATIENCE + 1))
+    state = state_with([math.inf] * (MOST_FP16_SKIPS + 1))
     with pytest.raises(NumericsError):
         watch_numerics(state, "fp16")
 

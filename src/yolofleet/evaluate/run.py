@@ -292,7 +292,7 @@ class _Detect:
             targets = self.loss.match(labels, len(images), batch.size_hw)
             sums = self.loss.sums(raws, targets).double().cpu().numpy()
             divisors = targets.counts.astype(np.float64)
-            if self.loss.late_divisor:
+            if self.loss.predicted_divisor:
                 sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
         decoded = self.model.decode(raws)
         devices.synchronize(self.device)  # NMS waits for it anyway

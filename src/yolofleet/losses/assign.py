@@ -1,13 +1,14 @@
-"""Which cells of a dense head answer for which labels: ATSS, and task-aligned assignment.
+"""Assign labels to the cells of a dense head: ATSS and task-aligned assignment.
 
-N images, G labels of the image that has most, T = N G labels (label t is in image t // G; rows that pad an image
-are boxes of zeros, which hold no cell), L levels, R cells of all levels, P pairs of a label and a cell inside it,
-M matches, C classes. Cells are numbered level after level as the head gives them, then by image, y, x.
+N images, G labels of the image that has most, T = N G labels (label t is in image t // G; boxes of zeros pad images
+with fewer labels and contain no cell), L levels, R cells of all levels, P pairs of a label and a cell inside it,
+M matches, C classes. Cells are numbered level after level in the head's order, then by image, y, x.
 
-Both rules give a cell to one label at most, and of equal candidates take the first. ATSS looks at labels alone, so
-it runs in loader processes (numpy); so do the pairs that task alignment, which looks at predictions, chooses from.
+Both rules assign a cell to one label at most, and take the first of equal candidates. ATSS needs only labels, so loader
+processes run it in numpy. Task alignment needs predictions; loader processes prepare the pairs that it chooses from.
 
-Parity: tests/parity/test_ppyoloe_loss_parity.py; against a plain form of the rules: tests/unit/test_ppyoloe_loss.py.
+Parity: tests/parity/test_ppyoloe_loss_parity.py. Comparison with a direct form of the rules:
+tests/unit/test_ppyoloe_loss.py.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch import Tensor
 
 from yolofleet.devices import to_device
 
-ATSS_NEAREST = 9  # cells of each level
-ANCHOR_STRIDES = 5  # side of the square that stands for a cell in ATSS
-ALIGNED_BEST = 13  # cells of each label
+ATSS_NEAREST = 9  # candidate cells of each level
+ANCHOR_STRIDES = 5  # side, in strides, of the square anchor of a cell in ATSS
+ALIGNED_BEST = 13  # cells of each label in task alignment
 SCORE_POWER, IOU_POWER = 1, 6
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a micro-batch. Strides are px, in the order of the head's levels."""
+    """The cells of a micro-batch. Strides are in pixels, in the order of the head's levels."""
 
     images: int
     size_hw: tuple[int, int]
@@ -43,16 +44,16 @@ class Grid:
 
     @property
     def sizes(self) -> list[int]:
-        """Cells of each level, of all images."""
+        """Number of cells of each level, over all images."""
         return [self.images * height * width for height, width in self.shapes_hw]
 
     @property
     def borders(self) -> list[int]:
-        """[L + 1] first cell of each level, and R."""
+        """[L + 1] the number of the first cell of each level, then R."""
         return [0, *np.cumsum(self.sizes).tolist()]
 
     def centres_px(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """([R, 2] x, y of each cell's centre, [R, 1] its stride), float32 px."""
+        """Return ([R, 2] x, y of each cell's centre, [R, 1] its stride), float32 px."""
         centres, strides = [], []
         for (height, width), stride in zip(self.shapes_hw, self.strides, strict=True):
             y, x = ((torch.arange(n, device=device) + 0.5) * stride for n in (height, width))
@@ -64,30 +65,32 @@ class Grid:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Each label with each cell whose centre is inside it: level after level, then by label, y, x."""
+    """All pairs of a label and a cell whose centre is inside it, sorted by level, label, y, x."""
 
     cells: np.ndarray  # int32 [P]
     labels: np.ndarray  # int32 [P]
     sizes: tuple[int, ...]  # pairs of each level
-    best: np.ndarray  # int64 [S]: places of each label's ALIGNED_BEST best, once sorted by label and merit
+    best: (
+        np.ndarray
+    )  # int64 [S]: rows of each label's ALIGNED_BEST best pairs after a sort by label and merit
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Cells that answer for a label, in order of cell, none twice."""
+    """Cells with an assigned label, in order of cell, without duplicates."""
 
     cells: Tensor  # int64 [M]
     labels: Tensor  # int64 [M]
     sizes: tuple[int, ...]  # matches of each level
-    scores: Tensor  # float32 [M] in 0..1: what the cell should say of the label's class
+    scores: Tensor  # float32 [M] in 0..1: target of the cell for the label's class
 
 
 def atss(boxes_xyxy_px: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Adaptive training sample selection (arXiv:1912.02424): cells int64 [M] in order, and their labels.
+    """Return cells int64 [M] in order, and their labels, by adaptive training sample selection (arXiv:1912.02424).
 
-    Of the nearest cells of each level, those whose IoU is above mean + deviation and whose centre is inside.
-    A cell that several labels want goes to the label of its image with the highest IoU, whether that wanted it
-    or not (as PP-YOLOE does it).
+    Candidates of a label are the nearest cells of each level. A label takes those whose IoU is above
+    mean + standard deviation and whose centre is inside it. A cell that several labels take goes to the label of its
+    image with the highest IoU, even if that label did not take it (as in PP-YOLOE).
 
     Args:
         boxes_xyxy_px: float32 [N, G, 4].
@@ -118,10 +121,10 @@ def atss(boxes_xyxy_px: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]
 def _nearest(
     boxes: np.ndarray, image: np.ndarray, grid: Grid, level: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One level's k cells nearest to the centre of each box [t, 1, 4], nearest first.
+    """Return the k cells of one level nearest to the centre of each box [t, 1, 4], nearest first.
 
-    Looked for within five columns and rows of the centre's own cell: nine cells of a row, all nearer than the
-    next column, rule out every column beyond.
+    The search covers five columns and rows around the centre's own cell. That is enough: a row of that width already
+    has nine cells, all nearer than the next column.
 
     Returns:
         Cells [t, k], their centres [t, k, 2] px, their anchors [t, k, 4] px.
@@ -145,7 +148,7 @@ def _nearest(
 
 
 def pairs_inside(boxes_xyxy_px: np.ndarray, grid: Grid) -> Pairs:
-    """All labels with all cells inside them. Box edges do not count as inside.
+    """Return all pairs of a label and a cell inside it. Box edges do not count as inside.
 
     Args:
         boxes_xyxy_px: float32 [N, G, 4].
@@ -182,19 +185,19 @@ def task_aligned(
     logits: Sequence[Tensor],
     grid: Grid,
 ) -> Matches:
-    """Task alignment (arXiv:2108.07755): each label takes its cells of highest probability x IoU^6.
+    """Return the matches by task alignment (arXiv:2108.07755): each label takes its cells of highest merit.
 
-    A cell that several labels want goes to the label of its image with the highest IoU, whether that wanted it
-    or not. Scores are the merit, scaled so that each label's best cell gets the label's best IoU. Every cell
-    inside a label has an IoU above 0, because a predicted box holds its own cell's centre.
+    The merit is probability x IoU^6. A cell that several labels take goes to the label of its image with the highest
+    IoU, even if that label did not take it. Scores are merits, scaled so that each label's best cell gets the label's
+    best IoU. Every cell inside a label has an IoU above 0, because a predicted box contains its cell's centre.
 
-    Host synchronisation: three, for how many cells match, how many are contested, how many lie on each level.
+    Host synchronisation: three, for the number of matches, of contested cells, and of matches per level.
 
     Args:
         boxes_xyxy_px: [N, G, 4].
         classes: int64 [T].
         predicted_xyxy_px: [R, 4].
-        logits: of classes, for each level [R of the level, C].
+        logits: class logits of each level, [R of the level, C].
     """
     device = boxes_xyxy_px.device
     per_image = boxes_xyxy_px.shape[1]
@@ -229,7 +232,7 @@ def task_aligned(
 
 
 def pick(levels: Sequence[Tensor], rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """``torch.cat(levels)[rows]`` without the copy; ``rows`` lie level after level, ``sizes`` to each."""
+    """Return ``torch.cat(levels)[rows]`` without the copy; ``rows`` are sorted by level, ``sizes[l]`` of level l."""
     picked, border = [], 0
     for level, part in zip(levels, rows.split(sizes), strict=True):
         picked.append(level.index_select(0, part - border))
@@ -238,7 +241,7 @@ def pick(levels: Sequence[Tensor], rows: Tensor, sizes: tuple[int, ...]) -> Tens
 
 
 def overlap_pairs(a_xyxy: Tensor, b_xyxy: Tensor) -> tuple[Tensor, Tensor]:
-    """(intersection, union) of boxes [..., 4] in the same units; leading dimensions broadcast."""
+    """Return (intersection, union) of boxes [..., 4] in the same units; leading dimensions broadcast."""
     a_low, a_high, b_low, b_high = a_xyxy[..., :2], a_xyxy[..., 2:], b_xyxy[..., :2], b_xyxy[..., 2:]
     shared = (torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp(min=0)
     a_size, b_size = (a_high - a_low).clamp(min=0), (b_high - b_low).clamp(min=0)
@@ -247,13 +250,13 @@ def overlap_pairs(a_xyxy: Tensor, b_xyxy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def iou_pairs(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
-    """IoU in 0..1 of boxes [..., 4] in the same units; empty boxes give 0."""
+    """Return the IoU in 0..1 of boxes [..., 4] in the same units; empty boxes give 0."""
     intersection, union = overlap_pairs(a_xyxy, b_xyxy)
     return intersection / (union + 1e-9)
 
 
 def _iou_numpy(a_xyxy: np.ndarray, b_xyxy: np.ndarray) -> np.ndarray:
-    """``iou_pairs`` of numpy arrays."""
+    """Return the IoU of numpy arrays, as :func:`iou_pairs`."""
     shared = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2])
     intersection = shared.clip(min=0).prod(-1)
     a_area, b_area = ((boxes[..., 2:] - boxes[..., :2]).clip(min=0).prod(-1) for boxes in (a_xyxy, b_xyxy))
@@ -262,25 +265,25 @@ def _iou_numpy(a_xyxy: np.ndarray, b_xyxy: np.ndarray) -> np.ndarray:
 
 
 def _centres(places: np.ndarray, stride: int) -> np.ndarray:
-    """float32 px of the middle of columns or rows."""
+    """Return the centres of columns or rows, float32 px."""
     return ((places + 0.5) * stride).astype(np.float32)
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """0 .. n - 1 for each n of ``counts``, one after the other."""
+    """Return 0 .. n - 1 for each n of ``counts``, concatenated."""
     numbers: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return numbers
 
 
 def _by_label_then_falling(labels: Tensor, merits: Tensor) -> Tensor:
-    """The order of rows by label, then highest merit (>= 0) first, then as they stand.
+    """Return the stable order of rows by label, then by falling merit (>= 0).
 
-    One sort of integers instead of two of floats: bits of floats >= 0 are in the order of the floats.
+    One sort of integers replaces two sorts: the bits of floats >= 0, read as integers, sort like the floats.
     """
     keys = (labels << 32) - merits.view(torch.int32).long()
     return keys.argsort(stable=True)
 
 
 def _highest(values: Tensor, labels: Tensor, total: int) -> Tensor:
-    """For each row the highest of its label's values (>= 0)."""
+    """Return for each row the highest of its label's values (>= 0)."""
     return values.new_zeros(total).scatter_reduce_(0, labels, values, "amax")[labels]

@@ -1,4 +1,4 @@
-"""What the training step needs of a loss. T terms; see ``train/step.py`` for how they are put together."""
+"""The interface of a loss for the training step. T terms; ``train/step.py`` combines them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ from torch import Tensor
 
 
 class DetectionLoss(Protocol):
-    """A loss as sums, which any number of ranks can add up.
+    """A loss as sums, so that ranks can add their parts.
 
-    The loss of a step is the sum over terms t of ``gains[t] * sums[t] / divisor[t]``, times the step's images
-    if ``times_images``. Divisors are counted from the labels (``targets.counts``) before the forward pass, or,
-    if they depend on predictions (``late_divisor``), one for all terms comes with the sums.
+    The loss of a step is the sum over terms t of ``gains[t] * sums[t] / divisor[t]``.
 
     Attributes:
         terms: names, ``kind`` or ``kind/level``.
         gains: float32 [T].
+        times_images: multiply the loss by the images of the step.
+        predicted_divisor: one divisor for all terms, which depends on predictions and comes with the sums. Else the
+            divisors are counts of labels (``targets.counts``), known before the forward pass.
     """
 
     gains: Tensor
     times_images: bool
-    late_divisor: bool
+    predicted_divisor: bool
 
     @property
     def terms(self) -> tuple[str, ...]: ...
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Any:
-        """Targets of a micro-batch, in numpy, in loader processes.
+        """Return the targets of a micro-batch, as numpy arrays; loader processes call it.
 
         Args:
             labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
             images: N of the micro-batch.
             size_hw: pixels.
         Returns:
-            Something with ``counts``: int64 [T].
+            An object with ``counts``: int64 [T].
         """
         ...
 
     def sums(self, raws: Sequence[Tensor], targets: Any) -> Tensor:
-        """float32 [T], differentiable; with ``late_divisor`` [T + 1]: the last is this micro-batch's part of
-        the divisor, at least 0, without gradient."""
+        """Return float32 [T], differentiable.
+
+        With ``predicted_divisor`` return [T + 1]. The last value is this micro-batch's part of the divisor; it is at
+        least 0 and needs no gradient.
+        """
         ...
 
     def at(self, progress: float) -> DetectionLoss:
-        """This loss at a fraction of the run, finished epochs / all epochs."""
+        """Return this loss at a fraction of the run (finished epochs / all epochs)."""
         ...

@@ -3,8 +3,8 @@
 N images, G labels of the image that has most, T = N G labels, L levels, R cells of all levels, M matched cells,
 C classes, B bins of a distance. Cells and labels are numbered as in ``assign``.
 
-The sums are to be divided by the scores of all matches of a step, which depend on predictions: their sum is
-returned last. Parity (value and gradient): tests/parity/test_ppyoloe_loss_parity.py.
+The divisor of all terms is the sum of the scores of a step's matches. It depends on predictions, so it comes with the
+sums. Parity (value and gradient): tests/parity/test_ppyoloe_loss_parity.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from yolofleet.losses.assign import (
 )
 
 NEGATIVE_WEIGHT = 0.75  # alpha of the varifocal loss; its gamma is 2
-FARTHEST_GAP = 0.01  # a distance to learn stays this far below the last bin, so that it lies between two
+FARTHEST_GAP = 0.01  # a target distance is at most the last bin minus this, so that it lies between two bins
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the labels of one micro-batch ask for, before any prediction is known."""
+    """The part of a micro-batch's assignment that does not depend on predictions."""
 
     grid: Grid
     boxes_xyxy_px: np.ndarray  # float32 [N, G, 4]; zeros where an image has fewer labels
@@ -62,7 +62,7 @@ class PpyoloeLoss:
 
     terms = ("cls", "iou", "dfl")
     times_images = False
-    late_divisor = True
+    predicted_divisor = True
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class PpyoloeLoss:
         self.is_aligned = assigner_switch <= 0
 
     def at(self, progress: float) -> PpyoloeLoss:
-        """The loss at this fraction of the run (epoch / epochs)."""
+        """Return the loss at this fraction of the run (epoch / epochs)."""
         loss = copy.copy(self)
         loss.is_aligned = progress >= self.assigner_switch
         return loss
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
-        """All of the assignment that does not depend on predictions; good for both assigners.
+        """Return the part of the assignment that does not depend on predictions, for both assigners.
 
         Args:
             labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
@@ -115,9 +115,9 @@ class PpyoloeLoss:
         )
 
     def assign(self, raws: Sequence[Tensor], targets: Targets) -> Matches:
-        """Which cell should say what, by the assigner of this part of the run; no gradient. ``raws`` as in ``sums``.
+        """Return the matches of the current assigner, without gradient. ``raws`` as in :meth:`sums`.
 
-        Host synchronisation: see ``task_aligned``.
+        Host synchronisation: see :func:`task_aligned`.
         """
         logits, distances = _rows(raws)
         grid, device = targets.grid, logits[0].device
@@ -136,7 +136,7 @@ class PpyoloeLoss:
             return Matches(cells, labels, sizes, iou_pairs(boxes.flatten(0, 1)[labels], predicted))
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
-        """[4] float32: the terms, differentiable, and the scores of all matches (the divisor's part, >= 0).
+        """Return [4] float32: the three terms, differentiable, and this micro-batch's part of the divisor (>= 0).
 
         Args:
             raws: for each level class logits [N, H, W, C], then distance logits [N, H, W, 4 B] (left, top, right,
@@ -146,12 +146,11 @@ class PpyoloeLoss:
         logits, distances = _rows(raws)
         device = logits[0].device
         boxes, classes = _on(device, targets.boxes_xyxy_px, targets.classes)
-        centres, strides = (
-            table[matches.cells] for table in targets.grid.centres_px(device)
-        )  # [M, 2], [M, 1]
+        # [M, 2], [M, 1]
+        centres, strides = (table[matches.cells] for table in targets.grid.centres_px(device))
 
         points, wanted = centres / strides, boxes.flatten(0, 1)[matches.labels] / strides
-        # no cell is picked twice, so the backward pass adds nothing up, in whatever order
+        # no cell is picked twice, so the backward pass has no sum whose order could vary
         picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
         iou = (1 - _giou_pairs(_around(points, _expected(picked)), wanted)) * matches.scores
         dfl = distribution_focal(picked, points, wanted) * matches.scores
@@ -169,12 +168,11 @@ class PpyoloeLoss:
 
 
 class _Varifocal(torch.autograd.Function):
-    """(logits [R, C], matched rows [m], their classes [m], their scores [m]) -> the level's sum.
+    """Computes a level's sum from (logits [R, C], matched rows [m], their classes [m], their scores [m]).
 
-    Varifocal loss (arXiv:2008.13367) with p the probability: alpha p^2 times cross entropy with 0 everywhere,
-    but score times cross entropy with the score at matched classes; gradients flow through p^2, as in PP-YOLOE.
-    A function of its own because the gradient costs little beside the value, and autograd's many arrays of this
-    size much: 3 x the time.
+    Varifocal loss (arXiv:2008.13367) with probability p: alpha p^2 times the cross entropy with 0 everywhere, but score
+    times the cross entropy with the score at matched classes. Gradients flow through p^2, as in PP-YOLOE. The gradient
+    is written by hand because autograd allocates many arrays of this size: 3 x the time.
     """
 
     @staticmethod
@@ -207,7 +205,7 @@ _varifocal: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _Varifocal.appl
 
 
 def _rows(raws: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Class logits [R of the level, C] and distance logits [R of the level, 4 B] of each level."""
+    """Return the class logits [R of the level, C] and distance logits [R of the level, 4 B] of each level."""
     rows = [raw.flatten(0, -2) for raw in raws]
     return rows[0::2], rows[1::2]
 
@@ -217,7 +215,7 @@ def _on(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, its slope) of each logit whose class is not there."""
+    """Return (loss, its derivative) of each logit for the target 0."""
     probability = logits.sigmoid()
     entropy = F.softplus(logits)  # -log(1 - p)
     weight = probability.square().mul_(NEGATIVE_WEIGHT)
@@ -226,19 +224,19 @@ def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _expected(distances: Tensor) -> Tensor:
-    """[m, 4] float32 mean distance, in strides, of distributions [m, 4 B]."""
+    """Return the mean distances [m, 4], float32, in strides, of distributions [m, 4 B]."""
     bins = distances.shape[1] // 4
     probabilities: Tensor = distances.float().unflatten(1, (4, bins)).softmax(-1)
     return (probabilities * torch.arange(float(bins), device=distances.device)).sum(-1)
 
 
 def _around(points: Tensor, distances_ltrb: Tensor) -> Tensor:
-    """[m, 4] corners of boxes that reach so far around points [m, 2]."""
+    """Return corners [m, 4] of the boxes with these distances from points [m, 2] to their sides."""
     return torch.cat((points - distances_ltrb[:, :2], points + distances_ltrb[:, 2:]), 1)
 
 
 def _giou_pairs(pred_xyxy: Tensor, true_xyxy: Tensor, eps: float = 1e-10) -> Tensor:
-    """Generalised IoU (arXiv:1902.09630) of matched boxes [m, 4] in the same units: [m] in (-1, 1]."""
+    """Return the generalised IoU (arXiv:1902.09630) of matched boxes [m, 4] in the same units: [m] in (-1, 1]."""
     intersection, union = overlap_pairs(pred_xyxy, true_xyxy)
     hull = torch.maximum(pred_xyxy[:, 2:], true_xyxy[:, 2:]) - torch.minimum(
         pred_xyxy[:, :2], true_xyxy[:, :2]
@@ -249,7 +247,7 @@ def _giou_pairs(pred_xyxy: Tensor, true_xyxy: Tensor, eps: float = 1e-10) -> Ten
 
 
 def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> Tensor:
-    """Distribution focal loss (arXiv:2006.04388), mean of the four sides: [m].
+    """Return the distribution focal loss (arXiv:2006.04388), mean of the four sides: [m].
 
     Args:
         distances: [m, 4 B] logits; gradients flow.
@@ -259,7 +257,7 @@ def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> 
     bins = distances.shape[1] // 4
     wanted = torch.cat((points - true_xyxy[:, :2], true_xyxy[:, 2:] - points), 1)
     wanted = wanted.clamp(0, bins - 1 - FARTHEST_GAP)[..., None]  # [m, 4, 1]
-    # the two bins beside the distance share the weight, each more the nearer it is
+    # the two bins beside the distance share the weight; the nearer bin gets more
     weights = (1 - (torch.arange(float(bins), device=distances.device) - wanted).abs()).clamp(min=0)
     by_side: Tensor = distances.unflatten(1, (4, bins))
     return -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)

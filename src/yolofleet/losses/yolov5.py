@@ -1,11 +1,11 @@
 """YOLOv5's loss as sums and counts: box (CIoU), objectness and class, each per level.
 
 N images, L levels, A anchors per level, C classes, T labels, M matches, K cells of all levels. A *cell* is one
-anchor at one grid place; cells of a level are numbered as they lie in a channels-last head: image, y, x, anchor.
-Which cells a label owns depends on labels alone, so ``match`` runs in loader processes (numpy, no torch work)
-and the counts of a whole step are known before its forward pass.
+anchor at one grid position. Cells of a level are numbered in the memory order of a channels-last head: image, y, x,
+anchor. The assignment needs only labels, so loader processes run ``match`` in numpy, and the counts of a whole step are
+known before its forward pass.
 
-How raw values become boxes is a parameter, so networks with Darknet's coding are trained by the same loss.
+The conversion of raw values to boxes is a parameter (``codings``), so Darknet's networks train with the same loss.
 
 Parity (value and gradient): tests/parity/test_yolov5_loss.py.
 """
@@ -32,13 +32,13 @@ FOCAL_ALPHA = 0.25
 # objectness weight of each level, finest first
 BALANCE_3_LEVELS = (4.0, 1.0, 0.4)
 BALANCE_DEEPER = (4.0, 1.0, 0.25, 0.06, 0.02)
-# the label's own cell, then its left, top, right and bottom neighbour where the label lies in that half
+# the label's own cell, then the left, top, right and bottom neighbour, if the label lies in that half of its cell
 NEIGHBOURS_XY = np.array([[0, 0], [0.5, 0], [0, 0.5], [-0.5, 0], [0, -0.5]], dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the labels of one micro-batch ask of which cells; rows are sorted by level, neighbour, anchor, label."""
+    """The cells that the labels of one micro-batch own; rows are sorted by level, neighbour, anchor, label."""
 
     matches: tuple[int, ...]  # L: rows of each level
     cells: np.ndarray  # int64 [M]: cell number within its level
@@ -59,7 +59,7 @@ class Yolov5Loss:
         nc: classes; with one class the class terms are 0.
         recipe: gains, ``anchor_t``, label smoothing, positive weights, focal gamma.
         img: training size, px; the objectness gain grows with its square.
-        codings: of each level's boxes; None is YOLOv5's.
+        codings: conversion of raw values to boxes, for each level; None: YOLOv5's.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Yolov5Loss:
         levels = len(strides)
         if levels > len(BALANCE_DEEPER):
             raise ConfigError(
-                f"the model has {levels} detection levels; this loss knows 1..{len(BALANCE_DEEPER)}",
-                hint="leave out levels in the model description's Detect row",
+                f"the model has {levels} detection levels; expected 1 to {len(BALANCE_DEEPER)}",
+                hint="remove levels from the Detect row of the model description",
             )
         self.strides = tuple(int(stride) for stride in strides)
         anchors = anchors_px.detach().cpu().numpy().astype(np.float32)
@@ -89,7 +89,7 @@ class Yolov5Loss:
         self.nc, self.recipe = nc, recipe
         self.codings = tuple(codings) if codings else (SquaredSigmoid(),) * levels
         assert len(self.codings) == levels
-        self.times_images, self.late_divisor = True, False
+        self.times_images, self.predicted_divisor = True, False
         self.terms = tuple(f"{term}/{level}" for term in ("box", "obj", "cls") for level in range(levels))
         balance = BALANCE_3_LEVELS if levels == 3 else BALANCE_DEEPER
         box = recipe.box * 3 / levels
@@ -100,12 +100,14 @@ class Yolov5Loss:
         )
 
     def at(self, progress: float) -> Yolov5Loss:
-        """The same all the time."""
+        """Return this loss: it does not change during a run."""
         return self
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
-        """Assign labels to cells: every anchor within ``anchor_t`` of the label's shape, in its own cell
-        and, where the coding reaches beyond a cell, in up to two neighbours.
+        """Assign labels to cells.
+
+        A label owns every anchor whose side ratio is below ``anchor_t``, in its own cell and, if the box coding reaches
+        beyond a cell, in up to two neighbours.
 
         Args:
             labels: float32 [T, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
@@ -150,11 +152,11 @@ class Yolov5Loss:
         )
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
-        """[3 L] float32 in the order of ``terms``, differentiable; a term without matches is exactly 0.
+        """Return [3 L] float32 in the order of ``terms``, differentiable; a term without matches is exactly 0.
 
         Args:
-            raws: per level [N, A, H, W, 5 + C]: x, y, w, h, objectness, classes; read in place when it is the
-                permuted view of a channels-last head, else copied once.
+            raws: per level [N, A, H, W, 5 + C]: x, y, w, h, objectness, classes. A permuted view of a channels-last
+                head is read in place; any other layout is copied once.
         """
         device = raws[0].device
         cells, boxes, anchors, classes, winners, winner_cells = (
@@ -195,19 +197,19 @@ class Yolov5Loss:
         return torch.stack(box_sums + obj_sums + cls_sums)
 
     def _boxes(self, raw: Tensor, anchors_wh: Tensor, matches: tuple[int, ...]) -> Tensor:
-        """[M, 4] predicted boxes in grid units, relative to the cell's corner."""
+        """Return predicted boxes [M, 4] in grid units, relative to the cell's corner."""
         if len(set(self.codings)) == 1:
             return self.codings[0].boxes(raw, anchors_wh)
         levels = zip(self.codings, raw.split(matches), anchors_wh.split(matches), strict=True)
         return torch.cat([coding.boxes(rows, anchors) for coding, rows, anchors in levels])
 
     def _binary(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
-        """Cross entropy of each element; focal (arXiv:1708.02002) when ``fl_gamma`` is set."""
+        """Return the cross entropy of each element; focal (arXiv:1708.02002) if ``fl_gamma`` is set."""
         weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
         loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none", pos_weight=weight)
         if self.recipe.fl_gamma > 0:
             probability = logits.sigmoid()
-            # 1 - p_t; kept off 0, where a gamma below 1 has no finite slope
+            # 1 - p_t; kept above 0, because a gamma below 1 has an infinite derivative there
             miss = (wanted + probability - 2 * wanted * probability).clamp(min=1e-7)
             alpha = wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)
             loss = loss * alpha * miss**self.recipe.fl_gamma
@@ -215,11 +217,11 @@ class Yolov5Loss:
 
 
 class _Pick(torch.autograd.Function):
-    """(raw [N, A, H, W, 5 + C], cells [m]) -> float32 rows [m, 5 + C] of those cells, objectness of all cells.
+    """Picks float32 rows [m, 5 + C] of cells [m] from raw [N, A, H, W, 5 + C], and the objectness of all cells.
 
-    A function of its own because a cell may be picked many times: the backward of an embedding adds duplicates
-    in an order that depends on neither threads nor scheduling, on CPU and CUDA, where indexing does not; and
-    the gradient has the layout of the head, written in one pass.
+    The backward pass is written by hand because a cell may be picked several times. The backward kernel of an embedding
+    adds duplicates in a fixed order on CPU and CUDA; that of indexing does not. The gradient is written in one pass, in
+    the layout of the head.
     """
 
     @staticmethod

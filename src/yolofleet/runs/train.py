@@ -51,9 +51,9 @@ from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import write_config
-from yolofleet.train.agreement import all_alike, check_settings
+from yolofleet.train.agreement import check_settings, have_equal_kernels
 from yolofleet.train.loop import StepSplitter, TrainingRun
-from yolofleet.train.network import build_network, freeze, start_of, with_fitting_anchors
+from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
 from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
@@ -183,7 +183,7 @@ def _train(
             store=store,
             evaluate=evaluate_average,
             fingerprint=mark,
-            alike=all_alike(world),
+            equal_kernels=have_equal_kernels(world),
         )
         report.begin(
             state,
@@ -256,7 +256,7 @@ def _network(
 ) -> _Network:
     resumed = stored_description(snapshot) if snapshot else None
     with world.activity.doing("weights"):
-        description, weights = start_of(config, resumed)
+        description, weights = description_and_weights(config, resumed)
     family = family_of(description)
     recipe = with_default(recipe, family.recipe_name)
     stride = max(outline(description, len(index.names)).strides)

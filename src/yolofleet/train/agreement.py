@@ -1,9 +1,8 @@
-"""Were all ranks started alike, and do they still hold the same state? A sum of bits every few steps, one tiny
-exchange.
+"""Check that all ranks have equal settings at the start, and equal state every few steps (by exchanging digests).
 
-On equal machines any difference is a fault (memory, a kernel that is not deterministic, a rank that skipped a
-step) and ends the run. On mixed hardware last bits may differ; then ranks start again from rank 0's state,
-with a note, as long as the difference is rounding.
+On equal machines a difference is a fault (memory, a kernel that is not deterministic, a rank that skipped a step) and
+ends the run. On mixed hardware the last bits may differ. As long as the difference is rounding, all ranks then take
+rank 0's state, with a note.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from yolofleet.report.console import NullConsole
 from yolofleet.text import shown
 from yolofleet.train.state import TrainState
 
-# settings that each machine may have its own of: paths, devices, memory and disk
-OF_ONE_MACHINE = {
+# settings that may differ between machines: paths, devices, memory and disk
+PER_MACHINE_SETTINGS = {
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
     *("device", "threads", "workers", "cache", "prefetch", "pin_memory", "timeout_s"),
     *("plots", "tensorboard", "verbose", "keep_last"),
 }
-ROUNDING = 1e-4  # relative difference of the weights' norm that mixed hardware may make
+ROUNDING = 1e-4  # largest relative difference of the weights' norm that counts as rounding
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
-    """What the last bits of a result depend on, beside the micro-batch's shape."""
+    """Return what the last bits of a result depend on, besides the shape of a micro-batch."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -47,14 +46,14 @@ def kernels(device: torch.device) -> dict[str, Any]:
     return found | devices.kernel_versions(device)
 
 
-def all_alike(world: World) -> bool:
-    """Whether all ranks compute with equal kernels. Collective: every rank."""
+def have_equal_kernels(world: World) -> bool:
+    """Return whether all ranks compute with equal kernels. Collective: every rank."""
     mine = json.dumps(kernels(world.device), sort_keys=True)
     return len(set(world.all_gather_bytes(mine.encode()))) == 1
 
 
 def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
-    """Machines that were started by hand must have been given the same command. Collective: every rank.
+    """Raise if ranks were started with different settings. Collective: every rank.
 
     Raises:
         ClusterError: names the first rank that differs from rank 0, and in what.
@@ -62,7 +61,7 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
     mine = {
         flag_of(name, field): getattr(config, name)
         for name, field in TrainConfig.model_fields.items()
-        if name not in OF_ONE_MACHINE
+        if name not in PER_MACHINE_SETTINGS
     }
     mine |= {f"--set {name}": value for name, value in recipe.model_dump().items()}
     mine |= {"yolofleet": __version__, "host": world.host}
@@ -78,20 +77,20 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """Of the bits of float32 tensors; costs one pass over them on their device."""
+    """Return a digest of the bits of float32 tensors; costs one pass over them on their device."""
     sums = []
     for t in tensors.values():
         bits = t.detach().contiguous().view(torch.int32).flatten()
         weights = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int32)
-        sums.append((bits * weights).sum(dtype=torch.int64))  # wraps around; the same everywhere
+        sums.append((bits * weights).sum(dtype=torch.int64))  # integers wrap around alike on all devices
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def check_agreement(state: TrainState, world: World, console: NullConsole, *, alike: bool) -> None:
-    """Compare all ranks' weights and statistics. Collective: every rank, at the same step.
+def check_agreement(state: TrainState, world: World, console: NullConsole, *, equal_kernels: bool) -> None:
+    """Compare the weights and batch-norm statistics of all ranks. Collective: every rank, at the same step.
 
     Raises:
-        ClusterError: names the ranks whose state is another.
+        ClusterError: names the ranks whose state differs from the most frequent one.
     """
     tensors = {name: t.detach() for name, t in state.average.source.items()}
     norm = float(
@@ -105,14 +104,14 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, al
         return
     names = ", ".join(f"{rank} ({every[rank]['host']})" for rank in odd)
     spread = max(abs(one["norm"] / every[0]["norm"] - 1) for one in every)
-    if alike or not spread <= ROUNDING:
+    if equal_kernels or not spread <= ROUNDING:
         raise ClusterError(
-            f"after step {state.step} the weights of rank {names} are not those of the others "
+            f"after step {state.step} the weights of rank {names} differ from those of the other ranks "
             f"(norms differ by {spread:.1e})",
             hint="run yolofleet selftest; --resume continues from the last checkpoint",
         )
     console.note(
-        f"after step {state.step} ranks differ in last bits (mixed hardware): rank 0's state goes to all"
+        f"after step {state.step} ranks differ in the last bits (mixed hardware): all take rank 0's state"
     )
     for t in state.all_tensors():
         world.broadcast_(t)

@@ -1,4 +1,4 @@
-"""Moving average of weights and batch-norm statistics, the model that is validated and shipped."""
+"""Moving average of weights and batch-norm statistics: the model for validation and for weights files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from yolofleet.devices import is_host
 
 
 class MovingAverage:
-    """Average of named float tensors: avg = keep * avg + take * value.
+    """Moving average of named float tensors: avg = keep * avg + take * value.
 
     Every rank keeps its own (equal) copy, so every rank can validate. With ``decay`` 0 the average is the
     value itself.
 
     Args:
-        source: live float32 tensors of one device by name, without gaps in memory; read at each update.
-        rule: "ramp", YOLOv5's: keep = d and take = 1 - d, d = decay (1 - exp(-n / tau)) in update n; or
-            "threshold", PP-YOLOE's: an average that starts at zero with d = min(decay, n / (9 + n)) and is divided
-            by 1 - d^n when it is used (here: at once); or "constant", the same with d = decay.
+        source: live float32 tensors of one device by name, without gaps in memory; each update reads them.
+        rule: of update n. "ramp" (YOLOv5): keep = d and take = 1 - d with d = decay (1 - exp(-n / tau)).
+            "threshold" (PP-YOLOE): an average from zero with d = min(decay, n / (9 + n)), divided by 1 - d^n to
+            remove the bias of that start. "constant": as "threshold", with d = decay.
     """
 
     def __init__(self, source: dict[str, Tensor], *, decay: float, tau: float, rule: str = "ramp") -> None:
@@ -33,7 +33,7 @@ class MovingAverage:
         sizes = [t.numel() for t in source.values()]
         device = next(iter(source.values())).device
         self._flat = torch.empty(sum(sizes), device=device)
-        # the host knows at once whether a step on the CPU is finite, so there the average changes in place
+        # On the CPU `finite` costs nothing to read, so the average can change in place.
         self._next = self._flat if is_host(device) else torch.empty_like(self._flat)
         self.average = dict(zip(source, views_like(source.values(), self._flat), strict=True))
         self._next_views = views_like(source.values(), self._next)
@@ -41,7 +41,7 @@ class MovingAverage:
             self.average[name].copy_(t.detach())
 
     def decay_at(self, update: int) -> float:
-        """d of an update, counted from 1."""
+        """Return d of an update, counted from 1."""
         if self.rule == "threshold":
             return min(self.decay, update / (9 + update))
         if self.rule == "constant":
@@ -49,21 +49,20 @@ class MovingAverage:
         return self.decay * (1 - math.exp(-update / self.tau))
 
     def factors(self, update: int) -> tuple[float, float]:
-        """(keep, take) of an update, counted from 1."""
+        """Return (keep, take) of an update, counted from 1."""
         d = self.decay_at(update)
         if self.rule == "ramp":
             return d, 1 - d
-        before = 1 - self.decay_at(update - 1) ** (
-            update - 1
-        )  # what the last average was divided by; 0 at first
+        last = update - 1
+        before = 1 - self.decay_at(last) ** last  # divisor of the last average; 0 at first
         after = 1 - d**update
         return d * before / after, (1 - d) / after
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Take in the weights of one more step, unless ``finite`` (bool, on the device) is False.
+        """Add the weights of one step, unless ``finite`` (bool, on the device) is False.
 
-        The host does not read ``finite`` from an accelerator, so a step that is left out counts in ``updates``.
+        The host does not read ``finite`` from an accelerator, so ``updates`` also counts the steps left out.
         """
         self.updates += 1
         in_place = self._next is self._flat
@@ -77,7 +76,7 @@ class MovingAverage:
 
 
 def views_like(tensors: Iterable[Tensor], flat: Tensor) -> list[Tensor]:
-    """Return views into ``flat``, one behind the other, with the shapes and strides of ``tensors``."""
+    """Return consecutive views into ``flat`` with the shapes and strides of ``tensors``."""
     views, at = [], 0
     for t in tensors:
         views.append(flat.as_strided(t.size(), t.stride(), at))

@@ -1,8 +1,8 @@
-"""The run: steps, epochs, validation, checkpoints, in that order and by name.
+"""The training loop: steps, epochs, validation and checkpoints.
 
-An epoch ends at the first step border at or after its last sample; validation, its row in results.csv and its
-checkpoint happen there, and nothing is pending then. Every decision (save, stop) is shared before it is acted
-on: it rides on the step's reduction of loss counts, or follows from figures that are equal on every rank.
+An epoch ends at the first step border at or after its last sample. There the loop validates, writes the row of
+results.csv and saves a checkpoint; no gradient is pending. All ranks take every decision (save, stop) together: the
+reduction of loss counts carries the request, or the decision follows from figures that are equal on every rank.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import train_step, watch_numerics
 
-MEASURED_STEPS = range(3, 10)  # of a run, by --shares auto: after the first ones have warmed up
+MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
 
 
 @dataclass(frozen=True)
 class StepSplitter:
-    """Cuts a step into the passes of one rank: a micro-batch each, or, with synchronised batch norm, this
-    rank's share of each group of ``batch`` images.
+    """Divides a step into the forward passes of one rank.
+
+    A pass is one micro-batch, or with synchronised batch norm this rank's share of each group of ``batch`` images.
 
     Args:
-        partition: over the replicas of all ranks, rank by rank.
+        partition: over the replicas of all ranks, in rank order.
         replicas: devices of this process.
         micro_batch, batch: images.
         dataset_images: images of an epoch.
@@ -69,16 +70,16 @@ class StepSplitter:
     seed: int
 
     def passes_total(self, plan: StepPlan) -> int:
-        """Over all ranks: how many sets of batch-norm statistics the step has."""
+        """Return the number of sets of batch-norm statistics in a step, over all ranks."""
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
 
     def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
-        """What this rank makes for a step, replica by replica."""
+        """Return the keys of this rank's micro-batches of a step, in replica order."""
         return [key for replica in range(self.replicas) for key in self._replica_keys(plan, replica)]
 
-    def by_replica(self, plan: StepPlan, made: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """The micro-batches of :meth:`keys`, dealt to the replicas."""
-        rest = iter(made)
+    def by_replica(self, plan: StepPlan, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        """Return the micro-batches of :meth:`keys`, one list per replica."""
+        rest = iter(micro_batches)
         return [
             list(islice(rest, len(self._replica_keys(plan, replica)))) for replica in range(self.replicas)
         ]
@@ -99,10 +100,10 @@ class StepSplitter:
         return MicroBatchKey(plan.step, ordinal, samples, size)
 
     def check(self) -> None:
-        """Batch normalisation needs more than one value per channel on the coarsest map.
+        """Raise if batch normalisation has only one value per channel on the coarsest feature map.
 
         Raises:
-            ConfigError: a micro-batch of one image, as small as the stride.
+            ConfigError: a micro-batch has one image, whose side is the stride.
         """
         replicas_together = self.sync_bn and len(self.partition.shares) > 1
         if self.micro_batch == 1 and self._size_range()[0] == 1 and not replicas_together:
@@ -114,18 +115,18 @@ class StepSplitter:
             )
 
     def idle_note(self, step_images: int) -> str:
-        """Return what to do about devices without work in a step; "" when all have some."""
+        """Return a warning if some devices get no work in a step, else ""."""
         return self.partition.idle_note(
             self.batch if self.sync_bn else step_images, self.micro_batch, divisors(self.batch)
         )
 
     def _size_range(self) -> tuple[int, int]:
-        """Smallest and largest image side, in strides."""
+        """Return the smallest and largest image side, in strides."""
         low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
         return low, high
 
     def size_of(self, step: int) -> int | None:
-        """Image side of a step; None = as configured."""
+        """Return the image side of a step in pixels, or None for the configured size."""
         if self.sizes == (1, 1):
             return None
         low, high = self._size_range()
@@ -134,14 +135,14 @@ class StepSplitter:
 
 
 class SpeedProbe:
-    """Micro-batches and seconds of this rank's computing over ``MEASURED_STEPS``."""
+    """Counts this rank's micro-batches and compute seconds over ``MEASURED_STEPS``."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
         self.passes, self.compute_s = 0, 0.0
 
     def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
-        """After every step; True once, when there is enough."""
+        """Record a finished step; return True after the last measured one."""
         number, compute_s = plan.step - self.first_step, clock.run_so_far().seconds["compute"]
         if number == MEASURED_STEPS.start - 1:
             self.compute_s = -compute_s
@@ -154,7 +155,7 @@ class SpeedProbe:
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 and Ctrl-C as a request: the step under way ends, the state is saved, then we stop.
+    """Records SIGTERM, SIGUSR1 or Ctrl-C; the loop then finishes the step, saves the state and stops.
 
     A second Ctrl-C ends the process at once.
     """
@@ -181,7 +182,7 @@ class StopRequest:
         if self.signal and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        if not self.signal:  # at once: a step can take long, and who sees nothing presses again
+        if not self.signal:  # a step can be long, so tell the user at once that Ctrl-C has worked
             with suppress(OSError):
                 os.write(2, b"\nstopping after this step, then saving; Ctrl-C again ends at once\n")
         self.signal = self.signal or signal.Signals(number).name
@@ -189,7 +190,7 @@ class StopRequest:
 
 @dataclass
 class TrainingRun:
-    """All parts of one rank's run, assembled by ``worker.py``."""
+    """All parts of one rank's run; ``runs/train.py`` builds it."""
 
     config: TrainConfig
     state: TrainState
@@ -203,15 +204,15 @@ class TrainingRun:
     report: TrainReport
     store: CheckpointStore
     evaluate: Callable[[DetectionLoss], Evaluation]
-    fingerprint: dict[str, Any]  # what the run is; stored in its checkpoints
-    alike: bool = True  # all ranks compute with equal kernels
-    tally: Tensor = field(init=False)  # [T] loss terms x images of the epoch under way, this rank's part
+    fingerprint: dict[str, Any]  # identifies the run in its checkpoints
+    equal_kernels: bool = True  # on all ranks
+    tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part
     tally_images: int = 0
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
     saved_at_s: float = field(default_factory=time.monotonic)
 
     def plans(self) -> Iterator[StepPlan]:
-        """The steps from here to the end of the run."""
+        """Yield the remaining steps of the run."""
         if self.is_over():
             return
         for plan in self.schedule.steps(self.state.step, self.state.images_seen):
@@ -224,20 +225,20 @@ class TrainingRun:
         return plan.end_image >= end or plan.step + 1 == self.config.max_steps
 
     def is_over(self) -> bool:
-        """The state is that of the run's end."""
+        """Return whether the state is the final one."""
         end = self.config.epochs * self.schedule.dataset_images
         steps_left = not self.config.max_steps or self.state.step < self.config.max_steps
         return self.state.images_seen >= end or not steps_left or self._out_of_patience()
 
     def train(self) -> None:
-        """Train to the end, from wherever the state is.
+        """Train from the current state to the end of the run.
 
         Collective: every rank.
 
         Raises:
-            Stopped: on request; the state is saved.
+            Stopped: a rank got a stop request; the state is saved.
         """
-        if self.is_over():  # resumed after its end: a crash may have kept it from writing its results
+        if self.is_over():  # a resumed run: it may have crashed after training, before it wrote its results
             self.report.ended_before(self.evaluate(self.loss.at(1)))
             return
         self._restore_tally()
@@ -253,7 +254,9 @@ class TrainingRun:
                         probe = None
                     if self._every(self.config.check_steps, plan.step, plan.step + 1):
                         with self.report.clock("comm"):
-                            check_agreement(self.state, self.world, self.report.console, alike=self.alike)
+                            check_agreement(
+                                self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
+                            )
                     epoch_asks = self._end_epochs(plan)
                     steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
                     ends = self.is_last(plan) or self._out_of_patience()
@@ -273,15 +276,17 @@ class TrainingRun:
         stored = self.state.progress
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
         self.tally_images = stored.epoch_images
-        if stored.epoch_terms and self.world.is_main:  # the sum over the ranks that were
+        if (
+            stored.epoch_terms and self.world.is_main
+        ):  # they are the sum over all ranks, so one rank adds them
             self.tally += torch.tensor(stored.epoch_terms, device=self.world.device)
 
     def _open_loader(self) -> None:
-        """Micro-batches of this rank, from the next step to the end."""
+        """Start loading this rank's micro-batches, from the next step to the end of the run."""
         self.micro_batches = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
 
     def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[int, int]:
-        """Fetch, compute, tell. Returns how many ranks ask to stop, and to save."""
+        """Load, train and report one step; return how many ranks ask to stop, and how many to save."""
         with self.report.clock("data"):
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
         minutes = self.config.save_minutes
@@ -307,7 +312,7 @@ class TrainingRun:
     def _stop(self, stop: StopRequest) -> None:
         with self.report.clock("checkpoint"):
             self.store.flush()
-        self.world.barrier()  # nobody leaves before the state is on disk
+        self.world.barrier()  # no rank may exit before rank 0 has written the state
         raise Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
             source=stop.signal or "another rank",
@@ -315,9 +320,9 @@ class TrainingRun:
         )
 
     def _share_by_speed(self, probe: SpeedProbe) -> None:
-        """``--shares auto``: as many micro-batches to each rank as it computes per second.
+        """Give each rank micro-batches in proportion to its measured speed (``--shares auto``).
 
-        Collective: every rank, once. Changes who computes what, never the result.
+        This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
         packed = struct.pack("<d", probe.passes / max(probe.compute_s, 1e-9))
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
@@ -331,13 +336,13 @@ class TrainingRun:
 
     @staticmethod
     def _every(period: int, before: int, after: int) -> bool:
-        """Whether a multiple of ``period`` (0 = never) lies in (before, after]."""
+        """Return whether a multiple of ``period`` (0 = never) lies in (before, after]."""
         return period > 0 and after // period > before // period
 
     def _end_epochs(self, plan: StepPlan) -> bool:
-        """At an epoch's border: share the losses, validate, write the row. Returns whether to save.
+        """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
 
-        Collective: every rank, where the plan says that an epoch ended.
+        Collective: every rank, after each step that ends an epoch.
         """
         before, last = self.state.progress.epochs_done, self.is_last(plan)
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
@@ -369,7 +374,7 @@ class TrainingRun:
         )
 
     def _save(self) -> None:
-        """Hand a copy of the state to rank 0's writer; nobody waits for the disk.
+        """Pass a copy of the state to rank 0's writer thread; no rank waits for the disk.
 
         Collective: every rank.
         """

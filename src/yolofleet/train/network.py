@@ -1,4 +1,4 @@
-"""The network of a run: built, filled with start weights, partly frozen."""
+"""Build the network of a run, load its start weights and freeze layers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.report.console import NullConsole
 
 
-def start_of(
+def description_and_weights(
     config: TrainConfig, resumed: ModelDescription | None
 ) -> tuple[ModelDescription, Weights | None]:
-    """What network the run has, and with which weights it starts.
+    """Return the network's description, and the weights to start from (None for random ones).
 
     Args:
-        resumed: of the checkpoint that will fill the network: start weights are not needed, and not read, any more.
+        resumed: description from the checkpoint, when the run resumes; then start weights are not read.
 
     Raises:
-        ConfigError, CheckpointError: no such model, unreadable weights.
+        ConfigError, CheckpointError: the model is unknown, or the weights cannot be read.
     """
     if resumed is not None:
         return resumed, None
@@ -43,8 +43,9 @@ def start_of(
 def with_fitting_anchors(
     description: ModelDescription, index: DataIndex, threshold: float, img: int, seed: int
 ) -> tuple[ModelDescription, str]:
-    """The description with other anchors where its own match too few labels, and what to say about them ('' for
-    networks without anchors). Every rank finds the same.
+    """Replace the anchors if they match too few labels; return the description and a text about its anchors.
+
+    The text is "" for networks without anchors. The result is equal on every rank.
 
     Args:
         threshold: largest side ratio of a match (``anchor_t``).
@@ -77,7 +78,7 @@ def build_network(
     seed: int,
     console: NullConsole,
 ) -> Detector:
-    """The network with its starting weights, equal on every rank."""
+    """Return the network with its start weights, equal on every rank."""
     model = build_model(description, len(names), seed=seed)
     model.names = names
     if weights is not None:
@@ -86,13 +87,13 @@ def build_network(
 
 
 def freeze(model: Detector, spec: str) -> list[str]:
-    """Switch gradients off for the layers that ``--freeze`` names; returns the frozen parameters' names.
+    """Switch gradients off for the layers that ``--freeze`` names; return the names of the frozen parameters.
 
-    A number is the first N layers, a list those layers, ``backbone`` the description's backbone, else prefixes
-    of parameter names. Batch-norm layers of frozen parts keep their statistics.
+    One number N means the first N layers, several numbers those layers, and ``backbone`` the description's backbone.
+    Other words are prefixes of parameter names. Batch-norm layers of frozen parts keep their statistics.
 
     Raises:
-        ConfigError: nothing of that name.
+        ConfigError: the model has no such layer, or no parameter is left to train.
     """
     if not spec or spec == "0":
         return []

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-# torch.optim imports this at first use, and its functions then keep today's process group as a default argument
-# for good: its threads would outlive Python, which aborts one exit in six. So it is imported before there is one.
+# torch.optim imports this module at its first use. The module's functions keep the process group of that moment as a
+# default argument, so the group's threads would outlive Python: one exit in six aborts. Import it before a group exists.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """(biases, weights that decay, normalisation weights), trainable ones only, in model order."""
+    """Return (biases, weights that decay, normalisation weights) that require a gradient, in model order."""
     biases: list[nn.Parameter] = []
     weights: list[nn.Parameter] = []
     norms: list[nn.Parameter] = []
@@ -42,9 +42,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return SGD, Adam or AdamW with groups in the order biases, weights, norms."""
     biases, weights, norms = parameter_groups(model)
-    of_norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
-    decayed = [p for p in biases if recipe.decay_biases and p not in of_norms]
-    undecayed = [p for p in biases if not recipe.decay_biases or p in of_norms]
+    in_norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    decayed = [p for p in biases if recipe.decay_biases and p not in in_norms]
+    undecayed = [p for p in biases if not recipe.decay_biases or p in in_norms]
     groups = [
         {"role": "bias", "params": undecayed, "weight_decay": 0.0},
         {"role": "bias", "params": decayed, "weight_decay": weight_decay},
@@ -64,8 +64,8 @@ def build_optimizer(
     nesterov = recipe.nesterov and recipe.momentum > 0
     sgd = kind(groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=nesterov, fused=fused)
     if max(recipe.momentum, recipe.warmup_momentum) > 0:
-        # Fused SGD would allocate its buffers uninitialised, and leave them so when its first step overflows.
-        # Starting from zero gives the same first step, because dampening is 0.
+        # Fused SGD allocates its buffers uninitialised, and keeps them so if its first step overflows. Zeros give the
+        # same first step, because dampening is 0.
         for p in trained:
             sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return sgd
@@ -73,9 +73,9 @@ def build_optimizer(
 
 @torch.no_grad()
 def update_if_finite(optimizer: Any, finite: Tensor) -> None:
-    """Do one update, which changes nothing if ``finite`` (bool, on the device) is False. No host read.
+    """Do one update that changes nothing if ``finite`` (bool, on the device) is False, without reading it on the host.
 
-    Without fused kernels Adam counts such a step, too: its counts lie on the host.
+    Without fused kernels Adam still counts the step, because its counts lie on the host.
     """
     if all(group["fused"] for group in optimizer.param_groups):
         optimizer.found_inf = (~finite).float()  # with 1 the kernels leave weights and slots as they are
@@ -85,24 +85,24 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
     before = {id(t): t.clone() for t in parameters + device_slots(optimizer, parameters)}
     optimizer.step()
     for t in parameters + device_slots(optimizer, parameters):
-        then = before.get(id(t), torch.zeros_like(t))  # a slot that this step has made starts at 0
-        t.copy_(torch.where(finite, t, then))
+        old = before.get(id(t), torch.zeros_like(t))  # a slot that this step has made starts at 0
+        t.copy_(torch.where(finite, t, old))
 
 
 def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the optimizer's tensors that lie beside their parameters."""
+    """Return the optimizer's tensors that are on the device of their parameter."""
     return [t for p in parameters for t in optimizer.state[p].values() if t.device == p.device]
 
 
 def slot_device(optimizer: Any, parameter: Tensor, slot: Tensor) -> torch.device:
-    """Return where ``optimizer`` needs a slot of ``parameter``: beside it, but for counts without fused kernels."""
+    """Return the device for a slot of ``parameter``: the parameter's, or the CPU for counts without fused kernels."""
     (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
     beside = slot.shape == parameter.shape or group["fused"] or group.get("capturable")
     return parameter.device if beside else torch.device("cpu")
 
 
 def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
-    """Give every group the rates of this step."""
+    """Set the rates of this step in every group."""
     for group in optimizer.param_groups:
         group["lr"] = plan.lr_bias if group["role"] == "bias" else plan.lr
         if "momentum" in group:

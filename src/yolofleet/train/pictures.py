@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn by rank 0; one that cannot be drawn is a note, never an end."""
+"""Pictures of a run, drawn by rank 0. A picture that cannot be drawn gives a note and does not end the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> 
 def draw_micro_batch(
     micro_batch: MicroBatch, names: Sequence[str], folder: Path, note: Callable[[str], None]
 ) -> None:
-    """What the network is trained on."""
+    """Draw images of a micro-batch with their labels, as the network sees them."""
     pictures = training_pictures(micro_batch.images, micro_batch.labels, most=SHOWN)
     attempt(note, plot_pictures, pictures, names, folder / f"train_step{micro_batch.step}.jpg")
 
@@ -41,7 +41,7 @@ def draw_micro_batch(
 def draw_evaluation(
     evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]
 ) -> None:
-    """Curves, confusion matrix, and some of this rank's images with truth and with detections."""
+    """Draw curves, the confusion matrix, and some of this rank's images with labels and with detections."""
     attempt(note, plot_curves, evaluation.metrics.curves, index.names, folder)
     attempt(note, plot_confusion, evaluation.confusion, index.names, folder / "confusion_matrix.png")
     attempt(note, _draw_examples, evaluation, index, folder)
@@ -65,5 +65,5 @@ def _draw_examples(evaluation: Evaluation, index: DataIndex, folder: Path) -> No
 
 
 def _corners(boxes_xywh: np.ndarray) -> np.ndarray:
-    """[M, 4] x, y, w, h -> x1, y1, x2, y2."""
+    """Return boxes [M, 4] as x1, y1, x2, y2 from x, y, w, h."""
     return np.concatenate([boxes_xywh[:, :2], boxes_xywh[:, :2] + boxes_xywh[:, 2:]], axis=1)

@@ -1,4 +1,4 @@
-"""What a training run says and writes while it runs: console, events, results, weights, plots.
+"""Output of a training run: console, events, results, weights and plots.
 
 Rank 0 writes the files of the run; every rank has a clock, a log and an event stream.
 """
@@ -37,7 +37,7 @@ PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
 def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """Loss terms of all levels ("box/0", ...) added up by name."""
+    """Return the loss terms summed over levels: "box/0", "box/1", ... give "box"."""
     sums: dict[str, float] = {}
     for term, value in zip(terms, values, strict=True):
         name = term.split("/")[0]
@@ -46,7 +46,7 @@ def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
 
 
 class TrainReport:
-    """The reporting side of ``train/loop.py``.
+    """Reports the progress of ``train/loop.py``.
 
     Args:
         terms: names of the loss terms.
@@ -95,7 +95,13 @@ class TrainReport:
         data_notes: Sequence[str],
         resumed: bool,
     ) -> None:
-        """Say what will run where; training starts or continues."""
+        """Print what will run where, and start the clock of the training.
+
+        Args:
+            facts: lines of the header, by name.
+            settings: (name, value, source) of each setting that is not a default.
+            resumed: the run continues from a checkpoint.
+        """
         self.index, self.val_index = index, val_index
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
@@ -123,13 +129,13 @@ class TrainReport:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
 
     def step(self, plan: StepPlan, mine: Sequence[MicroBatch], tally: Tensor, tally_images: int) -> None:
-        """After every step; the tally is read only when something is shown."""
+        """Report a finished step. Reading the tally waits for the device, so only a shown line reads it."""
         if self.draws and plan.step < PICTURED_STEPS and mine:
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images)
 
         def view() -> StepView:
-            # this rank's part stands for all: shares are dealt from one shuffled stream
+            # an estimate from this rank's part: all ranks get random samples of one shuffled stream
             means = [value * self.world.size / max(tally_images, 1) for value in tally.tolist()]
             return self._view(means, self.clock.epoch_so_far(), plan)
 
@@ -140,7 +146,7 @@ class TrainReport:
         return StepView(by_name(self.terms, terms), times, plan.lr, memory)
 
     def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
-        """``weights/<name>.safetensors``: the moving average, on rank 0."""
+        """Write the moving average to ``weights/<name>.safetensors``, on rank 0."""
         if self.world.is_main:
             with self.clock("checkpoint"):
                 extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
@@ -150,9 +156,9 @@ class TrainReport:
     def epoch(
         self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None
     ) -> None:
-        """An epoch has ended: its line, its row, its table.
+        """Report a finished epoch: console line, row of results.csv, table of a validation.
 
-        Collective: every rank (the slowest rank's times are what is shown).
+        Collective: every rank (the output has the slowest rank's times).
         """
         mine = self.clock.end_epoch()
         every = self.world.all_gather_bytes(json.dumps(asdict(mine)).encode())
@@ -188,14 +194,14 @@ class TrainReport:
         self._open_epoch(epoch + 1)
 
     def ended_before(self, evaluation: Evaluation) -> None:
-        """A run was resumed that had nothing left to do."""
+        """Report that the resumed run had already ended."""
         self.last_evaluation = evaluation
         self.console.note(
             "the run had ended already; --epochs or --max-steps with a higher number continues it"
         )
 
     def finish(self, state: TrainState) -> None:
-        """The run is over: results.json, pictures, the last words. Collective: every rank."""
+        """Write results.json and the plots, and print the summary. Collective: every rank."""
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
@@ -213,7 +219,7 @@ class TrainReport:
             self.folder.results_json,
             {
                 **figures,
-                "weights_sha256": sha256,  # of the last ones' names, shapes and bits
+                "weights_sha256": sha256,  # of names, shapes and bits of the last weights
                 "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
                 "steps": state.step,
                 "images_seen": state.images_seen,
@@ -239,7 +245,7 @@ class TrainReport:
 
 
 def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:
-    """What a person should know about a data set that is used all the same."""
+    """Print the notes about a data set and the problems of its splits."""
     for note in notes:
         console.note(note)
     for index in splits:
@@ -254,7 +260,7 @@ def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence
 
 
 def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
-    """The table after a validation, and what may explain it."""
+    """Print the table of a validation, and a note if candidate boxes were left out."""
     console.table(*evaluation_table(evaluation, per_class=per_class))
     if evaluation.candidates_cut:
         console.note(
@@ -264,7 +270,7 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
 
 
 def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
-    """JSON-able: ``metrics``, ``per_class``, ``images``, ``seconds``."""
+    """Return values for JSON: ``metrics``, ``per_class``, ``images``, ``seconds``."""
     return {
         "metrics": dict(evaluation.metrics.figures),
         "per_class": {name: dict(figures) for name, figures in evaluation.metrics.per_class.items()},
@@ -274,7 +280,7 @@ def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, list[str], list[list[str]]]:
-    """(title, columns, rows) of a validation; one row for all classes, then one per class."""
+    """Return (title, columns, rows) of a validation: one row for all classes, then one per class."""
     metrics = evaluation.metrics
     columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
     figures = (metrics.figures["P"], metrics.figures["R"], metrics.map50, metrics.map50_95)

@@ -1,7 +1,7 @@
 """Continue a run at the step where a checkpoint was made, on any fleet.
 
-The order in which states are tried is in ``checkpoint/store.py``; what a user may change on the way is in
-``config/resume.py``. Here: the state reaches every rank, and is refused where it is not this run's.
+``checkpoint/store.py`` has the order in which it tries checkpoints, ``config/resume.py`` the settings that a user may
+change. This module sends the state to every rank and refuses the state of another run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Amount = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class StoredFingerprint(_Stored):
-    """What :func:`fingerprint` gives."""
+    """The result of :func:`fingerprint`."""
 
     settings: dict[str, Any]
     recipe: dict[str, Any]
@@ -89,7 +89,7 @@ class StoredClock(_Stored):
 
 
 class StoredValues(_Stored, extra="ignore"):
-    """The values beside the tensors of a training state, as ``train.state.TrainState.snapshot`` writes them."""
+    """The values of a training state that are not tensors; ``train.state.TrainState.snapshot`` writes them."""
 
     images_seen: Count
     bn_batches: Count
@@ -104,9 +104,10 @@ class StoredValues(_Stored, extra="ignore"):
 def fingerprint(
     config: TrainConfig, recipe: Recipe, index: DataIndex, model: Detector, world: World
 ) -> dict[str, Any]:
-    """What the run's result is a function of; a checkpoint continues only where this is equal.
+    """Return everything that the run's result depends on.
 
-    ``kernels`` is what equal bits need beside; in exact mode that must be equal too. ``fleet`` may change.
+    A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
+    the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     return {
@@ -121,12 +122,12 @@ def fingerprint(
 
 
 def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsole) -> Snapshot | None:
-    """Read and verify the state on rank 0, and give its bytes to all (folders need not be shared).
+    """Read and verify the state on rank 0 and broadcast its bytes (so hosts need no shared folder).
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: there is no whole state, or its values are not those of one.
+        CheckpointError: no checkpoint is complete, or the file is not a training state.
     """
     if resume_from is None:
         return None
@@ -159,10 +160,10 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
 
 
 def stored_description(snapshot: Snapshot) -> ModelDescription:
-    """Return the network of a training state.
+    """Return the description of the network of a training state.
 
     Raises:
-        CheckpointError: the state describes none.
+        CheckpointError: the description is not valid.
     """
     try:
         return description_from_dict(snapshot.values["fingerprint"]["model"], source="the checkpoint")
@@ -173,12 +174,10 @@ def stored_description(snapshot: Snapshot) -> ModelDescription:
 def check_resume(
     then: dict[str, Any], now: dict[str, Any], config: TrainConfig, console: NullConsole
 ) -> None:
-    """Refuse to continue something else (``config/resume.py`` has told the user what may change); say what
-    changed where it may.
+    """Compare the fingerprints of the checkpoint and of this run; print differences that are allowed.
 
     Raises:
-        CheckpointError, DataError: settings, recipe, model or data are not the checkpoint's, or in exact mode
-            what equal bits need.
+        CheckpointError, DataError: settings, recipe, model or data differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
     for part, words in (
@@ -190,7 +189,7 @@ def check_resume(
         if then[part] != now[part]:
             hint = "a checkpoint continues only the run that made it; --weights starts a new run from weights"
             if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
-                hint = f"--micro-batch {then[part]['micro_batch']}"  # an earlier version had another default
+                hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
             raise CheckpointError(
                 f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
                 source=source,
@@ -198,7 +197,7 @@ def check_resume(
             )
     if then["data"] != now["data"]:
         raise DataError(
-            f"{config.data} is not what the run was trained on: its images, their sizes or their labels differ",
+            f"{config.data} differs from the data set of the run: other images, image sizes or labels",
             source=source,
             hint="restore the data set, or start a new run with --weights",
         )
@@ -210,14 +209,15 @@ def check_resume(
         difference = first_difference(then["kernels"], now["kernels"])
         if config.reduce == "exact":
             raise CheckpointError(
-                f"exact sums cannot continue with equal bits: {difference}",
+                f"--reduce exact cannot give equal bits here: {difference}",
                 source=source,
-                hint="resume on machines and settings like the first ones, or with --reduce fast",
+                hint="resume on the same kind of machine with the same settings, or with --reduce fast",
             )
         console.note(f"last bits may differ from the run so far: {difference}")
 
 
 def first_difference(then: Any, now: Any) -> str:
+    """Return the first key whose values differ, with both values."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted({*then, *now}):
             if then.get(key) != now.get(key):

@@ -1,9 +1,9 @@
-"""What each step takes and at which rates: pure functions of the recipe and of the images seen.
+"""Images and learning rates of each step, as pure functions of the recipe and of the images seen.
 
-YOLOv5's rules (a recipe may ask for PP-YOLOE's instead), in images instead of loader lengths. Batch b covers images [b * batch, (b + 1) * batch) of the
-endless stream; during warm-up a step accumulates 1 .. nominal / batch batches, afterwards always
-nominal / batch. Rates of a step are those of its last batch. Checked against the original's own trace in
-tests/parity/test_schedule_parity.py.
+The rules are YOLOv5's, or PP-YOLOE's if the recipe asks for them, but count images instead of loader lengths. Batch b
+covers images [b * batch, (b + 1) * batch) of the endless stream. During warm-up a step accumulates
+1 .. nominal / batch batches, afterwards always nominal / batch. A step uses the rates of its last batch.
+tests/parity/test_schedule_parity.py compares with a trace of YOLOv5.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_WARMUP_STEPS = 100
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer update: which images, at which rates."""
+    """The images and rates of one optimizer update."""
 
     step: int
     first_image: int  # position in the endless stream
@@ -35,22 +35,22 @@ class StepPlan:
 
 
 def lr_factor(rule: str, step_images: int, reference_images: int) -> float:
-    """What ``--lr-scale`` multiplies the recipe's rate with: linear (arXiv:1706.02677), sqrt, or none (1)."""
+    """Return the factor that ``--lr-scale`` applies to the recipe's rate: linear (arXiv:1706.02677), sqrt or 1."""
     ratio = step_images / reference_images
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of a whole run.
+    """The steps of a whole run.
 
     Args:
         recipe: rates and warm-up.
         dataset_images: images of one epoch.
         batch, nominal_batch: images; a step accumulates round(nominal / batch) batches, at least one.
-        epochs: the horizon of the decay.
+        epochs: of the run; the decay ends with them.
         decay: "linear" or "cosine".
-        lr_factor: what the learning-rate rule multiplies lr0 with.
+        lr_factor: see :func:`lr_factor`.
     """
 
     recipe: Recipe
@@ -63,7 +63,7 @@ class Schedule:
 
     @property
     def warmup_images(self) -> int:
-        """By epoch: at least 100 batches, as in YOLOv5; 0 when the recipe has no warm-up."""
+        """Images of the warm-up: at least 100 batches, as in YOLOv5; 0 if the recipe has none."""
         if not self.recipe.warmup_epochs:
             return 0
         return max(round(self.recipe.warmup_epochs * self.dataset_images), 100 * self.batch)
@@ -75,11 +75,11 @@ class Schedule:
 
     @property
     def weight_decay(self) -> float:
-        """The recipe's value is for the nominal batch; YOLOv5 scales it by what a step really holds."""
+        """The recipe's value, scaled from the nominal batch to the images of a step, as in YOLOv5."""
         return self.recipe.weight_decay * self.step_images / self.nominal_batch
 
     def accumulate(self, batch_index: int) -> int:
-        """Batches per step, as seen at batch ``batch_index``."""
+        """Return the batches per step at batch ``batch_index``."""
         full = self.nominal_batch / self.batch
         if self.recipe.rates == "step":
             return max(1, round(full))
@@ -89,14 +89,14 @@ class Schedule:
         return max(1, round(full))
 
     def decay_at(self, epoch: float) -> float:
-        """Factor of lr0 in epoch ``epoch``."""
+        """Return the factor of lr0 in epoch ``epoch``."""
         lrf = self.recipe.lrf
         if self.decay == "cosine":
             return (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (lrf - 1) + 1
         return (1 - epoch / self.epochs) * (1 - lrf) + lrf
 
     def rates(self, batch_index: int) -> tuple[float, float, float]:
-        """(lr of weights, lr of biases, momentum) at batch ``batch_index``."""
+        """Return (lr of weights, lr of biases, momentum) at batch ``batch_index``."""
         r = self.recipe
         reached, warm = batch_index * self.batch, self.warmup_images
         epoch = min(reached // self.dataset_images, self.epochs - 1)
@@ -108,15 +108,17 @@ class Schedule:
                 r.warmup_bias_lr + (lr - r.warmup_bias_lr) * f,
                 r.warmup_momentum + (r.momentum - r.warmup_momentum) * f,
             )
-        # after the epoch in which warm-up ended, the original's decay runs one epoch behind
+        # YOLOv5's decay is one epoch late after the epoch in which warm-up ends
         behind = epoch > (warm // self.dataset_images if warm else 0)
         lr = r.lr0 * self.lr_factor * self.decay_at(epoch - 1 if behind else epoch)
         return lr, lr, r.momentum
 
     @property
     def warmup_by_step(self) -> float:
-        """Epochs of the linear rise: as long in the run as in the one that the recipe was made for, and, as a short
-        run would diverge, at least ``LEAST_WARMUP_STEPS`` or the recipe's epochs."""
+        """Epochs of the linear warm-up: the recipe's fraction of the run.
+
+        A short run would diverge, so it is at least ``LEAST_WARMUP_STEPS`` steps, or the recipe's epochs if that is less.
+        """
         warm = self.recipe.warmup_epochs
         if not self.recipe.reference_epochs:
             return warm
@@ -124,8 +126,10 @@ class Schedule:
         return max(warm * self.epochs / self.recipe.reference_epochs, least)
 
     def rate_by_step(self, first_image: int) -> float:
-        """PP-YOLOE's rate of the step that begins at ``first_image``: linear from 0, then a cosine that a longer
-        run would end."""
+        """Return PP-YOLOE's rate of the step that begins at ``first_image``.
+
+        It rises linearly from 0, then follows a cosine whose end lies after the run (``horizon`` > 1).
+        """
         r = self.recipe
         epoch, warm = first_image / self.dataset_images, self.warmup_by_step
         peak = r.lr0 * self.lr_factor
@@ -134,11 +138,11 @@ class Schedule:
         return peak * (1 + math.cos(math.pi * (epoch - warm) / (r.horizon * self.epochs - warm))) / 2
 
     def progress(self, first_image: int) -> float:
-        """Fraction of the run before the epoch of ``first_image``."""
+        """Return the fraction of the run before the epoch of ``first_image``."""
         return first_image // self.dataset_images / self.epochs
 
     def plan(self, step: int, first_image: int) -> StepPlan:
-        """The step that begins at ``first_image`` (a multiple of ``batch``)."""
+        """Return the step that begins at ``first_image`` (a multiple of ``batch``)."""
         first = first_image // self.batch
         last = first
         while last - first + 1 < self.accumulate(last):
@@ -151,7 +155,7 @@ class Schedule:
         return StepPlan(step, first_image, (last - first + 1) * self.batch, lr, lr_bias, momentum)
 
     def steps(self, step: int = 0, first_image: int = 0) -> Iterator[StepPlan]:
-        """Endless, from any step on."""
+        """Yield steps without end, starting at any one."""
         while True:
             plan = self.plan(step, first_image)
             yield plan

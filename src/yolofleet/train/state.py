@@ -1,4 +1,4 @@
-"""Everything that changes while training, and its form in a checkpoint."""
+"""All state that training changes, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from yolofleet.train.optimiser import build_optimizer, slot_device
 
 @dataclass
 class Progress:
-    """What the run has reached: decisions that every rank makes alike."""
+    """Progress of the run: values that are equal on every rank."""
 
     epochs_done: int = 0
     best_fitness: float = -1.0
     best_epoch: int = -1
-    epoch_terms: list[float] = field(
-        default_factory=list
-    )  # loss terms x images of the epoch under way, all ranks
+    # loss terms x images of the current epoch, summed over ranks
+    epoch_terms: list[float] = field(default_factory=list)
     epoch_images: int = 0
 
 
 @dataclass
 class TrainState:
-    """The state of one rank; equal on every rank at a step border."""
+    """The training state of one rank; equal on every rank between steps."""
 
     replicas: Replicas
     optimizer: torch.optim.Optimizer
@@ -46,16 +45,20 @@ class TrainState:
     step: int = 0
     images_seen: int = 0
     overflows: int = 0
-    unseen_norms: list[tuple[int, HostCopy]] = field(default_factory=list)  # (step, norm) yet to be read
+    unread_norms: list[tuple[int, HostCopy]] = field(default_factory=list)  # (step, norm) yet to be read
 
     @classmethod
     def build(
         cls, replicas: Replicas, recipe: Recipe, *, optimizer: str, weight_decay: float, precision: str
     ) -> TrainState:
-        """The lead's model is in training mode, its frozen parts without gradient and in eval mode."""
+        """Build the state around ``replicas``.
+
+        The first replica's model must be in training mode; its frozen parameters need no gradient and their
+        batch-norm layers must be in eval mode.
+        """
         model = replicas.lead.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        live = trained | replicas.lead.statistics.views  # an average of frozen tensors only rounds
+        live = trained | replicas.lead.statistics.views  # frozen tensors would only gain rounding errors
         return cls(
             replicas=replicas,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
@@ -79,10 +82,9 @@ class TrainState:
     # -- checkpoint ----------------------------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
-        """Every tensor of the state by its name in a checkpoint (live, not copied)."""
-        fixed = {
-            name: t for name, t in self.model.state_dict().items() if t.is_floating_point()
-        }  # frozen layers'
+        """Return every tensor of the state by its name in a checkpoint (live, not copied)."""
+        # `average.source` has the trained tensors; the state dict adds those of frozen layers
+        fixed = {name: t for name, t in self.model.state_dict().items() if t.is_floating_point()}
         tensors = {f"model/{name}": t.detach() for name, t in (fixed | self.average.source).items()}
         tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
         if len(grid := grid_of(self.buckets)):
@@ -94,11 +96,11 @@ class TrainState:
         return tensors
 
     def all_tensors(self) -> list[Tensor]:
-        """Live tensors that must be equal on every rank, in an order that is."""
+        """Return the live tensors that must be equal on every rank, in the same order on every rank."""
         return [tensor for _, tensor in sorted(self._live().items())]
 
     def snapshot(self, extra: dict[str, Any]) -> Snapshot:
-        """A copy on the CPU that later steps do not change."""
+        """Return a copy on the CPU that later steps do not change."""
         values = {
             "images_seen": self.images_seen,
             "bn_batches": self.statistics.batches,
@@ -113,10 +115,10 @@ class TrainState:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Continue exactly at ``snapshot``.
+        """Load the state of ``snapshot``.
 
         Raises:
-            CheckpointError: it is the state of another model.
+            CheckpointError: its tensors do not fit this model.
         """
         live = self._live()
         stored = dict(snapshot.tensors)
@@ -130,7 +132,7 @@ class TrainState:
         )
         if wrong:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot.step} is of another model ({len(wrong)} tensors differ, "
+                f"the checkpoint of step {snapshot.step} does not fit this model ({len(wrong)} tensors differ, "
                 f"first {wrong[0]})",
                 hint="resume with the model and data set that the run was started with",
             )
@@ -142,8 +144,10 @@ class TrainState:
             }
             for slot, t in mine.items():
                 if t.shape not in ((), p.shape) or t.is_complex() or t.dtype == torch.bool:
-                    raise CheckpointError(f"the checkpoint has a wrong tensor optimizer/{name}/{slot}")
-                like = p if t.shape == p.shape else t  # the parameter's strides, channels-last or not
+                    raise CheckpointError(
+                        f"checkpoint tensor optimizer/{name}/{slot} cannot be {t.dtype} {list(t.shape)}"
+                    )
+                like = p if t.shape == p.shape else t  # keep the parameter's strides (channels-last)
                 empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
                 self.optimizer.state[p][slot] = empty.copy_(t)
         if grid is not None and len(grid_of(self.buckets)) == len(grid):
@@ -158,7 +162,7 @@ class TrainState:
         self.progress = Progress(**values["progress"])
 
     def weights(self) -> dict[str, Tensor]:
-        """The averaged state dict under the model's official names (live tensors)."""
+        """Return the averaged state dict under the model's official names (live tensors)."""
         tensors = self.model.state_dict() | self.average.average
         for name, _ in self.statistics.layers:
             tensors[f"{name}.num_batches_tracked"] = torch.tensor(self.statistics.batches)
@@ -166,5 +170,5 @@ class TrainState:
 
 
 def _form(t: Tensor) -> tuple[torch.Size, bool]:
-    """Shape, and whether the values are floating-point numbers of any width."""
+    """Return the shape, and whether the values are floating-point numbers of any width."""
     return t.shape, t.is_floating_point()

@@ -1,7 +1,7 @@
 """The training step: one optimizer update from a list of micro-batches. Read this first.
 
-Everything that could depend on the fleet is decided outside (which rank computes which micro-batch) or summed
-here over all ranks: loss counts before the forward pass; gradients, batch-norm statistics and divisors that
+The result does not depend on the number of ranks. The caller decides which rank computes which micro-batch. This
+module sums over all ranks: loss counts before the forward pass; gradients, batch-norm statistics and divisors that
 depend on predictions after the last backward pass. Shapes: m images of a micro-batch, T loss terms.
 """
 
@@ -27,19 +27,22 @@ from yolofleet.train.optimiser import set_rates, update_if_finite
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
-LATE_UNIT = 2.0**-20  # of divisors that depend on predictions: whole numbers add up to the same in any order
-UNSEEN_NORMS = 2  # of the last steps on accelerators: reading them would make the host wait for the device
-FP16_PATIENCE = 100  # skipped fp16 steps in a row; a good scale is found within about 20
+# Divisors that depend on predictions are integers in this unit, because a sum of integers does not depend on its order.
+DIVISOR_UNIT = 2.0**-20
+UNREAD_NORMS = (
+    2  # on accelerators: reading the norms of the last steps would make the host wait for the device
+)
+MOST_FP16_SKIPS = 100  # in a row; the search for a loss scale needs about 20
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank knows after a step.
+    """Results of a step on one rank.
 
     Attributes:
-        terms: [T] this rank's part of the loss terms, gain x sum / count; the parts of all ranks add up to
-            the step's. On the device; reading it waits for the step.
-        requests: what any rank asked for (see ``train_step``), summed over ranks.
+        terms: [T] this rank's part of the loss terms, gain x sum / count. The sum over ranks is the loss of the
+            step. On the device: reading it waits for the step.
+        requests: sums over ranks of the ``requests`` of :func:`train_step`.
     """
 
     terms: Tensor
@@ -63,11 +66,11 @@ def train_step(
 
     Args:
         shares: this rank's micro-batches, in order, for each of its devices; may be empty.
-        total_micro_batches: of all ranks: V of the batch-norm average.
-        requests: small numbers of this rank (stop? save?) that ride on the reduction of the counts.
+        total_micro_batches: number of micro-batches on all ranks.
+        requests: 1 or 0 for each request of this rank (stop, save); they are reduced together with the counts.
 
-    Collective: every rank, once per step: one sum of T + len(requests) integers, one sum per gradient bucket;
-    with a divisor that depends on predictions, one integer more.
+    Collective: every rank, once per step. One sum of T + len(requests) integers, one sum per gradient bucket, and
+    one more integer if the divisor depends on predictions.
 
     Raises:
         NumericsError: the gradient is not finite.
@@ -81,11 +84,11 @@ def train_step(
         world.all_reduce_(shared)
     counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
 
-    # YOLOv5's step is its mean loss x its images: mean x batch, summed over accumulated batches
+    # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
     scale = plan.images if loss.times_images else 1
     weights = loss.gains / counts.clamp(min=1)  # [T]
 
-    def passes(replica: Replica, number: int) -> Passed:
+    def compute(replica: Replica, number: int) -> LocalSums:
         return pass_micro_batches(
             replica,
             shares[number],
@@ -99,26 +102,28 @@ def train_step(
         )
 
     state.replicas.begin(total_micro_batches)
-    passed = state.replicas.each(passes)
-    terms = sum((part.terms.to(device) for part in passed), torch.zeros(len(loss.terms), device=device))
+    local_sums = state.replicas.each(compute)
+    terms = sum((part.terms.to(device) for part in local_sums), torch.zeros(len(loss.terms), device=device))
     with clock("comm"):
         state.replicas.finish()
 
     set_rates(state.optimizer, plan)
     if state.scaler.enabled:
         state.buckets.scale_(state.scaler.factor())
-    if loss.late_divisor:  # so far all was divided by the number of labels
-        divisor = sum((part.divisor.to(device) for part in passed), torch.zeros_like(passed[0].divisor))
+    if loss.predicted_divisor:  # the backward passes divided by the number of labels; correct that
+        divisor = sum(
+            (part.divisor.to(device) for part in local_sums), torch.zeros_like(local_sums[0].divisor)
+        )
         with clock("comm"):
             world.all_reduce_(divisor)
         labels = to_device(counts[0].clamp(min=1).float(), device)
-        correction = labels / (divisor * LATE_UNIT).clamp(min=1)
+        correction = labels / (divisor * DIVISOR_UNIT).clamp(min=1)
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
-    state.unseen_norms.append((plan.step, HostCopy(norm)))
-    watch_numerics(state, precision, unseen=0 if is_host(device) else UNSEEN_NORMS)
-    # The host does not know yet whether the norm is finite, so the device leaves a bad step out of all state.
+    state.unread_norms.append((plan.step, HostCopy(norm)))
+    watch_numerics(state, precision, unread=0 if is_host(device) else UNREAD_NORMS)
+    # The host has not read the norm yet, so the device itself skips the changes of a step that is not finite.
     finite = torch.isfinite(norm)
     if clip_norm:
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -132,12 +137,12 @@ def train_step(
     return StepReport(terms, tuple(requests))
 
 
-class Passed(NamedTuple):
-    """What the passes of one device add to the step.
+class LocalSums(NamedTuple):
+    """Sums over the micro-batches of one device.
 
     Attributes:
-        terms: [T] part of the loss terms, as divided before the pass.
-        divisor: int64 part of the divisor that depends on predictions, in ``LATE_UNIT``; else 0.
+        terms: [T] part of the loss terms, already divided by the counts.
+        divisor: int64, in ``DIVISOR_UNIT``: part of the divisor that depends on predictions; else 0.
     """
 
     terms: Tensor
@@ -155,13 +160,15 @@ def pass_micro_batches(
     precision: str,
     scaler: LossScaler,
     is_alone: bool,
-) -> Passed:
-    """Forward and backward of one device's micro-batches, into its buckets; runs in the device's own thread.
+) -> LocalSums:
+    """Run the forward and backward passes of one device and add the gradients to its buckets.
+
+    Each device of a process runs this in its own thread.
 
     Args:
         weights: [T] gain / count of the whole step.
-        scale: of the whole gradient.
-        is_alone: no other device of this process: the last backward pass sends buckets as they fill.
+        scale: factor of the gradient.
+        is_alone: this process has one device, so the last backward pass can reduce each bucket once it is full.
     """
     terms = torch.zeros_like(weights)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
@@ -169,9 +176,9 @@ def pass_micro_batches(
         images = mb.images.to(replica.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
         with autocast(precision, replica.device):
             raws = replica.model(images)
-        sums = loss.sums(raws, mb.targets)  # [T], and perhaps a divisor
-        if loss.late_divisor:
-            divisor += (sums[-1].detach() / LATE_UNIT).round().long()
+        sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
+        if loss.predicted_divisor:
+            divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
             sums = sums[:-1]
         replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches)
         is_last = mb is micro_batches[-1]
@@ -181,22 +188,23 @@ def pass_micro_batches(
         if not (is_last and is_alone):
             replica.buckets.absorb()
         terms += sums.detach() * weights
-    return Passed(terms, divisor)
+    return LocalSums(terms, divisor)
 
 
-def watch_numerics(state: TrainState, precision: str, *, unseen: int = 0) -> None:
-    """Stop on NaN or infinity in the norms of all steps but the last ``unseen``, which stay for later.
+def watch_numerics(state: TrainState, precision: str, *, unread: int = 0) -> None:
+    """Raise if the gradient norm of a step is NaN or infinite; leave the last ``unread`` norms for a later call.
 
-    Norms are equal on every rank, so every rank stops. All are read before a state is validated or saved. Such
-    steps have changed no state; in fp16 they are part of the search for a good loss scale.
+    Norms are equal on every rank, so every rank raises. Callers read all norms before they validate or save a state.
+    A step with such a norm has changed no state. In fp16 such steps belong to the search for a loss scale.
+
+    Raises:
+        NumericsError: a norm is not finite; in fp16, more than ``MOST_FP16_SKIPS`` in a row.
     """
-    while len(state.unseen_norms) > unseen:
-        step, norm = state.unseen_norms.pop(0)
-        finite = math.isfinite(
-            float(norm.read())
-        )  # waits for a step that is over, unless a state is to be saved
+    while len(state.unread_norms) > unread:
+        step, norm = state.unread_norms.pop(0)
+        finite = math.isfinite(float(norm.read()))  # waits until the device has finished that step
         state.overflows = 0 if finite else state.overflows + 1
-        if not finite and (precision != "fp16" or state.overflows > FP16_PATIENCE):
+        if not finite and (precision != "fp16" or state.overflows > MOST_FP16_SKIPS):
             raise NumericsError(
                 f"the gradient of step {step} is not finite (NaN or infinity)",
                 hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels "
