@@ -4,7 +4,7 @@ reads back equal.
 Scalars follow YAML 1.2: ``1e-3`` is a number, ``on`` and ``2020-01-01`` are text. Nothing is constructed
 from tags; aliases, duplicate keys and files above 1 MB are refused.
 
-Built on the events of PyYAML, because its ``safe_load`` drops line numbers, keeps the last of two equal keys, expands
+Built on the nodes of PyYAML, because its ``safe_load`` drops line numbers, keeps the last of two equal keys, expands
 aliases without limit and reads ``1e-3`` as text.
 """
 
