@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import train_loader
+from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
@@ -51,6 +51,7 @@ from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import write_config
+from yolofleet.runs.val import validation_progress
 from yolofleet.train.agreement import check_settings, have_equal_kernels
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
@@ -113,7 +114,6 @@ def _train(
 
     with ExitStack() as caches:
         cache, val_cache = _caches(config, data, network.img, world, caches)
-        workers = loader_processes(config.workers, world)
         report = TrainReport(
             folder,
             console,
@@ -129,59 +129,19 @@ def _train(
         world.activity.settle = store.settle
         splitter = _splitter(config, network, len(data.train), world)
         splitter.check()
-        samples = TrainSamples(
-            data.train,
-            cache,
-            network.recipe.value,
-            img=network.img,
-            seed=config.seed,
-            epochs=config.epochs,
-        )
-
-        def on_batch(done: int, batches: int) -> None:
-            world.activity.tick()
-            console.validating(done, batches)
-
-        def evaluate_average(loss: DetectionLoss) -> Evaluation:
-            settings = EvaluationSettings(
-                precision=precision,
-                img=network.img,
-                size_hw=square_of(network.model, network.img),
-                batch=config.val_batch,
-                single_cls=config.single_cls,
-            )
-            return evaluate(
-                fuse(averaged),
-                data.val,
-                settings,
-                world=world,
-                device=world.device,
-                workers=workers,
-                cache=val_cache,
-                loss=loss,
-                on_batch=on_batch,
-            )
-
         training = TrainingRun(
             config=config,
             state=state,
             schedule=schedule,
             splitter=splitter,
-            loader=partial(
-                train_loader,
-                samples,
-                match=network.loss.match,
-                workers=workers,
-                prefetch=config.prefetch,
-                pin_memory=config.pin_memory and devices.can_pin(world.device),
-            ),
+            loader=_loader(config, network, data.train, cache, world),
             loss=network.loss,
             clip_norm=network.recipe.value.clip_norm,
             precision=precision,
             world=world,
             report=report,
             store=store,
-            evaluate=evaluate_average,
+            evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
             fingerprint=mark,
             equal_kernels=have_equal_kernels(world),
         )
@@ -190,9 +150,7 @@ def _train(
             data.train,
             data.val,
             data_notes=data.notes,
-            facts=_facts(config, network, schedule, frozen, precision, world)
-            | {"loader": (f"{workers} processes" if workers else "in this process") + f"; {cache.note}"}
-            | ({"anchors": network.anchors} if network.anchors else {}),
+            facts=_facts(config, network, schedule, frozen, precision, cache.note, world),
             settings=_given(resolved),
             versions=versions(),
             resumed=snapshot is not None,
@@ -322,6 +280,58 @@ def _caches(
     return opened[0], opened[1]
 
 
+def _loader(
+    config: TrainConfig, network: _Network, index: DataIndex, cache: ImageCache, world: World
+) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
+    """Return the function that turns the keys of a rank into its micro-batches."""
+    samples = TrainSamples(
+        index, cache, network.recipe.value, img=network.img, seed=config.seed, epochs=config.epochs
+    )
+    return partial(
+        train_loader,
+        samples,
+        match=network.loss.match,
+        workers=loader_processes(config.workers, world),
+        prefetch=config.prefetch,
+        pin_memory=config.pin_memory and devices.can_pin(world.device),
+    )
+
+
+def _evaluator(
+    config: TrainConfig,
+    network: _Network,
+    averaged: Detector,
+    index: DataIndex,
+    cache: ImageCache,
+    precision: str,
+    world: World,
+    console: NullConsole,
+) -> Callable[[DetectionLoss], Evaluation]:
+    """Return the validation of the averaged network; calling it is collective: every rank."""
+    settings = EvaluationSettings(
+        precision=precision,
+        img=network.img,
+        size_hw=square_of(network.model, network.img),
+        batch=config.val_batch,
+        single_cls=config.single_cls,
+    )
+
+    def evaluate_average(loss: DetectionLoss) -> Evaluation:
+        return evaluate(
+            fuse(averaged),
+            index,
+            settings,
+            world=world,
+            device=world.device,
+            workers=loader_processes(config.workers, world),
+            cache=cache,
+            loss=loss,
+            on_batch=validation_progress(world, console),
+        )
+
+    return evaluate_average
+
+
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:
     replicas = len(replica_devices(config, world))
     shares = "" if config.shares == "auto" else config.shares
@@ -349,9 +359,11 @@ def _facts(
     schedule: Schedule,
     frozen: Sequence[str],
     precision: str,
+    cached: str,
     world: World,
 ) -> dict[str, str]:
     """Return the lines of the header: what runs where."""
+    workers = loader_processes(config.workers, world)
     model, recipe = network.model, network.recipe.value
     rounded = (
         "" if network.img == config.img else f" (--img {config.img} rounded up to stride {network.stride})"
@@ -365,6 +377,8 @@ def _facts(
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step)",
         "image": f"{network.img} px{rounded}",
+        "loader": (f"{workers} processes" if workers else "in this process") + f"; {cached}",
+        **({"anchors": network.anchors} if network.anchors else {}),
     }
 
 

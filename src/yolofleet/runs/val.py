@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,16 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
         _validate(config, world, folder, console)
 
 
+def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
+    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
+
+    def on_batch(done: int, batches: int) -> None:
+        world.activity.tick()
+        console.validating(done, batches)
+
+    return on_batch
+
+
 def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
     with world.activity.doing("data set"):
         spec = load_dataset(config.data)
@@ -72,10 +83,6 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     )
     show_data_notes(console, spec.notes, [index])
 
-    def on_batch(done: int, batches: int) -> None:
-        world.activity.tick()
-        console.validating(done, batches)
-
     settings = EvaluationSettings(
         precision=precision,
         img=max(size_hw) if size_hw else config.img,
@@ -89,7 +96,13 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     )
     workers = loader_processes(config.workers, world)
     evaluation = evaluate(
-        model, index, settings, world=world, device=device, workers=workers, on_batch=on_batch
+        model,
+        index,
+        settings,
+        world=world,
+        device=device,
+        workers=workers,
+        on_batch=validation_progress(world, console),
     )
     show_evaluation(console, evaluation, per_class=config.verbose)
     if world.is_main:
