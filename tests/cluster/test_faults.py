@@ -60,7 +60,7 @@ def wait_until(what: Callable[[], object], command: Command) -> None:
 
 
 def runs_host_agent(machine: Machine) -> bool:
-    return any("launch.host_agent" in title for title in machine.processes().values())
+    return any("hosts.host_agent" in title for title in machine.processes().values())
 
 
 def runs_agent(machine: Machine) -> bool:

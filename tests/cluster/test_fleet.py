@@ -183,7 +183,7 @@ def test_validation_is_shared_by_all_machines(
 PORT_TAKEN_IN_THE_MEANTIME = """
 import sys
 from yolofleet.cli import main
-from yolofleet.launch import preflight, ssh
+from yolofleet.fleet.launch import preflight, ssh
 
 free_port, inspect = preflight.free_port, preflight.inspect
 preflight.free_port = lambda fleet, remotes: 29500  # somebody listens there, and it is not noticed
@@ -249,7 +249,7 @@ def kill_agent(lab: Lab, command: Command) -> None:
 
 
 def kill_host_agent(lab: Lab, command: Command) -> None:
-    host_agent = next(p for p, c in lab.hosts[1].processes().items() if "launch.host_agent" in c)
+    host_agent = next(p for p, c in lab.hosts[1].processes().items() if "hosts.host_agent" in c)
     os.kill(host_agent, signal.SIGKILL)
 
 

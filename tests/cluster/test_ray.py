@@ -18,7 +18,7 @@ PROGRAM = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 import ray
-from yolofleet.launch.ray_job import torch_trainer
+from yolofleet.runs.ray_job import torch_trainer
 
 settings, storage = json.loads(sys.argv[1]), Path(sys.argv[2])
 

@@ -19,7 +19,7 @@ import pytest
 from commands import environment
 
 import yolofleet
-import yolofleet.launch.slurm
+import yolofleet.fleet.schedulers.slurm
 import yolofleet.predict.run
 import yolofleet.runs.plan
 import yolofleet.runs.start
@@ -214,7 +214,7 @@ def test_every_command_is_understood(
     monkeypatch.setattr(yolofleet.runs.plan, "rehearse", lambda *_: None)  # no data sets and GPUs here
     monkeypatch.setattr(yolofleet.runs.plan, "plan_run", lambda *given: given)
     monkeypatch.setattr(yolofleet.runs.start, "start", lambda _: (started.append("run") or 0, None))
-    monkeypatch.setattr(yolofleet.launch.slurm, "submit", lambda _: started.append("job") or "1")
+    monkeypatch.setattr(yolofleet.fleet.schedulers.slurm, "submit", lambda _: started.append("job") or "1")
     monkeypatch.setattr(yolofleet.predict.run, "predict_command", lambda *_: started.append("predict") or 0)
     if argv[0] in ("train", "val", "predict"):
         assert run(argv) == 0, capsys.readouterr().err

@@ -33,7 +33,7 @@ from corpus import Corpus  # noqa: E402
 from harness import POLL_S, Case, Result, Running, guard  # noqa: E402
 from readers import READERS  # noqa: E402
 
-from yolofleet.launch.local import die_with_parent  # noqa: E402
+from yolofleet.fleet.launch.local import die_with_parent  # noqa: E402
 
 SHOWN = 5  # commands that repeat one kind of failure
 
@@ -165,7 +165,7 @@ def warm_up() -> None:
     for name in (
         *("cli.app", "cli.train", "cli.val", "cli.predict", "cli.bench", "cli.data", "cli.weights", "cli.checkpoints", "cli.doctor", "cli.fleet"),
         *("worker", "predict.run", "predict.bench", "export.run", "export.runtime", "checkpoint.contents", "data.audit", "data.stats", "data.convert"),
-        *("doctor.run", "doctor.logs", "runs.plan", "runs.start", "launch.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
+        *("fleet.doctor.run", "fleet.doctor.logs", "runs.plan", "runs.start", "fleet.hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
     ):  # fmt: skip
         importlib.import_module(f"yolofleet.{name}")
     for name in ("onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):

@@ -15,17 +15,17 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
+from yolofleet.config.resource_estimate import Need, estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.gpus import _has_kernels, visible_gpus
-from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.network_interfaces import gloo_choice, matches, nccl_choice, usable, wrong_kind
-from yolofleet.doctor.resource_estimate import Need, estimate_of
-from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
 from yolofleet.errors import ConfigError
-from yolofleet.launch.remote import REASONS
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
+from yolofleet.fleet.doctor.local import judge_host
+from yolofleet.fleet.doctor.network import judge_network
+from yolofleet.fleet.doctor.network_interfaces import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.fleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
+from yolofleet.fleet.hosts.remote import REASONS
 from yolofleet.runs.plan import NO_SUCH_GPU
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -571,7 +571,7 @@ def test_every_finding_stands_in_the_documents() -> None:
                 codes |= texts(call.args[0]) or assigned(source, getattr(call.args[0], "id", ""))
     assert codes >= {*QUICK, *NO_SUCH_GPU}
     codes -= {"ssh-"}  # the start of the following
-    for call in calls(root / "src" / "yolofleet" / "launch" / "remote.py", "Unreachable"):
+    for call in calls(root / "src" / "yolofleet" / "fleet" / "hosts" / "remote.py", "Unreachable"):
         codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
     codes |= {f"ssh-{kind}" for _, kind, *_ in REASONS}
     assert codes == set(documented)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from test_doctor_fleet import CPU, Host, hosts
 
-from yolofleet.doctor import probes
-from yolofleet.doctor.answers import ANSWERS, check_answer
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.fleet import Peer, examine
-from yolofleet.doctor.probes import PROBES, run_probe
-from yolofleet.doctor.shapes import fits, is_whole, misfit
-from yolofleet.doctor.subprocess_probes import _torch
 from yolofleet.errors import ClusterError
+from yolofleet.fleet.doctor import probes
+from yolofleet.fleet.doctor.answers import ANSWERS, check_answer
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.probes import PROBES, run_probe
+from yolofleet.fleet.doctor.shapes import fits, is_whole, misfit
+from yolofleet.fleet.doctor.subprocess_probes import _torch
 
 SETTINGS = replace(CPU, data="set.yaml")
 

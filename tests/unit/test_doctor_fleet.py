@@ -14,13 +14,13 @@ from test_doctor import HEALTHY, LO, card
 from yolofleet.cli.doctor import enter
 from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.fleet import Peer, examine
-from yolofleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
-from yolofleet.doctor.network import Meeting, judge_way
-from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import ClusterError
-from yolofleet.launch.remote import Refused
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
+from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.network import Meeting, judge_way
+from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
+from yolofleet.fleet.hosts.remote import Refused
 
 CPU = resources_of(TrainConfig(device="cpu", img=64, batch=4))
 

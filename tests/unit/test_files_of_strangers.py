@@ -15,11 +15,11 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_result", "doctor/selftest.py:read", "launch/ray_job.py:_rank", "launch/ssh.py:run_on_fleet"),
+        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "fleet/launch/ssh.py:run_on_fleet"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "launch/host_agent.py:main"),
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "fleet/hosts/host_agent.py:main"),
         "os.devnull",
     ),
     **dict.fromkeys(
@@ -39,14 +39,14 @@ MAY_OPEN = {
     ),
     "datasets/convert.py:_place": "copies an image that the index has opened; the copy is new",
     "datasets/sources.py:_copied": "a description that comes with this package",
-    "doctor/machine_facts.py:package_sha256": "the sources of this package",
+    "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),
         "files of the kernel in /proc and /sys",
     ),
-    **dict.fromkeys(("launch/package_sync.py:packed", "launch/package_sync.py:take"), "an archive in memory"),
-    "launch/folders.py:_claim": "a new file with a random name",
-    "launch/ssh.py:login": "opens a connection, not a file",
+    **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
+    "fleet/launch/folders.py:_claim": "a new file with a random name",
+    "fleet/launch/ssh.py:login": "opens a connection, not a file",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 

@@ -16,15 +16,15 @@ from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
-from yolofleet.launch.fleet import Fleet, Host, fleet_of, load_fleet, parse_hosts
-from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.host_agent import ASKED, RECALLED
-from yolofleet.launch.local import Ending, tell
-from yolofleet.launch.preflight import Plan, Spot
-from yolofleet.launch.remote import SSH_OPTIONS, Remote, host_agent_argv
-from yolofleet.launch.requests import claim
-from yolofleet.launch.ssh import job_text
-from yolofleet.launch.watch import Watch
+from yolofleet.fleet.description import Fleet, Host, fleet_of, load_fleet, parse_hosts
+from yolofleet.fleet.hosts.host_agent import ASKED, RECALLED
+from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, host_agent_argv
+from yolofleet.fleet.hosts.requests import claim
+from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
+from yolofleet.fleet.launch.local import Ending, tell
+from yolofleet.fleet.launch.preflight import Plan, Spot
+from yolofleet.fleet.launch.ssh import job_text
+from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import plan_run
 from yolofleet.runs.start import start
@@ -180,7 +180,7 @@ def test_figures_that_cannot_be_written_are_no_success(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "file").touch()
     spot = Spot("127.0.0.1", "lo")
-    monkeypatch.setattr("yolofleet.launch.ssh.check", lambda *_: Plan((spot,), 29500))
+    monkeypatch.setattr("yolofleet.fleet.launch.ssh.check", lambda *_: Plan((spot,), 29500))
     monkeypatch.setattr(Watch, "follow", follow)
     monkeypatch.setattr(Watch, "explain", lambda *_: 0)
     val = ["val", "--data", "d", "--weights", "w", "--hosts", "localhost:cpu", "--json", f"{folder}/f.json"]
@@ -191,7 +191,7 @@ def test_figures_that_cannot_be_written_are_no_success(
 def test_ssh_is_asked_for_nothing_but_the_host_agent() -> None:
     argv = host_agent_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
     assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
-    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.launch.host_agent"]
+    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.fleet.hosts.host_agent"]
     assert shlex.split(argv[-1]) == ["exec", *command]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
 from yolofleet.errors import ConfigError
-from yolofleet.launch.fleet import fleet_of, load_fleet, parse_hosts
+from yolofleet.fleet.description import fleet_of, load_fleet, parse_hosts
 from yolofleet.runs.plan import plan_run
 from yolofleet.runs.start import start
 

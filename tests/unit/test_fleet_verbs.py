@@ -15,11 +15,11 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.cli.fleet import Log, jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch import jobs
-from yolofleet.launch.fleet import Fleet, Host
-from yolofleet.launch.host_agent import RECALLED
-from yolofleet.launch.remote import Remote
-from yolofleet.launch.watch import Watch
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.hosts import jobs
+from yolofleet.fleet.hosts.host_agent import RECALLED
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")

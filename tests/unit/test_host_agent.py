@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from yolofleet.errors import ClusterError
-from yolofleet.launch.fleet import Host
-from yolofleet.launch.package_sync import discard, packed, take
-from yolofleet.launch.preflight import files
-from yolofleet.launch.remote import Frame, Remote, Unreachable, unreachable
+from yolofleet.fleet.description import Host
+from yolofleet.fleet.hosts.package_sync import discard, packed, take
+from yolofleet.fleet.hosts.remote import Frame, Remote, Unreachable, unreachable
+from yolofleet.fleet.launch.preflight import files
 from yolofleet.system.proc import descendants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
@@ -316,7 +316,7 @@ def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     keepers = []
 
     def begin(command: str, /, **more: Any) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "yolofleet.launch.host_agent"]
+        argv = [sys.executable, "-m", "yolofleet.fleet.hosts.host_agent"]
         host_agent = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         keepers.append(host_agent)
         assert host_agent.stdin and host_agent.stdout

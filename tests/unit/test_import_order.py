@@ -34,14 +34,13 @@ ORDER = (  # a module imports its own part and earlier ones
     ("train",),
     ("export",),
     ("predict", "plan", "tune"),
-    ("doctor",),
-    ("launch",),
+    ("fleet",),
     ("runs",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
-TO_A_ROOT = {("launch", "worker"), ("runs", "worker")}  # inside a function: this process becomes a worker
-WITHOUT_TORCH = ("text", "errors", "system", "files", "config", "launch", "cli", "__init__", "__main__")
+TO_A_ROOT = {("runs", "worker")}  # inside a function: this process becomes a worker
+WITHOUT_TORCH = ("text", "errors", "system", "files", "config", "fleet", "cli", "__init__", "__main__")
 
 
 def modules() -> list[Path]:
@@ -105,7 +104,7 @@ def test_each_part_imports_only_earlier_parts():
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_launcher_reaches_the_worker_and_only_inside_a_function():
+def test_only_runs_reach_the_worker_and_only_inside_a_function():
     for path in modules():
         names = [name for name, _ in top_level(ast.parse(path.read_text(encoding="utf-8")))]
         assert part_of(path) == "worker" or "yolofleet.worker" not in names, path
@@ -117,7 +116,7 @@ def file_of(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
-def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
+def test_configuration_fleet_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
         if part_of(start) not in WITHOUT_TORCH:

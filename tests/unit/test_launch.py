@@ -11,7 +11,7 @@ import pytest
 
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
-from yolofleet.launch.job import (
+from yolofleet.fleet.job import (
     JobSpec,
     Meeting,
     StoreEnd,
@@ -19,7 +19,7 @@ from yolofleet.launch.job import (
     agent_environment,
     loopback_interface,
 )
-from yolofleet.launch.local import exit_text, explain
+from yolofleet.fleet.launch.local import exit_text, explain
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.children import START

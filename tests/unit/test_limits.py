@@ -16,12 +16,12 @@ from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.datasets import vocxml, yolotxt
 from yolofleet.datasets.labels import ProblemLog
-from yolofleet.doctor import logs
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.files import archive
+from yolofleet.fleet.doctor import logs
+from yolofleet.fleet.hosts import wire_protocol
 from yolofleet.images import decode, header
-from yolofleet.launch import wire_protocol
 from yolofleet.models import darknet_cfg, description
 from yolofleet.report import results
 

@@ -18,15 +18,15 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.cli.fleet import firewall_line
 from yolofleet.config.load import resolve_val
+from yolofleet.config.resource_estimate import estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.resource_estimate import estimate_of
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.fleet import Host, parse_hosts
-from yolofleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
-from yolofleet.launch.remote import Remote
-from yolofleet.launch.requests import reserve_port
+from yolofleet.fleet.description import Host, parse_hosts
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.requests import reserve_port
+from yolofleet.fleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -96,7 +96,7 @@ def test_a_file_that_only_this_machine_cannot_read_is_judged_without_it(
     monkeypatch.chdir(tmp_path)
     for remote in remotes:
         Path(remote.host.folder, "a.pt").write_text("right")
-    monkeypatch.setattr("yolofleet.launch.preflight.hash_files", refuse)
+    monkeypatch.setattr("yolofleet.fleet.launch.preflight.hash_files", refuse)
     assert not files(remotes, ["a.pt"])
 
 
@@ -127,8 +127,8 @@ def test_ctrl_c_does_not_wait_for_files_that_are_compared(
         asked.wait(DEADLINE_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("yolofleet.launch.preflight.files", compare)
-    monkeypatch.setattr("yolofleet.launch.preflight.examine", interrupt)
+    monkeypatch.setattr("yolofleet.fleet.launch.preflight.files", compare)
+    monkeypatch.setattr("yolofleet.fleet.launch.preflight.examine", interrupt)
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         inspect(parse_hosts("m1:cpu,m2:cpu"), remotes, resources_of(TrainConfig()), ["a.pt"])

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import pytest
 
-from yolofleet.launch import relay as relays
-from yolofleet.launch.job import Meeting
-from yolofleet.launch.relay import Relay
+from yolofleet.fleet.hosts import relay as relays
+from yolofleet.fleet.hosts.relay import Relay
+from yolofleet.fleet.job import Meeting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 

@@ -13,8 +13,8 @@ import yaml
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ConfigError
-from yolofleet.launch.kubernetes import KubernetesSettings, render
-from yolofleet.launch.scheduler import read_settings
+from yolofleet.fleet.schedulers.kubernetes import KubernetesSettings, render
+from yolofleet.fleet.schedulers.scheduler import read_settings
 
 JOB = "image=registry.example/yolofleet:1,nodes=2,gpus=8,claim=work,memory=64Gi,cpus=32,namespace=vision"
 HOSTILE = [
@@ -79,7 +79,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*argv, "--kubernetes", JOB]) == 0
     service, job, container = parts(capsys.readouterr().out)
     assert container["command"] == [
-        "python", "-m", "yolofleet.launch.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "python", "-m", "yolofleet.fleet.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--master-addr=cats-2-0.cats-2", "--master-port=29400", "--nproc-per-node=8", "-m", "yolofleet", "train",
         "--data=/data/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)", "--resume=auto",
     ]  # fmt: skip

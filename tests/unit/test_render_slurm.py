@@ -15,9 +15,9 @@ import pytest
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.kubernetes import KubernetesSettings
-from yolofleet.launch.scheduler import read_settings
-from yolofleet.launch.slurm import SlurmSettings, render, submit
+from yolofleet.fleet.schedulers.kubernetes import KubernetesSettings
+from yolofleet.fleet.schedulers.scheduler import read_settings
+from yolofleet.fleet.schedulers.slurm import SlurmSettings, render, submit
 
 TRAIN = ["--data", "shapes", "--model", "yolov5n"]
 HOSTILE = [
@@ -73,7 +73,7 @@ export PYTHONSAFEPATH=1  # import nothing from the working folder (Python 3.11 a
 # one agent on each node; the last one may still save when the first has ended
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=16 \
   --kill-on-bad-exit=0 --wait=300 --input=none \
-  /env/bin/python -m yolofleet.launch.agent --nproc-per-node=4 -m yolofleet train \
+  /env/bin/python -m yolofleet.fleet.agent --nproc-per-node=4 -m yolofleet train \
   --data=shapes \
   --model=yolov5n \
   --img=320 \

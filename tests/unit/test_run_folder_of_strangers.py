@@ -19,10 +19,10 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 from yolofleet.files.lock import exclusive
-from yolofleet.launch.fleet import Host
-from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import explain, last_words
-from yolofleet.launch.remote import Remote
+from yolofleet.fleet.description import Host
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
+from yolofleet.fleet.launch.local import explain, last_words
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from yolofleet.launch.nonblocking_stdout import LEFT_OUT, Screen
+from yolofleet.fleet.launch.nonblocking_stdout import LEFT_OUT, Screen
 
 
 class Reader:

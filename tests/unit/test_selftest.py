@@ -13,7 +13,7 @@ from yolofleet.cli import main
 from yolofleet.cli.selftest import Table, check_line, cost, device_checks
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.doctor.selftest import (
+from yolofleet.runs.selftest import (
     ROUNDING,
     Comparison,
     Leg,

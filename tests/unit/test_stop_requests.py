@@ -13,10 +13,10 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.errors import Stopped
-from yolofleet.launch.fleet import Fleet, Host
-from yolofleet.launch.folders import Folders, Site
-from yolofleet.launch.remote import Frame, Remote
-from yolofleet.launch.watch import Watch
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.hosts.remote import Frame, Remote
+from yolofleet.fleet.launch.folders import Folders, Site
+from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
 
@@ -59,13 +59,15 @@ def test_before_the_processes_of_this_machine(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
-@pytest.mark.parametrize("moment", ["yolofleet.launch.ssh.check", "yolofleet.launch.ssh.Folders.begin"])
+@pytest.mark.parametrize(
+    "moment", ["yolofleet.fleet.launch.ssh.check", "yolofleet.fleet.launch.ssh.Folders.begin"]
+)
 def test_between_the_login_to_the_hosts_and_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("yolofleet.launch.ssh.check", lambda *_: None)
+    monkeypatch.setattr("yolofleet.fleet.launch.ssh.check", lambda *_: None)
     monkeypatch.setattr(moment, ask_to_stop())
     train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
     assert main(train) == Stopped.exit_code
@@ -112,7 +114,7 @@ def test_while_the_hosts_are_told_to_start(
 
 
 def test_while_results_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yolofleet.launch.folders.fetch_folder", ask_to_stop())
+    monkeypatch.setattr("yolofleet.fleet.launch.folders.fetch_folder", ask_to_stop())
     folders = Folders(RunFolder(tmp_path, is_new=True), [Site("/there/exp", "a", True)], ".mark")
     with pytest.raises(Stopped, match="results are not copied") as caught, stoppable():
         folders.fetch([Remote(Host("a", "cpu"))], saved=True, discard=False)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from yolofleet.errors import ClusterError
-from yolofleet.launch import remote as channel
-from yolofleet.launch.fleet import Fleet, Host
-from yolofleet.launch.host_agent import introduction
-from yolofleet.launch.remote import MOST_WAITING, STRANGER, Frame, Remote, Unreachable
-from yolofleet.launch.watch import Watch
-from yolofleet.launch.wire_protocol import ANSWERS, fits, frame_of, is_sound
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.hosts import remote as channel
+from yolofleet.fleet.hosts.host_agent import introduction
+from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Frame, Remote, Unreachable
+from yolofleet.fleet.hosts.wire_protocol import ANSWERS, fits, frame_of, is_sound
+from yolofleet.fleet.launch.watch import Watch
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux"),

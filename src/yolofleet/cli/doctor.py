@@ -13,14 +13,14 @@ from yolofleet.config.schema import DoctorConfig
 from yolofleet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from yolofleet.doctor.findings import Finding
-    from yolofleet.launch.fleet import Fleet
-    from yolofleet.launch.remote import Remote, Unreachable
+    from yolofleet.fleet.description import Fleet
+    from yolofleet.fleet.doctor.findings import Finding
+    from yolofleet.fleet.hosts.remote import Remote, Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(given, config_file=config_file)
-    from yolofleet.doctor.run import as_json, exit_code, stream_for, tell
+    from yolofleet.fleet.doctor.run import as_json, exit_code, stream_for, tell
 
     json_out = resolved.value.json_out
     check_target(json_out)
@@ -64,17 +64,17 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """What the settings ask for: a log, a fleet or this machine."""
     config = resolved.value
     if config.log:
-        from yolofleet.doctor.logs import read_log
+        from yolofleet.fleet.doctor.logs import read_log
 
         return read_log(config.log)
-    from yolofleet.launch.fleet import named_fleet
+    from yolofleet.fleet.description import named_fleet
 
     hosts = config.hosts if resolved.is_given("hosts") else None
     fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, config.device)
     if fleet is not None:
         return examine_fleet(fleet, resolved)
     from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.run import examine_here
+    from yolofleet.fleet.doctor.run import examine_here
 
     return examine_here(resources_of(config), port=config.port, quick=config.quick)
 
@@ -82,9 +82,9 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
 def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Log in to every host, and ask them; those that cannot be logged in to are findings."""
     from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.fleet import examine
-    from yolofleet.launch.preflight import peer_of
-    from yolofleet.launch.ssh import crew
+    from yolofleet.fleet.doctor.hosts import examine
+    from yolofleet.fleet.launch.preflight import peer_of
+    from yolofleet.fleet.launch.ssh import crew
 
     config = resolved.value
     port = config.port if resolved.is_given("port") else fleet.port
@@ -100,7 +100,7 @@ def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Findin
 
 
 def unreached(problem: Unreachable) -> Finding:
-    from yolofleet.doctor.findings import Finding
+    from yolofleet.fleet.doctor.findings import Finding
 
     what = problem.what.removeprefix(f"{problem.host}: ")
     return Finding(f"ssh-{problem.kind}", "fault", problem.host, what, problem.source or "", problem.hint)
@@ -108,9 +108,9 @@ def unreached(problem: Unreachable) -> Finding:
 
 def enter(remote: Remote) -> Finding | None:
     """Work in the host's folder; or why that cannot be."""
-    from yolofleet.doctor.findings import Finding
     from yolofleet.errors import ClusterError
-    from yolofleet.launch.remote import Refused
+    from yolofleet.fleet.doctor.findings import Finding
+    from yolofleet.fleet.hosts.remote import Refused
 
     folder = remote.host.folder or str(Path.cwd())
     try:

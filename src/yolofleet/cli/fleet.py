@@ -17,9 +17,9 @@ from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
-    from yolofleet.launch.fleet import Fleet
-    from yolofleet.launch.preflight import Plan
-    from yolofleet.launch.remote import Remote, Unreachable
+    from yolofleet.fleet.description import Fleet
+    from yolofleet.fleet.hosts.remote import Remote, Unreachable
+    from yolofleet.fleet.launch.preflight import Plan
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ Job = tuple["Remote", dict[str, Any]]
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
     """What the options name; how many processes there are matters to none of these verbs but check and run."""
-    from yolofleet.launch.fleet import named_fleet
+    from yolofleet.fleet.description import named_fleet
 
     fleet = named_fleet(hosts, fleet_file, "cpu")
     if fleet is None:
@@ -54,9 +54,9 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.doctor.run import exit_code, tell
-    from yolofleet.launch.preflight import enter_folders, inspect
-    from yolofleet.launch.ssh import crew, describe
+    from yolofleet.fleet.doctor.run import exit_code, tell
+    from yolofleet.fleet.launch.preflight import enter_folders, inspect
+    from yolofleet.fleet.launch.ssh import crew, describe
 
     fleet = asked_fleet(hosts, fleet_file)
     with crew(fleet) as remotes:
@@ -72,7 +72,7 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
 
 def firewall_line(fleet: Fleet, plan: Plan) -> str:
     """Return a firewall rule for the port where other hosts reach the run's store."""
-    from yolofleet.launch.preflight import ports_of
+    from yolofleet.fleet.launch.preflight import ports_of
 
     members = ", ".join(spot.address for spot in plan.spots)
     ports = ports_of(fleet)
@@ -84,7 +84,7 @@ def firewall_line(fleet: Fleet, plan: Plan) -> str:
 
 
 def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
-    from yolofleet.launch.ssh import run_command
+    from yolofleet.fleet.launch.ssh import run_command
 
     return run_command(asked_fleet(hosts, fleet_file), command)
 
@@ -93,7 +93,7 @@ def each(
     remotes: Iterable[Remote], request: Callable[[Remote], T]
 ) -> tuple[dict[Remote, T], dict[Remote, ClusterError]]:
     """What the hosts answer, asked at the same time, and why some do not."""
-    from yolofleet.launch.preflight import on_each
+    from yolofleet.fleet.launch.preflight import on_each
 
     def ask(remote: Remote) -> T | ClusterError:
         try:
@@ -122,7 +122,7 @@ def names_of(jobs: Iterable[Job]) -> list[str]:
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     """``work`` on the jobs of the hosts that can be reached; says which cannot."""
-    from yolofleet.launch.ssh import crew
+    from yolofleet.fleet.launch.ssh import crew
 
     unreached: list[Unreachable] = []
     with crew(fleet, lost=unreached) as remotes:
@@ -355,8 +355,8 @@ class Log:
         Raises:
             ClusterError: the host is lost.
         """
-        from yolofleet.launch.folders import piece_of
-        from yolofleet.launch.remote import Refused
+        from yolofleet.fleet.hosts.remote import Refused
+        from yolofleet.fleet.launch.folders import piece_of
 
         try:
             answer = self.remote.ask("read_piece", file=self.file, offset=offset)

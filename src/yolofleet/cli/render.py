@@ -12,8 +12,8 @@ import click
 from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig
-from yolofleet.launch import kubernetes, slurm
-from yolofleet.launch.scheduler import read_settings
+from yolofleet.fleet.schedulers import kubernetes, slurm
+from yolofleet.fleet.schedulers.scheduler import read_settings
 from yolofleet.text import echo
 
 

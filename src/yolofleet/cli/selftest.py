@@ -21,8 +21,8 @@ from yolofleet.config.load import dump_config, resolve_selftest, resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError, Stopped
 from yolofleet.files.atomic import emit_json, storage_error, write_text
-from yolofleet.launch.job import JobSpec, agent_argv, agent_environment
-from yolofleet.launch.local import explain
+from yolofleet.fleet.job import JobSpec, agent_argv, agent_environment
+from yolofleet.fleet.launch.local import explain
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import is_worker
@@ -31,7 +31,7 @@ from yolofleet.system.proc import descendants, end_descendants, environment_vari
 from yolofleet.text import echo, screen_line
 
 if TYPE_CHECKING:
-    from yolofleet.doctor.selftest import Leg, Record, Verdict
+    from yolofleet.runs.selftest import Leg, Record, Verdict
 
 STALL_S = 20.0  # of the run whose rank is killed
 ENDS_WITHIN_S = 60.0  # after the kill: the stall limit, and the end of all processes
@@ -61,7 +61,7 @@ def selftest(
         ClusterError: the contract is broken here; says why, as far as that can be told.
         YolofleetError: no such model or device; the disk refused; somebody stopped a run.
     """
-    from yolofleet.doctor.selftest import Comparison, fleet_of, further_legs, judge, lone_devices, plan
+    from yolofleet.runs.selftest import Comparison, fleet_of, further_legs, judge, lone_devices, plan
 
     began_at_s = time.monotonic()
     device = fleet_of(config.device)
@@ -228,7 +228,7 @@ class Table:
         return aligned(self.COLUMNS, [self.widest, cells])[-1]
 
     def line(self, record: Record, reference: Record) -> str:
-        from yolofleet.doctor.selftest import is_broken, short
+        from yolofleet.runs.selftest import is_broken, short
 
         if record.problem:
             return self._format(record.leg.title, "", "FAILED", "", "", "")
@@ -255,7 +255,7 @@ def device_checks(devices: Sequence[str], out: TextIO) -> list[dict[str, Any]]:
     done: list[dict[str, Any]] = []
     for device in devices:
         child = subprocess.Popen(
-            module_argv("yolofleet.doctor.device_checks", device),
+            module_argv("yolofleet.runs.device_checks", device),
             env=module_environment(agent_environment(os.environ)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -18,8 +18,8 @@ from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.errors import ConfigError
-from yolofleet.launch.fleet import fleet_of
-from yolofleet.launch.slurm import SlurmSettings
+from yolofleet.fleet.description import fleet_of
+from yolofleet.fleet.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.text import echo, shown

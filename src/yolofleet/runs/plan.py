@@ -11,9 +11,9 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.doctor.run import preflight
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.fleet import Fleet, fleet_of
+from yolofleet.fleet.description import Fleet, fleet_of
+from yolofleet.fleet.doctor.run import preflight
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder

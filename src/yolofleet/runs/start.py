@@ -7,8 +7,8 @@ import os
 from yolofleet.config.load import dump_config
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.launch.job import JobSpec
-from yolofleet.launch.local import run_agent
+from yolofleet.fleet.job import JobSpec
+from yolofleet.fleet.launch.local import run_agent
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import RunPlan
 from yolofleet.system.signals import stoppable
@@ -24,13 +24,13 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         YolofleetError: from a run in this process, or before processes were started.
     """
     if plan.fleet is not None:
-        from yolofleet.launch.ssh import run_on_fleet
+        from yolofleet.fleet.launch.ssh import run_on_fleet
 
         return run_on_fleet(plan.config, plan.recipe, plan.fleet, plan.resumed)
     if plan.processes > 1:
         folder = plan.folder()
         return _run_processes(plan, folder), folder
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see launch/job.py
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see fleet/job.py
     from yolofleet.worker import run
 
     return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)

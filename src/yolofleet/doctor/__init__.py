@@ -1,1 +1,0 @@
-"""Does this fleet do what it should? Checks that a person runs."""

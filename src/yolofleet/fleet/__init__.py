@@ -1,0 +1,1 @@
+"""Hosts, launchers and checks of machines. This package knows nothing of detection and imports no torch."""

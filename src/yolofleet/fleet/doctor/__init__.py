@@ -1,0 +1,1 @@
+"""Check a machine, a fleet or a log for what hinders a distributed run."""

@@ -1,0 +1,195 @@
+"""Who listens on a port here, and what the firewall says, as far as this user may see. Standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from typing import Any
+
+from yolofleet.fleet.doctor.machine import Machine
+from yolofleet.system.kernel_files import entries_of, text_of
+
+ASK_S = 3.0  # for the tools of a firewall
+_LISTENING = "0A"
+RULES_SHOWN = 4
+
+
+def port_facts(machine: Machine, port: int) -> dict[str, Any]:
+    """``busy``, and by whom: ``pid``, ``command`` and ``user`` are None where they cannot be seen."""
+    found = _listener(machine, port)
+    if found is None:
+        return {"port": port, "busy": _refuses(port), "pid": None, "command": None, "user": None}
+    uid, inode = found
+    pid = _owner(machine, inode)
+    command = None
+    if pid is not None:
+        words = text_of(machine.proc / str(pid) / "cmdline").replace("\0", " ").strip()
+        command = words or text_of(machine.proc / str(pid) / "comm") or None
+    return {"port": port, "busy": True, "pid": pid, "command": command, "user": _user(uid)}
+
+
+def _listener(machine: Machine, port: int) -> tuple[int, str] | None:
+    """(uid, inode) of the socket that listens there on any address."""
+    for table in ("tcp", "tcp6"):
+        for line in text_of(machine.proc / "self" / "net" / table).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                return int(fields[7]), fields[9]
+    return None
+
+
+def _owner(machine: Machine, inode: str) -> int | None:
+    """Only root sees other users' files."""
+    for process in entries_of(machine.proc):
+        if not process.name.isdecimal():
+            continue
+        for file in entries_of(process / "fd"):
+            try:
+                if str(file.readlink()) == f"socket:[{inode}]":
+                    return int(process.name)
+            except OSError:
+                continue
+    return None
+
+
+def _user(uid: int) -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(uid).pw_name
+    except (ImportError, KeyError):
+        return str(uid)
+
+
+def _refuses(port: int) -> bool:
+    """Somebody listens, though no table shows it (not Linux)."""
+    with socket.socket() as trial:
+        if os.name == "posix":  # elsewhere this option would let two share a port
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def ephemeral_ports(machine: Machine) -> list[int]:
+    """[first, last] of the ports that the kernel gives to who asks for any: what gloo and NCCL listen on."""
+    numbers = text_of(machine.proc / "sys" / "net" / "ipv4" / "ip_local_port_range").split()
+    return [int(n) for n in numbers] if len(numbers) == 2 and "".join(numbers).isdecimal() else [32768, 60999]
+
+
+# -- firewall ------------------------------------------------------------------------------------------------
+
+
+def firewall(machine: Machine) -> dict[str, Any]:
+    """What stands between this computer and connections from others.
+
+    ``kind``: firewalld, ufw, nft, iptables, or "" when none is known to be on; ``readable``: whether rules could
+    be read at all (that takes root); ``rules``: some that drop or refuse what comes in; ``chains``: [family,
+    table, chain] of nft in which they begin.
+    """
+    nothing: dict[str, Any] = {"kind": "", "readable": False, "rules": [], "chains": []}
+    if machine.platform != "linux":
+        return nothing
+    facts = _nft(machine) or _iptables(machine) or nothing
+    if machine.run(["firewall-cmd", "--state"], ASK_S).out.strip() == "running":
+        return {**facts, "kind": "firewalld"}
+    if re.search(r"^ENABLED=yes", text_of(machine.etc / "ufw" / "ufw.conf"), re.MULTILINE):
+        return {**facts, "kind": "ufw"}
+    return facts
+
+
+def _nft(machine: Machine) -> dict[str, Any] | None:
+    """None where nft is not there or not for us."""
+    answer = machine.run(["nft", "--json", "list", "ruleset"], ASK_S)
+    try:
+        items = json.loads(answer.out)["nftables"] if answer.code == 0 else None
+    except (ValueError, KeyError, TypeError):
+        items = None
+    if items is None:
+        return None
+    waiting = [
+        c
+        for item in items
+        if (c := item.get("chain")) and c.get("hook") == "input" and c["family"] in ("ip", "inet")
+    ]
+    bases = [[c["family"], c["table"], c["name"]] for c in waiting]
+    by_chain: dict[tuple[str, str, str], list[Any]] = {}
+    for item in items:
+        if rule := item.get("rule"):
+            by_chain.setdefault((rule["family"], rule["table"], rule["chain"]), []).append(
+                rule.get("expr", [])
+            )
+    rules, chains = [], []
+    for base, chain in zip(bases, waiting, strict=True):
+        found = [f"{' '.join(base)}: policy drop"] if chain.get("policy") == "drop" else []
+        found += [f"{' '.join(base)}: {verdict}" for verdict in _verdicts(tuple(base), by_chain)]
+        rules += found
+        chains += [base] if found else []
+    kind = "" if not chains else "iptables" if all(c == ["ip", "filter", "INPUT"] for c in chains) else "nft"
+    return {"kind": kind, "readable": True, "rules": rules[:RULES_SHOWN], "chains": chains}
+
+
+def _verdicts(base: Any, by_chain: dict[tuple[str, str, str], list[Any]]) -> list[str]:
+    """Drops and rejects of a chain and of those it jumps to."""
+    verdicts, seen, waiting = [], set(), [base]
+    while waiting:
+        chain = waiting.pop()
+        if chain in seen:
+            continue
+        seen.add(chain)
+        for expressions in by_chain.get(chain, []):
+            for expression in expressions:
+                target = (expression.get("xt") or {}).get("name")  # how nft shows what iptables made
+                further = expression.get("jump") or expression.get("goto")
+                if "drop" in expression or target == "DROP":
+                    verdicts.append("drop")
+                elif "reject" in expression or target == "REJECT":
+                    verdicts.append("reject")
+                elif further:
+                    waiting.append((*chain[:2], further["target"]))
+    return verdicts
+
+
+def _iptables(machine: Machine) -> dict[str, Any] | None:
+    answer = machine.run(["iptables", "-S", "INPUT"], ASK_S)
+    if answer.code != 0:
+        return None
+    lines = [line.strip() for line in answer.out.splitlines()]
+    rules = [line for line in lines if re.search(r"^-P INPUT DROP|-j (DROP|REJECT)", line)]
+    return {
+        "kind": "iptables" if rules else "",
+        "readable": True,
+        "rules": rules[:RULES_SHOWN],
+        "chains": [["ip", "filter", "INPUT"]] if rules else [],
+    }
+
+
+def opening(found: dict[str, Any], network: str) -> str:
+    """What to type so that everything from ``network`` comes in: a line, or one for each firewall it may be.
+
+    A whole network and not a port: gloo and NCCL listen on ports that the kernel chooses.
+
+    Args:
+        found: by :func:`firewall` on the machine that does not let others in.
+    """
+    lines = {
+        "firewalld": f"sudo firewall-cmd --permanent --zone=trusted --add-source={network} && "
+        "sudo firewall-cmd --reload",
+        "ufw": f"sudo ufw allow from {network}",
+        "nft": f"sudo nft insert rule inet filter input ip saddr {network} accept",
+        "iptables": f"sudo iptables -I INPUT -s {network} -j ACCEPT",
+    }
+    if found["kind"] == "nft":  # a drop of any chain is final, so each one needs its line
+        return "\n".join(
+            lines["iptables"]
+            if chain == ["ip", "filter", "INPUT"]
+            else f"sudo nft insert rule {' '.join(chain)} ip saddr {network} accept"
+            for chain in found["chains"]
+        )
+    if found["kind"] in lines:
+        return lines[found["kind"]]
+    return "\n".join(f"{name}: {line}" for name, line in lines.items())

@@ -1,0 +1,159 @@
+"""Probes that need torch or the data: each in a process of its own, which may be slow, fail or crash alone.
+
+``python -m yolofleet.fleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints its answer
+as the last line, JSON too. Started by ``probes.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from yolofleet.fleet.doctor.machine_facts import LIBRARIES
+
+ALL_REDUCE_BYTES = 4 << 20  # about the gradients of yolov5n twice over
+ALL_REDUCES, BARRIERS = 4, 20
+
+
+def libraries(_: Mapping[str, Any]) -> dict[str, Any]:
+    """Import every library as a run would, and ask torch what it can do.
+
+    Returns:
+        ``problems``: library -> why it cannot be loaded; ``torch``: None when that is one of them.
+    """
+    problems: dict[str, str] = {}
+    for library in LIBRARIES:
+        try:
+            import_module(library)
+        except Exception as problem:  # a broken installation raises anything
+            problems[library] = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    return {"problems": problems, "torch": None if "torch" in problems else _torch()}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": None,
+        "arch_list": [],
+        "devices": [],
+        "problem": "",
+    }
+    if dist.is_available() and dist.is_nccl_available():
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.version.cuda is None and torch.version.hip is None:
+        return facts
+    facts["arch_list"] = torch.cuda.get_arch_list()
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as problem:
+        facts["problem"] = _words(problem)
+        return facts
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        device = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": properties.total_memory,
+            "problem": "",
+        }
+        try:  # a card may be there and refuse to compute
+            assert float((torch.ones(1024, device=f"cuda:{number}") * 2).sum()) == 2048, "it computes wrongly"
+        except (RuntimeError, AssertionError) as problem:
+            device["problem"] = _words(problem)
+        facts["devices"].append(device)
+    return facts
+
+
+def _words(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
+
+
+def data(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Digest of every split of a data set: equal where names, images' sizes and labels are.
+
+    Returns:
+        ``splits``: split -> digest, images and labels; ``problem``: why it cannot be read, "" when it can.
+    """
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
+    from yolofleet.errors import YolofleetError
+
+    splits: dict[str, Any] = {}
+    try:
+        spec = load_dataset(str(arguments["data"]))
+        for split in ("train", "val"):
+            if split in spec.splits:
+                index = build_index(spec, split, single_cls=bool(arguments.get("single_cls")))
+                splits[split] = {"digest": index.digest, "images": len(index), "labels": len(index.classes)}
+    except YolofleetError as problem:
+        return {"splits": splits, "problem": problem.what}
+    return {"splits": splits, "problem": ""}
+
+
+def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Meet the other hosts as a run does, with gloo, and time sums of 4 MiB.
+
+    Args:
+        arguments: ``address`` and ``port`` where rank 0 keeps the store, ``rank``, ``size``, ``deadline_s``.
+    Returns:
+        ``seconds`` of one sum and ``barrier_s`` of the smallest, medians; ``problem``, "" when there is none.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from yolofleet.parallel.listener import open_listener
+    from yolofleet.parallel.store import connect_store, host_store
+
+    timeout = timedelta(seconds=float(arguments["deadline_s"]))
+    rank, size = int(arguments["rank"]), int(arguments["size"])
+    address, port = str(arguments["address"]), int(arguments["port"])
+    torch.set_num_threads(1)
+    try:
+        if rank == 0:  # the store has no password: only this network may reach it
+            store = host_store(open_listener(address, port), timeout.total_seconds())
+        else:
+            store = connect_store(address, port, timeout.total_seconds())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        large = _median_s(lambda: dist.all_reduce(torch.ones(ALL_REDUCE_BYTES // 4)), ALL_REDUCES)
+        small = _median_s(lambda: dist.all_reduce(torch.ones(1)), BARRIERS)
+        dist.destroy_process_group()
+    except (OSError, RuntimeError, ValueError) as problem:
+        return {"seconds": None, "barrier_s": None, "problem": _words(problem)}
+    return {"seconds": large, "barrier_s": small, "problem": ""}
+
+
+def _median_s(work: Callable[[], object], times: int) -> float:
+    work()  # connections are made now
+    taken = []
+    for _ in range(times):
+        began_s = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began_s)
+    return sorted(taken)[len(taken) // 2]
+
+
+APART: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "libraries": libraries,
+    "data": data,
+    "all_reduce": all_reduce,
+}
+
+
+def main() -> None:
+    answer = APART[sys.argv[1]](json.load(sys.stdin))
+    print(f"\n{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

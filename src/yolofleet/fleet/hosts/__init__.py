@@ -1,0 +1,1 @@
+"""Hosts: connections to them, and the host agent that runs a job there."""

@@ -1,0 +1,68 @@
+"""``--sync-code``: hosts compute with this machine's yolofleet, for one run. Standard library alone.
+
+Only the package travels, through the channel that is there anyway; what it imports must be installed on the host. A
+host agent removes what it was sent when it ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yolofleet
+from yolofleet.fleet.doctor.machine_facts import package_sha256
+
+SUFFIXES = (".py", ".yaml")  # as package_sha256 has them
+MOST_BYTES = 32 << 20
+
+_taken: list[Path] = []
+
+
+def packed() -> dict[str, str]:
+    """The package as :func:`take` wants it."""
+    package = Path(yolofleet.__file__).parent
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        for file in sorted(package.rglob("*")):
+            if file.suffix in SUFFIXES and file.is_file():
+                archive.add(file, file.relative_to(package).as_posix(), recursive=False)
+    return {"sha256": package_sha256(package), "archive": base64.b64encode(stream.getvalue()).decode()}
+
+
+def take(arguments: Mapping[str, Any]) -> str:
+    """Everything that is started here from now on imports the package that was sent; returns where it is.
+
+    Raises:
+        OSError: it did not arrive whole, or cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="yolofleet-code-"))
+    _taken.append(folder)
+    package, left = folder / "yolofleet", MOST_BYTES
+    stream = io.BytesIO(base64.b64decode(str(arguments["archive"])))
+    with tarfile.open(fileobj=stream, mode="r:gz") as archive:
+        for member in archive:
+            name, left = PurePosixPath(member.name), left - member.size
+            file = archive.extractfile(member)
+            if file is None or name.is_absolute() or ".." in name.parts or left < 0:
+                raise OSError(f"the code that was sent has {member.name[:80]!r} in it, and that cannot be")
+            target = package.joinpath(*name.parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read())
+    if package_sha256(package) != arguments["sha256"]:
+        raise OSError("the code that was sent did not arrive whole")
+    others = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), others]))
+    return str(package)
+
+
+def discard() -> None:
+    """Remove what was taken."""
+    while _taken:
+        shutil.rmtree(_taken.pop(), ignore_errors=True)

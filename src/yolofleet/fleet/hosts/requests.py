@@ -1,0 +1,192 @@
+"""What a launcher may ask of a host, by name: plain values in, plain values out. Standard library alone.
+
+The doctor's probes can be asked in the same way (``fleet/doctor/probes.py``); here is what starting and ending jobs
+needs beside them. Everything is done with the rights of the user who logged in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
+from yolofleet.fleet.doctor.probes import run_probe
+from yolofleet.fleet.hosts import jobs
+from yolofleet.fleet.hosts.package_sync import take
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.proc import signal_all
+
+PIECE_BYTES = 1 << 20
+MOST_MARK_BYTES = 1 << 10
+Arguments = Mapping[str, Any]
+
+
+def enter(arguments: Arguments) -> str:
+    """Work in ``folder`` from now on; returns its full path. Raises OSError: it is not there."""
+    os.chdir(Path(str(arguments["folder"])).expanduser())
+    return str(Path.cwd())
+
+
+def claim(arguments: Arguments) -> dict[str, Any]:
+    """Make the run folder ``folder``, or find that it is the one that somebody of this fleet has made.
+
+    Args:
+        arguments: ``mark``: name of a file that whoever makes the folder puts there; ``owner``: its content, when
+            this host is the one; ``used``: the folder may be there already; ``may_link``: it may hold symbolic
+            links to other folders.
+    Returns:
+        ``folder``: its full path; ``owner``: who sees the same disk and was first, or this host; "" when the folder
+        is somebody else's; ``made``: it was made just now; ``linked``: which sub-folder is a link that it must not
+        hold, and to where; nothing is written then.
+    """
+    folder = Path(str(arguments["folder"])).absolute()
+    mark = folder / str(arguments["mark"])
+    made = True
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        made = False
+        if not (arguments["used"] or _appears(mark)):
+            return {"folder": str(folder), "owner": "", "made": False, "linked": ""}
+        linked = None if arguments["may_link"] else linked_subfolder(folder)
+        if linked is not None:
+            words = f"{linked} is a symbolic link to {os.path.realpath(linked)}"
+            return {"folder": str(folder), "owner": "", "made": False, "linked": words}
+    if not mark.is_file():
+        write_text(mark, str(arguments["owner"]))
+    owner = read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False)
+    return {"folder": str(folder), "owner": owner, "made": made, "linked": ""}
+
+
+def _appears(file: Path) -> bool:
+    """At once, or within the moment that a network disk may need to show it."""
+    for _ in range(5):
+        if file.is_file():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def unclaim(arguments: Arguments) -> None:
+    """Remove the mark; with ``discard``, the folder too unless it holds more than a failed start leaves."""
+    folder = Path(str(arguments["folder"]))
+    (folder / str(arguments["mark"])).unlink(missing_ok=True)
+    if arguments.get("discard"):
+        RunFolder(folder, is_new=True).discard_unless_used()
+
+
+def hash_files(arguments: Arguments) -> dict[str, str]:
+    """SHA-256 of those of ``names`` that are files here."""
+    found = {}
+    for name in arguments["names"]:
+        path = Path(str(name))
+        if path.is_file():
+            digest = hashlib.sha256()
+            with open_foreign(path) as file:
+                while piece := file.read(PIECE_BYTES):
+                    digest.update(piece)
+            found[str(name)] = digest.hexdigest()
+    return found
+
+
+_reserved: list[socket.socket] = []
+
+
+def reserve_port(arguments: Arguments) -> int:
+    """The first of ``count`` ports from ``first`` on that nobody listens on at any address; nobody is given it by
+    chance while this process lives, but who asks for this very number can listen on it, as torch's store will.
+
+    Raises:
+        OSError: none is free.
+    """
+    first, count = int(arguments["first"]), int(arguments["count"])
+    for port in range(first, first + count):
+        mark, held = socket.socket(socket.AF_UNIX), socket.socket()
+        # as torch's store does: connections of an ended run, which last a minute (TIME_WAIT), keep nobody out
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            mark.bind(
+                f"\0yolofleet-port-{port}"
+            )  # fails where another launcher holds it and does not listen yet
+            held.bind(("", port))
+        except OSError:
+            mark.close()
+            held.close()
+            continue
+        _reserved.extend((mark, held))
+        return port
+    raise OSError(f"ports {first} to {first + count - 1} are all in use")
+
+
+def list_files(arguments: Arguments) -> list[list[Any]]:
+    """Files below ``folder`` as [name with /, bytes], but for what is below the folders ``without``."""
+    folder, without = Path(str(arguments["folder"])), {str(name) for name in arguments["without"]}
+    found: list[list[Any]] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if name.parts[0] not in without and path.is_file() and not path.is_symlink():
+            found.append([name.as_posix(), path.stat().st_size])
+    return found
+
+
+def read_piece(arguments: Arguments) -> dict[str, Any]:
+    """At most a mebibyte of ``file`` from ``offset`` on, as base64; a negative offset counts from its end."""
+    path, offset = Path(str(arguments["file"])), int(arguments["offset"])
+    size = path.stat().st_size
+    begin = offset if offset >= 0 else max(0, size + offset)
+    with open_foreign(path, follow=False) as file:
+        file.seek(begin)
+        piece = file.read(PIECE_BYTES)
+    return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
+
+
+def list_jobs(_: Arguments) -> list[dict[str, Any]]:
+    return [record.to_dict() for record in jobs.records()]
+
+
+def end_job(arguments: Arguments) -> dict[str, Any]:
+    """Ask the host agent of ``job`` to end it, and wait until it has.
+
+    Returns:
+        ``found``: it ran here; ``left``: it still does after ``deadline_s``.
+    """
+    wanted = [r for r in jobs.records() if r.job == str(arguments["job"]) and r.runs]
+    number = signal.SIGINT if arguments.get("now") else signal.SIGTERM  # see host_agent.py
+    signal_all([record.host_agent[0] for record in wanted], number)
+    gives_up_at_s = time.monotonic() + float(arguments["deadline_s"])
+    while any(record.runs for record in wanted) and time.monotonic() < gives_up_at_s:
+        time.sleep(0.1)
+    return {"found": bool(wanted), "left": any(record.runs for record in wanted)}
+
+
+REQUESTS: dict[str, Callable[[Arguments], Any]] = {
+    "enter": enter,
+    "claim": claim,
+    "unclaim": unclaim,
+    "take_code": take,
+    "hash_files": hash_files,
+    "reserve_port": reserve_port,
+    "list_files": list_files,
+    "read_piece": read_piece,
+    "list_jobs": list_jobs,
+    "end_job": end_job,
+}
+
+
+def answer(name: str, arguments: Arguments) -> Any:
+    """One of ours, or a probe of the doctor's.
+
+    Raises:
+        LookupError: there is no such request.
+    """
+    if name in REQUESTS:
+        return REQUESTS[name](arguments)
+    return run_probe(name, arguments)

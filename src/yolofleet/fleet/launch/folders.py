@@ -1,0 +1,297 @@
+"""The run's folder here and on every host: one folder where they see one disk, and copied at the end where not."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import re
+import secrets
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_where
+from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.errors import CheckpointError, ClusterError, Stopped
+from yolofleet.files.atomic import make_folder, open_append, storage_error, whole_file, write_text
+from yolofleet.fleet.hosts.host_agent import AGENT
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.watch import say
+from yolofleet.report.folder import RunFolder
+
+LAUNCHER = "(this machine)"  # no host has such a name
+NOT_FETCHED = ("checkpoints",)
+# What a run leaves in its folder, and how large it may be. Not config.yaml: this machine knows the settings, and a
+# host must not say how the run goes on.
+FETCHED = tuple(
+    (re.compile(pattern), size_bytes)
+    for pattern, size_bytes in (
+        (r"results\.(csv|json)", 1 << 30),
+        (r"predictions\.json", 16 << 30),
+        (r"(events|logs/rank-[0-9]{1,6}\.events)\.jsonl", 4 << 30),
+        (r"logs/(rank|agent)(-[0-9]{1,6})?\.log", 4 << 30),
+        (r"weights/(best|last)\.safetensors", 16 << 30),
+        (r"plots/[A-Za-z0-9_]{1,100}\.(png|jpg)", 1 << 30),
+        (r"labels/[^/]{1,255}\.txt", 64 << 20),
+        (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
+    )
+)
+NAMED = 5  # files that are left where they are, in a message
+LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # as on every run
+MOST_NAMES = 100  # that are tried
+ASK_S = 5.0  # at the end, when a host may be lost
+
+
+@dataclass(frozen=True)
+class Site:
+    """The run's folder as one host has it.
+
+    Attributes:
+        folder: its full path there.
+        owner: whose disk it is on: LAUNCHER, or the name of the host that was the first to find it there.
+        made: that host made it for this run.
+    """
+
+    folder: str
+    owner: str
+    made: bool
+
+
+@dataclass
+class Folders:
+    """The run's folder here and on every host.
+
+    Attributes:
+        sites: of the hosts, in their order.
+        mark: the file by which they know whose disk they see.
+    """
+
+    here: RunFolder
+    sites: list[Site]
+    mark: str
+
+    @classmethod
+    def claim(
+        cls, verb: str, settings: TrainConfig | ValConfig, remotes: Sequence[Remote], resumed: Path | None
+    ) -> Folders:
+        """Make the same folder here and on every host; a name that is taken anywhere is passed over.
+
+        Raises:
+            ClusterError: so many names are taken. StorageError: a disk refused. ConfigError: a host's folder of the
+                run that is resumed has a linked sub-folder.
+        """
+        mark = f".fleet-{secrets.token_hex(6)}"
+        passed_over: list[Folders] = []
+        try:
+            while len(passed_over) < MOST_NAMES:
+                found = cls._claim(verb, settings, remotes, resumed, mark)
+                if all(site.owner for site in found.sites):
+                    found.give_back(remotes, discard=False)  # the marks have done their work
+                    make_folder(found.here.logs)
+                    return found
+                passed_over.append(found)  # kept for now, so that the next try gets another name
+            raise ClusterError(
+                f"{remotes[len(found.sites) - 1].name} has folders of all {MOST_NAMES} names that were tried",
+                source=found.sites[-1].folder,
+                hint="choose another --name",
+            )
+        finally:
+            for one in passed_over:
+                one.give_back(remotes, discard=True)
+
+    @classmethod
+    def _claim(
+        cls,
+        verb: str,
+        settings: TrainConfig | ValConfig,
+        remotes: Sequence[Remote],
+        resumed: Path | None,
+        mark: str,
+    ) -> Folders:
+        """The next free name; the last owner is "" where a host had it already."""
+        here = (
+            RunFolder(resumed)
+            if resumed is not None
+            else RunFolder.create(
+                verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+            )
+        )
+        found = cls(here, [], mark)
+        used = resumed is not None or settings.exist_ok
+        may_link = resumed is None or settings.linked_folders
+        try:
+            (here.path / mark).write_text(LAUNCHER, encoding="utf-8")
+            for remote in remotes:  # one after the other: those of one disk must find the mark of the first
+                answer = remote.ask(
+                    "claim",
+                    folder=str(here.path),
+                    mark=mark,
+                    owner=remote.name,
+                    used=used,
+                    may_link=may_link,
+                )
+                if answer["linked"]:
+                    raise links_refused(f"on {remote.name}, {answer['linked']}", str(answer["folder"]))
+                found.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
+                if not answer["owner"]:
+                    break
+        except BaseException as problem:
+            found.give_back(remotes, discard=True)
+            if isinstance(problem, OSError):
+                raise storage_error(problem, here.path) from None
+            raise
+        return found
+
+    @property
+    def states_are_elsewhere(self) -> bool:
+        """Rank 0 writes them, and this machine does not see its disk."""
+        return self.sites[0].owner != LAUNCHER
+
+    def begin(self, config: str, remotes: Sequence[Remote], *, is_resumed: bool) -> None:
+        """Note here what is needed to go on, should this process not live to fetch it.
+
+        Args:
+            config: the run's, as text.
+        Raises:
+            CheckpointError: the first host has no state of the run that is resumed.
+        """
+        if not self.states_are_elsewhere:
+            return
+        name, folder = remotes[0].name, self.sites[0].folder
+        where = self.here.path / ELSEWHERE
+        if is_resumed and self.has_states(remotes) is False:
+            raise CheckpointError(
+                f"{name} has no state of this run in {folder}/checkpoints",
+                source=f"{where}: {read_where(where)}" if where.is_file() else None,
+                hint="name the host first that has them, or copy them there (scp -r)",
+            )
+        if not self.here.config.exists():
+            write_text(self.here.config, config)
+        write_text(where, f"{name}:{folder}/checkpoints\n")
+
+    def log(self, node: int, rank: int, text: str) -> None:
+        """Keep what a rank, or the agent of a host, says."""
+        path = self.here.logs / f"agent-{node}.log" if rank == AGENT else self.here.log(rank)
+        with suppress(OSError), open_append(path) as file:
+            file.write(text.encode("utf-8", "replace"))
+
+    def has_states(self, remotes: Sequence[Remote]) -> bool | None:
+        """Whether there is something to resume from; None: the first host cannot be asked."""
+        if not self.states_are_elsewhere:
+            return any(self.here.path.glob(CHECKPOINTS))
+        try:
+            return bool(
+                remotes[0].ask("list_files", ASK_S, folder=f"{self.sites[0].folder}/checkpoints", without=[])
+            )
+        except ClusterError:
+            return None
+
+    def resume_command(self, settings: TrainConfig | ValConfig) -> str:
+        """What goes on from the states of the run, typed where this command was."""
+        words = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
+        if settings.device != "auto":  # of hosts that are named without devices
+            words += ["--device", settings.device]
+        if settings.sync_code:
+            words += ["--sync-code"]
+        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *words])
+
+    def fetch(
+        self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool, config: str = ""
+    ) -> None:
+        """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
+
+        States to resume from are large and stay where they are.
+
+        Args:
+            saved: there are some.
+            config: the text of the run's ``config.yaml``, written here where the first host has its own.
+        Raises:
+            Stopped: it was asked to stop while it copied.
+        """
+        first_on = {
+            site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != LAUNCHER
+        }
+        for owner, node in first_on.items():
+            folder = self.sites[node].folder
+            try:
+                if not discard:
+                    fetch_folder(remotes[node], folder, self.here.path)
+            except (ClusterError, OSError) as problem:
+                words = problem.what if isinstance(problem, ClusterError) else str(problem)
+                say(f"warning: the results stay on {owner}, in {folder}: {words}")
+            except KeyboardInterrupt:
+                raise Stopped(
+                    "the run has ended, and its results are not copied: stopped on request",
+                    hint=f"they are on {owner}, in {folder}",
+                ) from None
+        if self.states_are_elsewhere and not discard:
+            site = self.sites[0]
+            states = (
+                "" if saved is False else f"; states to resume from stay on {site.owner}, in {site.folder}"
+            )
+            if config:
+                write_text(self.here.config, config)
+            say(f"results are in {self.here.path}{states}")
+        if saved is False and self.here.is_new:
+            (self.here.path / ELSEWHERE).unlink(missing_ok=True)
+        self.give_back(remotes, discard=discard)
+
+    def give_back(self, remotes: Sequence[Remote], *, discard: bool) -> None:
+        """Remove the marks; with ``discard`` everything that a start that failed leaves."""
+        for remote, site in zip(remotes, self.sites, strict=False):
+            if site.owner == remote.name:
+                leave = {"folder": site.folder, "mark": self.mark, "discard": discard and site.made}
+                with suppress(ClusterError):
+                    remote.ask("unclaim", timeout_s=ASK_S, **leave)
+        with suppress(OSError):
+            (self.here.path / self.mark).unlink(missing_ok=True)
+        if discard:
+            self.here.discard_unless_used()
+
+
+def fetch_folder(remote: Remote, there: str, here: Path) -> None:
+    """Copy the results of a run (``FETCHED``), but the logs that came as they were written.
+
+    Raises:
+        ClusterError: the host is lost, or names files outside of the folder.
+        OSError: the disk refused, or a folder to write into is a symbolic link.
+    """
+    left = []
+    for name, size in remote.ask("list_files", folder=there, without=list(NOT_FETCHED)):
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts or PurePosixPath(name).is_absolute():
+            raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
+        if not _is_result(name, size):
+            left += [name] if name not in LEFT_THERE and not name.startswith(".fleet-") else []
+            continue
+        target = here.joinpath(*parts)
+        if target.suffix == ".log" and target.exists() and target.stat().st_size >= size:
+            continue
+        if target.parent.is_symlink():
+            raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
+        with whole_file(target) as file:
+            while file.tell() < size:
+                answer = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell())
+                piece = piece_of(answer)
+                if not piece:
+                    break
+                file.write(piece[: size - file.tell()])
+    if left:
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        say(f"note: not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}")
+
+
+def _is_result(name: str, size_bytes: int) -> bool:
+    most = next((most for pattern, most in FETCHED if pattern.fullmatch(name)), -1)
+    return 0 <= size_bytes <= most and all(character.isprintable() for character in name)
+
+
+def piece_of(answer: Any) -> bytes:
+    """Return the bytes of a piece of a file in a host's answer. Raises ClusterError if it is malformed."""
+    try:
+        return base64.b64decode(answer["data"], validate=True)
+    except (KeyError, TypeError, ValueError):
+        raise ClusterError("a host sent a malformed piece of a file") from None

@@ -1,0 +1,242 @@
+"""Start torchrun's agent on this machine, watch it, and say in one message why it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.files.atomic import open_append
+from yolofleet.files.foreign import open_foreign, read_foreign
+from yolofleet.fleet.doctor.shapes import fits
+from yolofleet.fleet.hosts.wire_protocol import WORDS
+from yolofleet.fleet.job import JobSpec, agent_argv, agent_environment
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
+from yolofleet.system.children import die_with_parent, module_environment
+from yolofleet.system.proc import end_descendants
+from yolofleet.system.signals import STOP_SIGNALS, interrupt
+from yolofleet.text import echo
+
+EXIT_SIGNALS = {
+    -9: "was killed (SIGKILL)",
+    -6: "aborted itself: a library met a state that it cannot go on from; see its logs/rank-*.log",
+    -7: "died of a bus error: /dev/shm is most likely full; use --workers 0 or --cache disk",
+    -11: "died of a segmentation fault; run again with --workers 0 and --device cpu to narrow it down",
+    -15: "was ended from outside (SIGTERM)",
+}
+
+LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
+
+
+def exit_text(exit_code: int, killed: OomKills) -> str:
+    """How a process ended.
+
+    Args:
+        killed: by the kernel for lack of memory meanwhile.
+    """
+    what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
+    if exit_code != -9:
+        return what
+    if killed.group:
+        return f"{what} by the kernel's out-of-memory killer: the machine, or its control group, has too little; {LESS_MEMORY}"
+    by = "by somebody, or by a memory guard such as systemd-oomd"
+    if killed.machine == 0 or (killed.machine is None and killed.group == 0):
+        return f"{what} {by}; the kernel's own out-of-memory killer ended nothing"
+    meanwhile = "" if killed.machine is None else f": it ended {killed.machine} on this machine meanwhile"
+    if killed.group is None:
+        return f"{what}: most likely the kernel's out-of-memory killer{meanwhile}; {LESS_MEMORY}"
+    return (
+        f"{what} {by}, or by the kernel's out-of-memory killer{meanwhile}, but none in the control group that "
+        f"this run was started in; {LESS_MEMORY}"
+    )
+
+
+MOST_WORDS_BYTES = 1 << 20
+MOST_LOG_BYTES = 64 << 20  # of what the processes of one start wrote
+
+
+def last_words(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Of the workers that failed, as they wrote them; see :meth:`RunFolder.failure`."""
+    found = []
+    for file in files:
+        with suppress(OSError, ValueError, RecursionError):
+            words = json.loads(read_foreign(file, limit_bytes=MOST_WORDS_BYTES, follow=False))
+            found += [words] if fits(words, WORDS) else []
+    return found
+
+
+def run_agent(job: JobSpec) -> int:
+    """Run a job to its end; returns the exit code of DESIGN section 4.
+
+    The agent gets a session of its own: Ctrl-C reaches it through us, as SIGTERM; a second one kills.
+    """
+    logs = job.folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in logs.glob("error-rank-*.json"):
+        stale.unlink()
+    agent: subprocess.Popen[bytes] | None = None
+    before = oom_kills()
+    asked, hasty = "", False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked, hasty
+        if agent is None:
+            interrupt(number, frame)
+        elif agent.poll() is None:
+            hasty = hasty or (bool(asked) and number == signal.SIGINT)
+            words = (
+                "ending at once"
+                if hasty
+                else "stopping after this step, then saving; Ctrl-C again ends at once"
+            )
+            with suppress(OSError):
+                os.write(2, f"\n{words}\n".encode())
+            if hasty:
+                end_descendants(agent.pid, deadline_s=1.0)  # Linux; elsewhere they lose each other
+                agent.kill()
+            elif not asked:
+                agent.terminate()
+            asked = asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    previous = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        with open_append(logs / "agent.log") as agent_log:
+            started_at = agent_log.tell()
+            agent = subprocess.Popen(
+                agent_argv(job),
+                env=module_environment(agent_environment(os.environ)),
+                stderr=agent_log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=os.name == "posix",
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
+        code = agent.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if agent is not None and agent.poll() is None:
+            agent.kill()
+    if code == 0:
+        return 0
+    if hasty:
+        stopped = Stopped(
+            "ended at once, on request; what was saved last is there", hint=resume_command(job.folder)
+        )
+        echo(stopped.render(), to=sys.stderr)
+        return stopped.exit_code
+    return explain(job.folder, code, started_at, oom_kills().since(before), asked)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of one machine ended.
+
+    Attributes:
+        code: of torchrun's agent; below 0: a signal.
+        words: the last ones of its workers, as they wrote them (``worker.main``).
+        log: of the agent.
+        source: where that log is.
+        host: its name, when there are several.
+        ahead_s: of its clock.
+        killed: see :func:`exit_text`.
+    """
+
+    code: int
+    words: Sequence[dict[str, Any]]
+    log: str
+    source: str
+    host: str = ""
+    ahead_s: float = 0.0
+    killed: OomKills = UNKNOWN
+
+
+def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN, asked: str = "") -> int:
+    """Print why the workers of this machine ended, and return the exit code to give.
+
+    Args:
+        asked: the signal with which the launcher was asked to stop; its workers only saw the agent's SIGTERM.
+    """
+    words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
+    log_path = folder / "logs" / "agent.log"
+    try:
+        with open_foreign(log_path, follow=False) as file:
+            file.seek(log_offset)
+            log = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
+    except OSError:
+        log = ""
+    return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder), asked)
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on from what was saved; "" when nothing was."""
+    saved = any(folder.glob("checkpoints/step-*.safetensors"))
+    return RunFolder(folder).resume_command if saved else ""
+
+
+def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
+    """Print the cause of the first end that was not asked for; returns the exit code to give.
+
+    Args:
+        endings: the earliest first.
+        resume: the command that goes on from what was saved; "" when nothing was.
+        asked: see :func:`explain`.
+    """
+    words = [{**w, "at_s": w.get("time", 0.0) - ending.ahead_s} for ending in endings for w in ending.words]
+    # the first failure is the cause; ranks that lost their peers afterwards only say so
+    words.sort(key=lambda w: (w.get("secondary", False), w["at_s"]))
+    ends = [(ending, *end) for ending in endings for end in reversed(ends_in(ending.log))]
+    killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
+    if words and not (killed and words[0].get("secondary", False)):
+        first = words[0]
+        said = first["message"].replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
+        echo(said, to=sys.stderr)
+        if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
+            echo(f"  on   : rank {first['rank']}, host {first['host']}", to=sys.stderr)
+        return int(first["exit_code"])
+    hint = resume or "give the same command again"
+    ending = endings[0]
+    if ends:
+        ending, rank, exit_code = killed or ends[0]
+        what = exit_text(exit_code, ending.killed)
+        on = f" on {ending.host}" if ending.host else ""
+        problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
+        echo(crash_text(ending.log), end="", to=sys.stderr)
+    elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
+        known = "what was saved last is there" if resume else "nothing had been saved"
+        problem = Stopped(f"stopped on request; {known}", source=asked or None, hint=hint)
+    else:
+        tail = "\n".join(ending.log.strip().splitlines()[-15:])
+        on = f" on {ending.host}" if ending.host else ""
+        problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
+    echo(problem.render(), to=sys.stderr)
+    return problem.exit_code
+
+
+def ends_in(log: str) -> list[tuple[int, int]]:
+    """(rank, exit code) of the workers that failed, as the agent's log has them; the root cause comes last."""
+    found = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", log, re.MULTILINE)
+    return [(int(rank), int(exit_code)) for rank, exit_code in found]
+
+
+def crash_text(agent_log: str) -> str:
+    """What a process wrote that died before, or without, having last words: the last traceback in the agent's
+    log above what the agent itself says of it; "" without one."""
+    processes = re.split(
+        r"^[WE]\d{4} .*torch/distributed/elastic", agent_log, maxsplit=1, flags=re.MULTILINE
+    )[0]
+    begin = max(processes.rfind(words) for words in ("Traceback (most recent call", "Fatal Python error"))
+    return processes[begin:].strip()[:4000] + "\n" if begin >= 0 else ""

@@ -1,0 +1,192 @@
+"""Before anything is started: the doctor's quick look at all hosts, the files that every rank reads, and where the
+hosts meet."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from yolofleet.config.resources import RunResources
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.fleet.description import HERE, Fleet
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.requests import hash_files
+
+T = TypeVar("T")
+
+PORTS_TRIED = 100
+PROBE_S = 60.0  # longer than any probe takes
+HASH_S = 120.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where one host is reached by all others."""
+
+    address: str
+    card: str
+
+
+ALONE = Spot("127.0.0.1", "lo")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the hosts meet: a spot of each, and the port on the first."""
+
+    spots: tuple[Spot, ...]
+    port: int
+
+
+def on_each(remotes: Sequence[Remote], work: Callable[[Remote], T]) -> list[T]:
+    """``work`` for all hosts at the same time; the first exception, in their order, is raised."""
+    pool = ThreadPoolExecutor(max(1, len(remotes)))
+    try:
+        return list(pool.map(work, remotes))
+    finally:  # Ctrl-C does not wait for answers
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def enter_folders(remotes: Sequence[Remote]) -> None:
+    """Each host works in its own folder, or in one of the same path as this one.
+
+    Raises:
+        ConfigError: it is not there, or cannot be entered.
+        ClusterError: a host is lost.
+    """
+
+    def enter(remote: Remote) -> None:
+        folder = remote.host.folder or str(Path.cwd())
+        try:
+            remote.ask("enter", folder=folder)
+        except Refused as problem:
+            raise ConfigError(
+                f"{remote.name} has no folder {folder}",
+                source=problem.what,
+                hint="make it there, or say folder: for this host (fleet.yaml)",
+            ) from None
+
+    on_each(remotes, enter)
+
+
+def inspect(
+    fleet: Fleet, remotes: Sequence[Remote], wanted: RunResources, names: Sequence[str] = ()
+) -> tuple[list[Finding], Plan]:
+    """What the doctor finds within a second or two, and where the hosts meet (that is of use without faults only).
+
+    Args:
+        wanted: by the run on each host.
+        names: of files that every rank reads.
+    """
+    port = free_port(fleet, remotes)
+    beside = ThreadPoolExecutor(1)
+    try:
+        hashing = beside.submit(files, remotes, names)
+        peers = [peer_of(remote) for remote in remotes]
+        seen = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=True)
+        findings = [*seen.findings, *hashing.result()]
+    finally:  # Ctrl-C does not wait for answers
+        beside.shutdown(wait=False, cancel_futures=True)
+    met = seen.meetings
+    spots = [Spot(met[r.name].address, met[r.name].card) if r.name in met else ALONE for r in remotes]
+    return findings, Plan(tuple(spots), port)
+
+
+def peer_of(remote: Remote) -> Peer:
+    """The doctor's way to a host."""
+
+    def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
+        return remote.ask(probe, timeout_s=PROBE_S, **arguments)
+
+    host = remote.host
+    return Peer(remote.name, ask, host.device, host.address, host.interface, host.data)
+
+
+def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int] = ()) -> int:
+    """On the first host, and kept for us; ``passed_over`` turned out to be of no use.
+
+    Raises:
+        ClusterError: none is free.
+    """
+    ports = ports_of(fleet)
+    first = max([ports.start, *(port + 1 for port in passed_over)])
+    return int(remotes[0].ask("reserve_port", first=first, count=ports.stop - first))
+
+
+def ports_of(fleet: Fleet) -> range:
+    """Of the first host: a run meets on one of them, so these are what a firewall guards."""
+    return range(fleet.port, fleet.port + PORTS_TRIED)
+
+
+def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
+    """Files that every rank reads must be on every host, and equal; names that are files nowhere are not judged."""
+    if not names:
+        return []
+    try:
+        here = hash_files({"names": names})
+    except OSError:  # this machine computes nothing
+        here = {}
+    every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
+    found = []
+    for name in names:
+        known = [place[name] for place in (*every, here) if name in place]
+        usual = Counter(known).most_common(1)[0][0] if known else None
+        for remote, there in zip(remotes, every, strict=True):
+            if there.get(name) != usual:
+                code, seen = (
+                    ("file-differs", "is another file") if name in there else ("file-missing", "is not there")
+                )
+                right = (
+                    None if here.get(name) == usual else remotes[[p.get(name) for p in every].index(usual)]
+                )
+                fix = copy_command(name, right, remote)
+                found.append(
+                    Finding(code, "fault", remote.name, f"{name} {seen}", "every rank reads it", fix)
+                )
+    return found
+
+
+def copy_command(name: str, source: Remote | None, target: Remote) -> str:
+    """What to type here so that ``target`` gets a file from ``source``, or from this machine.
+
+    Not scp: whether its far side takes quotes for part of a name is a matter of its version.
+    """
+    path = _full_path(target, name)
+    take = f"mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
+    put = f"{_shell_of(target)} {shlex.quote(take)}"
+    if source is None:
+        return f"{put} < {shlex.quote(str(Path(name).absolute()))}"
+    give = f"cat {shlex.quote(str(_full_path(source, name)))}"
+    return f"{_shell_of(source)} {shlex.quote(give)} | {put}"
+
+
+def _full_path(remote: Remote, name: str) -> Path:
+    return Path(str(remote.ask("enter", folder=".")), name)
+
+
+def _shell_of(remote: Remote) -> str:
+    return "sh -c" if remote.name == HERE else f"ssh {remote.name}"
+
+
+def files_of(settings: Any) -> list[str]:
+    """Settings of a run that name files which every rank reads."""
+    names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
+    return [name for name in names if name and Path(name).suffix]
+
+
+def raise_faults(findings: Sequence[Finding]) -> None:
+    """Raises ClusterError: one or more of them make a run impossible."""
+    faults = [finding for finding in findings if finding.level == "fault"]
+    if faults:
+        first, others = faults[0], faults[1:]
+        source = first.why
+        if others:
+            source += "\n" + "\n".join(f"also: {other.where}: {other.seen}" for other in others)
+        raise ClusterError(f"{first.where}: {first.seen}", source=source.strip() or None, hint=first.fix)

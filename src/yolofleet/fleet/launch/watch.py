@@ -1,0 +1,298 @@
+"""What becomes of a job on several hosts: followed to the end of all its processes, and explained."""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty
+from typing import Any
+
+from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.fleet.description import Fleet
+from yolofleet.fleet.hosts.host_agent import AGENT, ASKED, RECALLED
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.wire_protocol import Frame
+from yolofleet.fleet.launch.local import Ending, ends_in, tell
+from yolofleet.fleet.launch.nonblocking_stdout import Screen
+from yolofleet.system.cgroup import OomKills
+from yolofleet.system.signals import STOP_SIGNALS
+from yolofleet.text import RelayedText, echo
+
+SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
+FAILED_GRACE_S = 8.0
+AFTER_GRACE_S = 10.0  # a host that has not ended everything by then is given up
+BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    echo(text, to=sys.stderr)
+
+
+@dataclass
+class Node:
+    """What is known of one host's part of the job."""
+
+    remote: Remote
+    ending: Frame | None = None  # its frame `exit`
+    lost: str = ""  # why it will not come
+    ended_at_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.ending is not None or bool(self.lost)
+
+
+@dataclass
+class Watch:
+    """Follows one start of a job to the end of all its processes.
+
+    Args:
+        log: takes (node, rank or AGENT, text).
+    """
+
+    fleet: Fleet
+    remotes: Sequence[Remote]
+    log: Callable[[int, int, str], None]
+    plain: bool = False  # a command, not a run: there is no rank 0 that speaks for all, and nothing to save
+    nodes: list[Node] = field(init=False)
+    wishes: int = 0  # to stop; more than one: at once
+    asked: str = ""  # the first of them: Ctrl-C, or the name of a signal
+    order: list[int] = field(default_factory=list)  # nodes as they ended
+    stopped_at_s: float = 0.0
+    give_up_at_s: float = float("inf")
+    began_line: dict[int, bool] = field(default_factory=dict)
+    relayed: dict[int, RelayedText] = field(default_factory=lambda: defaultdict(RelayedText))
+    screen: Screen = field(default_factory=Screen)
+
+    def __post_init__(self) -> None:
+        self.nodes = [Node(remote) for remote in self.remotes]
+
+    def follow(self, parts: Sequence[Frame]) -> None:
+        """Start each host's part, and stay until every host has ended everything, or is given up."""
+        inbox = self.remotes[0].inbox
+        with self._signals():
+            for remote, part in zip(self.remotes, parts, strict=True):
+                remote.start(part)
+            while not all(node.is_over for node in self.nodes):
+                with suppress(Empty):
+                    remote, frame = inbox.get(timeout=0.2)
+                    self._take(self.remotes.index(remote), frame)
+                self._look()
+            self.screen.close()
+
+    def _take(self, number: int, frame: Frame) -> None:
+        node = self.nodes[number]
+        kind = frame["type"]
+        if kind == "output":
+            self._show(number, self.relayed[number].clean(whole(frame["text"])))
+        elif kind == "log" and (frame["rank"] == AGENT or frame["rank"] in self.fleet.ranks(number)):
+            self.log(number, frame["rank"], whole(frame["text"]))
+        elif kind == "exit" and not node.is_over:
+            node.ending = frame
+            self._ended(number)
+        elif kind == "gone" and not node.is_over:
+            self._lose(number, node.remote.words() or "the connection to it broke")
+
+    def _ended(self, number: int) -> None:
+        self.nodes[number].ended_at_s = time.monotonic()
+        self.order.append(number)
+
+    def _lose(self, number: int, why: str) -> None:
+        self.nodes[number].lost = why
+        self._ended(number)
+        threading.Thread(target=self.nodes[number].remote.close, daemon=True).start()
+
+    def _look(self) -> None:
+        """Does anything ask for an end?"""
+        now = time.monotonic()
+        for number, node in enumerate(self.nodes):
+            if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
+                self._lose(number, f"nothing heard from it for {self.fleet.silence_s:.0f} s")
+        failed = [n for n in self.nodes if n.is_over and (n.lost or (n.ending or {}).get("code") != 0)]
+        lost = any(node.lost for node in failed)
+        if self.wishes > 1:
+            self._stop(0.0)
+        elif self.wishes:
+            self._stop(self.fleet.grace_s)
+        elif failed and (lost or now - min(node.ended_at_s for node in failed) > SETTLE_S):
+            self._stop(FAILED_GRACE_S)
+        if now > self.give_up_at_s:
+            for number, node in enumerate(self.nodes):
+                if not node.is_over:
+                    self._lose(number, "it did not end its processes in time")
+
+    def _stop(self, grace_s: float) -> None:
+        """Ask the hosts that still run to end; once, or again to hasten."""
+        now = time.monotonic()
+        give_up_at_s = now + grace_s + AFTER_GRACE_S
+        if self.stopped_at_s and give_up_at_s > self.give_up_at_s - 1.0:
+            return
+        self.stopped_at_s = self.stopped_at_s or now
+        self.give_up_at_s = give_up_at_s
+        for node in self.nodes:
+            if not node.is_over:
+                node.remote.stop(grace_s)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and the like: the first asks all hosts to save and stop, a Ctrl-C after that ends them at once.
+
+        Other signals hasten nothing: who manages processes sends several, to a group and to each in it.
+        """
+
+        def wish(number: int, _frame: Any) -> None:
+            if self.wishes and number != signal.SIGINT:
+                return
+            self.wishes += 1
+            self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal_name(number))
+            first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
+            words = f"{first}; Ctrl-C again ends at once" if self.wishes == 1 else "ending all hosts at once"
+            with suppress(OSError):
+                if select.select([], [2], [], 0)[1]:  # else it waits for who reads
+                    os.write(2, f"\n{words}\n".encode())
+            if self.wishes > 1:
+                self.screen.give_up()
+
+        previous = {}
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.signal(number, wish) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _show(self, number: int, text: str) -> None:
+        """On the screen as it came; what is not the console's has its host before each line."""
+        if (self.plain and len(self.nodes) > 1) or number > 0:
+            mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
+            self.began_line[number] = not text.endswith("\n")
+            text = (mark if begins else "") + text.replace("\n", f"\n{mark}")
+            text = text if self.began_line[number] else text.removesuffix(mark)
+        self.screen.write(text)
+
+    # -- why it ended ------------------------------------------------------------------------------
+
+    @property
+    def met_busy_port(self) -> bool:
+        """Whether the run did not begin because another process took its port on the first host."""
+        first = self.nodes[0].ending or {}
+        words = f"{first.get('log', '')}\n{first.get('why', '')}"
+        return (
+            not self.wishes
+            and first.get("code") not in (0, None)
+            and not any((node.ending or {}).get("words") for node in self.nodes)
+            and not ends_in(words)
+            and any(known in words for known in BUSY_PORT)
+        )
+
+    def explain(self, resume: str) -> int:
+        """Print why the run ended, unless all is well; returns the exit code."""
+        if all((node.ending or {}).get("code") == 0 for node in self.nodes):
+            return 0
+        code = self._explain(resume)
+        for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their host agents did
+            for rank in (node.ending or {}).get("stopped", []):
+                say(f"  {node.remote.name}: {rank}")
+        return code
+
+    def _explain(self, resume: str) -> int:
+        ended = [self.nodes[number] for number in self.order]
+        endings = [self._ending(node) for node in ended]
+        asked = bool(self.wishes) or any((n.ending or {}).get("why") == ASKED for n in ended)
+        causes = [w for ending in endings for w in ending.words if not w.get("secondary")]
+        causes = [w for w in causes if w.get("exit_code") != Stopped.exit_code]
+        problem: YolofleetError | None = None
+        if causes:  # ranks that lost them or were asked to stop say no more than that
+            endings = [
+                replace(ending, words=[w if w in causes else {**w, "secondary": True} for w in ending.words])
+                for ending in endings
+            ]
+        elif not asked:
+            problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
+        if problem is not None:
+            say(problem.render())
+            return problem.exit_code
+        return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
+
+    def command_code(self) -> int:
+        """Of a plain command: its exit code where it failed first, or that it was asked to stop. Every host where it
+        failed is said."""
+        first = 0
+        for node in (self.nodes[number] for number in self.order):
+            frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
+            code, why = frame["code"], frame["why"]
+            if not first and (why == ASKED or (self.wishes and why == RECALLED)):
+                say(f"{node.remote.name}: {ASKED}")
+                return Stopped.exit_code
+            if code and not (first and why == RECALLED):  # others end because of the first
+                ended = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                say(f"{node.remote.name}: {why or ended}")
+                first = first or int(code if code > 0 else 128 - code)
+        return first
+
+    def _own_end(self, node: Node, resume: str) -> ClusterError | None:
+        """A host that was lost, or whose agent somebody killed."""
+        ranks = self.fleet.ranks_text(self.nodes.index(node))
+        hint = resume or "give the same command again"
+        if node.lost:
+            hint = self._resume_without(node, resume) if resume else hint
+            what, *more = node.lost.splitlines()
+            return ClusterError(
+                f"{node.remote.name} is lost, with {ranks}: {what}", source=" ".join(more) or None, hint=hint
+            )
+        frame = node.ending or {}
+        if int(frame.get("code") or 0) < 0 and not frame.get("why"):
+            name = signal_name(-frame["code"])
+            return ClusterError(
+                f"torchrun's agent of {ranks} on {node.remote.name} was ended by {name}", hint=hint
+            )
+        return None
+
+    def _resume_without(self, lost: Node, resume: str) -> str:
+        """Return ``resume`` for the hosts that are left; the first host has the states, so it must come back."""
+        number, name, words = self.nodes.index(lost), lost.remote.name, shlex.split(resume)
+        if number == 0:
+            return f"{resume}   # once {name} is back: it has the states of the run"
+        if "--hosts" not in words:
+            return f"{resume}   # once {name} is back, or without it in that file"
+        at = words.index("--hosts") + 1
+        words[at] = ",".join(entry for i, entry in enumerate(words[at].split(",")) if i != number)
+        return f"{shlex.join(words)}   # without {name}; with it again once it is back"
+
+    def _ending(self, node: Node) -> Ending:
+        frame = node.ending or {"code": 1, "words": [], "log": "", "why": node.lost}
+        killed = frame.get("killed", {})
+        code = -signal.SIGTERM if frame["why"] and int(frame["code"]) < 0 else int(frame["code"])
+        return Ending(
+            code=code,
+            words=list(frame["words"]),
+            log=str(frame["log"]) or str(frame["why"]),
+            source=f"logs/agent-{self.nodes.index(node)}.log",
+            host=node.remote.name,
+            ahead_s=node.remote.ahead_s,
+            killed=OomKills(killed.get("group"), killed.get("machine")),
+        )
+
+
+def whole(text: str) -> str:
+    """What JSON can say and no file can hold is replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def signal_name(number: int) -> str:
+    """Real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

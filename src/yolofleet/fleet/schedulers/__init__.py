@@ -1,0 +1,1 @@
+"""Render a run as a job of SLURM or Kubernetes."""

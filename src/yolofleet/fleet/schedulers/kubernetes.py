@@ -1,0 +1,215 @@
+"""A run as an Indexed Job of Kubernetes with a headless service, as YAML for ``kubectl apply``.
+
+Every pod is one machine with an agent (``fleet/agent.py``); pod 0 is where all meet. A pod that is evicted, or whose
+node is drained, gets SIGUSR1 from its preStop hook: the run saves, all pods end, Kubernetes starts them again, and the
+run resumes. The project folder must be on a volume that all pods share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
+from yolofleet.errors import ConfigError, DataError, NumericsError, Stopped
+from yolofleet.fleet.schedulers.scheduler import processes_per_machine, train_arguments
+from yolofleet.system.children import SAFE_PATH
+from yolofleet.text import shown
+
+PORT = 29400
+LONGEST_NAME = 52  # a pod's host name is the job's, a hyphen and the index, of 63 characters
+QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
+LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+SERVICE = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # names of services begin with a letter
+GOES_WRONG_AGAIN = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
+
+
+class KubernetesSettings(Frozen):
+    """``--kubernetes``."""
+
+    image: str = setting("", "container image with yolofleet", pattern=r"^([^\s]{1,500})?$")
+    nodes: Natural = setting(1, "number of pods")
+    gpus: int = setting(0, "GPUs of each pod", ge=0, le=64)
+    cpus: str = setting("", "cores of each pod, as 16", pattern=f"{QUANTITY}|^$")
+    memory: str = setting(
+        "", "memory of each pod, as 64Gi; what lies in shm counts", pattern=f"{QUANTITY}|^$"
+    )
+    shm: str = setting("8Gi", "size of /dev/shm, which loader processes and NCCL need", pattern=QUANTITY)
+    name: str = setting(
+        "", "name of the job; default: of the run", pattern=rf"^({SERVICE})?$", max_length=LONGEST_NAME
+    )
+    namespace: str = setting("", "namespace", pattern=rf"^({LABEL})?$", max_length=63)
+    claim: str = setting("", "persistent volume claim for data and results, shared by all pods", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
+    mount: str = setting("/data", "where the claim is mounted; the working folder", pattern=r"^/[^:]*$")
+    grace_s: int = setting(120, "seconds to save in when a pod is asked to end", ge=10, le=86400)
+    retries: int = setting(20, "failed pods after which the job is given up", ge=0)
+    python: str = setting("python", "the Python of the image")
+
+
+def render(
+    settings: KubernetesSettings, config: Resolved[TrainConfig], given: Mapping[str, Any], config_file: str
+) -> str:
+    """The manifest: a Service and a Job, as YAML.
+
+    Args:
+        config: the run, checked.
+        given, config_file: what it was made from; the pods say it again. Paths are those of the pods.
+
+    Raises:
+        ConfigError: no image, no volume that several pods share, or ``--device`` does not fit.
+    """
+    if not settings.image:
+        raise ConfigError(
+            "--kubernetes needs image=...", hint="--kubernetes image=registry/yolofleet:1,nodes=2"
+        )
+    if settings.nodes > 1 and not settings.claim:
+        raise ConfigError(
+            f"--kubernetes nodes={settings.nodes}: the pods need a volume that they share, for data and checkpoints",
+            hint="--kubernetes claim=NAME of a persistent volume claim (ReadWriteMany)",
+        )
+    name = settings.name or _label(config.value.name)
+    labels = {"app.kubernetes.io/name": "yolofleet", "app.kubernetes.io/instance": name}
+    metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if settings.namespace:
+        metadata["namespace"] = settings.namespace
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",  # only names: NAME-0.NAME is the first pod
+            "publishNotReadyAddresses": True,  # they meet before they are ready
+            "selector": labels,
+            "ports": [{"name": "meeting", "port": PORT}],
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": settings.nodes,
+            "parallelism": settings.nodes,
+            "backoffLimit": settings.retries,
+            "podFailurePolicy": {
+                "rules": [
+                    _rule("FailJob", GOES_WRONG_AGAIN),
+                    _rule("Ignore", (Stopped.exit_code,)),
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": _pod(settings, name, _command(settings, name, config, given, config_file)),
+            },
+        },
+    }
+    text = yaml.dump_all([service, job], Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+    return f"# kubectl apply -f FILE; then kubectl logs -f job/{name}\n{text}"
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what occurs twice twice, not as an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _rule(action: str, exit_codes: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "action": action,
+        "onExitCodes": {"containerName": "trainer", "operator": "In", "values": list(exit_codes)},
+    }
+
+
+def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[str, Any]:
+    amounts = {"nvidia.com/gpu": str(settings.gpus) if settings.gpus else ""}
+    amounts |= {"cpu": settings.cpus, "memory": settings.memory}
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}}
+    ]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if settings.claim:
+        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": settings.claim}})
+        mounts.append({"name": "work", "mountPath": settings.mount})
+    trainer = {
+        "name": "trainer",
+        "image": settings.image,
+        "command": command,
+        **({"workingDir": settings.mount} if settings.claim else {}),
+        "env": [
+            {  # names the run, so that a new job of the same name does not resume an old one
+                "name": "JOB_UID",
+                "valueFrom": {
+                    "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
+                },
+            },
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": SAFE_PATH, "value": "1"},  # import nothing from the working folder
+        ],
+        "ports": [{"name": "meeting", "containerPort": PORT}],
+        "resources": {"limits": {kind: amount for kind, amount in amounts.items() if amount}},
+        # Ready: all have met, and the workers run. Nothing is killed for silence here: the run's own watchdog
+        # knows a long validation from a stall.
+        "readinessProbe": {
+            "exec": {"command": ["sh", "-c", "grep -q . /proc/1/task/1/children"]},
+            "periodSeconds": 10,
+        },
+        # The agent (process 1) passes the signal on; the container ends when the run has saved.
+        "lifecycle": {
+            "preStop": {"exec": {"command": ["sh", "-c", f"kill -USR1 1; sleep {settings.grace_s}"]}}
+        },
+        "volumeMounts": mounts,
+    }
+    return {
+        "subdomain": name,
+        "restartPolicy": "Never",  # a pod that failed is replaced, by the policy above
+        "terminationGracePeriodSeconds": settings.grace_s,
+        "containers": [trainer],
+        "volumes": volumes,
+    }
+
+
+def _command(
+    settings: KubernetesSettings,
+    name: str,
+    config: Resolved[TrainConfig],
+    given: Mapping[str, Any],
+    config_file: str,
+) -> list[str]:
+    """The container's argv. Kubernetes replaces ``$(VARIABLE)`` in it; any other dollar is doubled."""
+    arguments = train_arguments(given, config_file)
+    run = [f"--resume={config.value.resume}"] if config.value.resume else []
+    for word in (*arguments, config.value.name):
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in word
+        ):  # bytes of a file's name that are no letters
+            raise ConfigError(f"{shown(word)} is not UTF-8, and Kubernetes takes nothing else")
+    literal = [word.replace("$", "$$") for word in (*arguments, *run)]
+    if not run:
+        literal += [f"--name={config.value.name.replace('$', '$$')}-$(JOB_UID)", "--resume=auto"]
+    meeting = [
+        f"--nnodes={settings.nodes}",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        f"--master-addr={name}-0.{name}",
+        f"--master-port={PORT}",
+    ]
+    return [
+        settings.python.replace("$", "$$"),
+        *("-m", "yolofleet.fleet.agent", *meeting),
+        f"--nproc-per-node={processes_per_machine(config, settings.nodes, settings.gpus, '--kubernetes')}",
+        *("-m", "yolofleet", "train", *literal),
+    ]
+
+
+def _label(name: str) -> str:
+    """A run's name as Kubernetes allows it for a service."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"yolofleet-{label}"
+    return label[:LONGEST_NAME].strip("-")

@@ -1,0 +1,152 @@
+"""A run as a batch job of SLURM: rendered as a script, handed to ``sbatch``.
+
+The script starts one agent on every node (``fleet/agent.py``) with one ``srun``. Before the time limit, and when the
+job is preempted, SLURM warns; the run saves and ends with 75, and the script puts the job back into the queue, where
+it resumes. Project folder and data must be on a file system that all nodes share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
+from yolofleet.errors import ClusterError, ConfigError, Stopped
+from yolofleet.fleet.schedulers.scheduler import processes_per_machine, train_arguments
+from yolofleet.system.children import SAFE_PATH
+
+SUBMIT_S = 60
+WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # what names in SLURM consist of; nothing that quotes
+LATE_ENDS_S = 300  # that the last node may need longer than the first
+
+
+class SlurmSettings(Frozen):
+    """``--slurm``."""
+
+    nodes: Natural = setting(1, "number of nodes")
+    gpus: str = setting(
+        "0", "GPUs on each node: a number, or kind:number", pattern=r"^([A-Za-z0-9_.-]+:)?[0-9]{1,3}$"
+    )
+    cpus: int = setting(0, "cores on each node; 0 = four for each GPU, one for each process on CPUs", ge=0)
+    memory: str = setting("", "memory of each node, as 64G", pattern=r"^([0-9]{1,9}[KMGT]?)?$")
+    time: str = setting("", "time limit, as 12:00:00 or 2-00:00:00", pattern=r"^([0-9]{1,6}|([0-9]{1,4}-)?[0-9]{1,4}(:[0-9]{1,2}){1,2}|[0-9]{1,4}-[0-9]{1,2})?$")  # fmt: skip
+    partition: str = setting("", "partition", pattern=f"{WORD}|^$")
+    account: str = setting("", "account", pattern=f"{WORD}|^$")
+    qos: str = setting("", "quality of service", pattern=f"{WORD}|^$")
+    constraint: str = setting("", "features that the nodes must have", pattern=f"{WORD}|^$")
+    warn_s: int = setting(180, "seconds before the time limit at which to save; SLURM may be a minute off", ge=1, le=65535)  # fmt: skip
+    requeues: int = setting(100, "how often the job may go back into the queue; 0 = never", ge=0)
+    python: str = setting("", "the Python of the nodes; default: the one of this command")
+
+
+def render(
+    settings: SlurmSettings, config: Resolved[TrainConfig], given: Mapping[str, Any], config_file: str
+) -> str:
+    """The text of the batch script.
+
+    Args:
+        config: the run, checked.
+        given, config_file: what it was made from; the job says it again.
+
+    Raises:
+        ConfigError: nodes and ``--device`` do not fit together.
+    """
+    gpus = int(settings.gpus.rpartition(":")[2])
+    processes = processes_per_machine(config, settings.nodes, gpus, "--slurm")
+    cpus = settings.cpus or (4 * gpus or processes)
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", config.value.name)[:64].lstrip("-") or "yolofleet"
+    head = [
+        f"--job-name={name}",
+        f"--nodes={settings.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus}",
+        *([f"--gres=gpu:{settings.gpus}"] if gpus else []),
+        *([f"--mem={settings.memory}"] if settings.memory else []),
+        *(
+            f"--{option}={value}"
+            for option in ("time", "partition", "account", "qos", "constraint")
+            if (value := getattr(settings, option))
+        ),
+        "--requeue",
+        "--open-mode=append",  # after a requeue the same file goes on
+        f"--signal=USR1@{settings.warn_s}",  # to the steps, not to this script
+    ]
+    run = _resumed(config.value.resume) if config.value.resume else _named_by_job(config.value.name)
+    agent = [
+        settings.python or sys.executable,
+        "-m",
+        "yolofleet.fleet.agent",
+        f"--nproc-per-node={processes}",
+    ]
+    words = train_arguments(given, config_file)
+    lines = [shlex.join([*agent, "-m", "yolofleet", "train"]), *map(shlex.quote, words), *run]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in head),
+            "",
+            "# what another fleet may have left in the environment of sbatch",
+            "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
+            f"export {SAFE_PATH}=1  # import nothing from the working folder (Python 3.11 and newer)",
+            "",
+            "# one agent on each node; the last one may still save when the first has ended",
+            f'srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task={cpus} \\',
+            f"  --kill-on-bad-exit=0 --wait={LATE_ENDS_S} --input=none \\",
+            " \\\n".join(f"  {line}" for line in lines),
+            "code=$?",
+            "",
+            f"# {Stopped.exit_code}: asked to stop, saved, can go on",
+            f'if [ "$code" -eq {Stopped.exit_code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {settings.requeues} ]; then',
+            '  scontrol requeue "$SLURM_JOB_ID" && code=0',
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def _resumed(folder: str) -> list[str]:
+    return [shlex.quote(f"--resume={folder}")]
+
+
+def _named_by_job(name: str) -> list[str]:
+    """The job's number makes the run's name unique, so that `auto` finds this run and no other."""
+    return [f'--name=slurm-"$SLURM_JOB_ID"-{shlex.quote(name)}', "--resume=auto"]
+
+
+def submit(script: str) -> str:
+    """Hand ``script`` to sbatch; returns the number of the job.
+
+    Raises:
+        ConfigError: there is no sbatch here.
+        ClusterError: it refused, or did not answer.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=os.fsencode(script),
+            capture_output=True,
+            timeout=SUBMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "--slurm: this machine has no sbatch",
+            hint="submit from a login node of the cluster, or write the script with `yolofleet render slurm`",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"sbatch did not answer within {SUBMIT_S} s", hint="does sinfo answer? Is slurmctld up?"
+        ) from None
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip().removeprefix("sbatch: error: ")
+        raise ClusterError(
+            "sbatch refused the job", source=said[:500], hint="sinfo shows partitions, nodes and their limits"
+        )
+    return done.stdout.decode("utf-8", "replace").strip().split(";")[0]

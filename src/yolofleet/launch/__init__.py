@@ -1,1 +1,0 @@
-"""Where a run runs: on this machine, on several, under a scheduler. Nothing here imports torch."""

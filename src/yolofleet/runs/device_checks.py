@@ -1,0 +1,162 @@
+"""Short trainings on one device, without a data set or a process group: does it do what the CPU does?
+
+``python -m yolofleet.runs.device_checks 0`` prints one JSON line a check; ``yolofleet selftest`` starts it for each
+device, so that a device that fails ends this process and not the self-test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatch
+from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.families import build_model, family_of
+from yolofleet.models.description import describe
+from yolofleet.parallel.replicas import Replicas
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.text import echo
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import train_step
+
+MODEL, CLASSES, IMG, IMAGES = "yolov5n", 4, 64, 4
+STEPS = 10
+LR = 0.001
+SAME_LOSS = 1e-3  # relative; weights that differ by 1e-6 change the loss of ten such steps by at most 7e-6
+OPTIMIZERS = ("SGD", "Adam", "AdamW")
+
+
+@dataclass(frozen=True)
+class DeviceCheck:
+    """The outcome of one check.
+
+    Attributes:
+        detail: a figure, or what went wrong.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Training:
+    """A network that learns random pictures on ``device``; every instance begins alike."""
+
+    def __init__(self, device: torch.device, *, optimizer: str = "SGD", precision: str = "fp32") -> None:
+        self.precision, self.world, recipe = precision, World.single(device), Recipe()
+        description = describe(MODEL)
+        model = build_model(description, CLASSES).to(device).train()
+        self.loss = family_of(description).loss(model, recipe, IMG)
+        replicas = Replicas.build(model, [device], self.world, exact=False, synced=False)
+        self.state = TrainState.build(
+            replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
+        )
+
+    def steps(self, count: int) -> float:
+        """Train for some steps; returns the loss of the last."""
+        for _ in range(count):
+            plan = StepPlan(self.state.step, self.state.step * IMAGES, IMAGES, LR, LR, 0.9)
+            report = train_step(
+                self.state,
+                plan,
+                [[self._micro_batch()]],
+                self.loss,
+                self.world,
+                Clock(),
+                total_micro_batches=1,
+                precision=self.precision,
+                clip_norm=10.0,
+            )
+        return float(report.terms.sum())
+
+    def _micro_batch(self) -> MicroBatch:
+        rng = np.random.default_rng(self.state.step)
+        pixels = torch.from_numpy(rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8))
+        labels = np.zeros((3 * IMAGES, 6), np.float32)
+        labels[:, 0] = np.repeat(np.arange(IMAGES), 3)
+        labels[:, 1] = rng.integers(0, CLASSES, len(labels))
+        labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
+        targets = self.loss.match(labels, IMAGES, (IMG, IMG))
+        batch = MicroBatch(self.state.step, 0, pixels.permute(0, 3, 1, 2), labels, targets)
+        return batch.pin_memory() if can_pin(self.world.device) else batch
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of the whole state, on the CPU."""
+        return dict(self.state.snapshot({}).tensors)
+
+
+def learns_as_the_cpu(device: torch.device) -> str:
+    """Ten steps in float32 end at the CPU's loss. Returns the difference."""
+    with float32_products(device, tf32=False):
+        there, here = Training(device).steps(STEPS), Training(torch.device("cpu")).steps(STEPS)
+    off = abs(there / here - 1)
+    assert off <= SAME_LOSS, f"loss {there:.5g} after {STEPS} steps, {here:.5g} on the CPU"
+    return f"loss off by {off:.1e} after {STEPS} steps"
+
+
+def survives_an_overflow(device: torch.device) -> str:
+    """An overflow in the first fp16 step changes nothing, and the next steps are finite."""
+    training = Training(device, precision="fp16")
+    before = training.tensors()
+    training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
+    training.steps(1)
+    after = training.tensors()
+    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
+    assert not changed, f"a step that overflowed changed {len(changed)} tensors, first {changed[0]}"
+    training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    loss = training.steps(3)
+    broken = [name for name, t in training.tensors().items() if not t.isfinite().all()]
+    assert not broken, f"{len(broken)} tensors are not finite after an overflow, first {broken[0]}"
+    return f"loss {loss:.4g} three steps later"
+
+
+def resumes(device: torch.device, optimizer: str) -> str:
+    """A restored state is the saved one, and training goes on from it."""
+    first = Training(device, optimizer=optimizer)
+    first.steps(2)
+    saved: Snapshot = first.state.snapshot({})
+    second = Training(device, optimizer=optimizer)
+    second.state.restore(saved)
+    restored = second.tensors()
+    differ = [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
+    assert not differ, f"{len(differ)} restored tensors differ, first {differ[0]}"
+    there, here = first.steps(1), second.steps(1)
+    assert abs(there / here - 1) <= SAME_LOSS, f"the next loss is {here:.5g}, without a break {there:.5g}"
+    return f"{len(restored)} tensors"
+
+
+def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
+    """The checks that make sense on ``device``, by name."""
+    found: dict[str, Callable[[], str]] = {}
+    if not is_host(device):
+        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device)
+        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device)
+    for optimizer in OPTIMIZERS:
+        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer)  # type: ignore[misc]
+    return found
+
+
+def run_checks(device: torch.device) -> Iterator[DeviceCheck]:
+    """Do all checks of a device, one after the other; an error is a failed check."""
+    select(device)
+    for name, check in checks_of(device).items():
+        try:
+            yield DeviceCheck(name, True, check())
+        except Exception as problem:  # any error of a driver, too
+            yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for outcome in run_checks(device_of(sys.argv[1], 0)):
+        echo(json.dumps(asdict(outcome)))
