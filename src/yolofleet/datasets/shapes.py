@@ -154,12 +154,10 @@ def _outline(rng: np.random.Generator, kind: int) -> np.ndarray:
     turn = math.radians(TURN_DEGREES[kind]) * _between(rng, -1, 1) - math.pi / 2
     stretch = STRETCH ** _between(rng, -0.5, 0.5) if NAMES[kind] != "circle" else 1.0
     x, y = radius * np.cos(steps), radius * np.sin(steps)
-    return np.stack(
-        [x * math.cos(turn) - y * math.sin(turn), x * math.sin(turn) + y * math.cos(turn)], axis=1
-    ) * (
-        stretch,
-        1 / stretch,
-    )
+    turned_x = x * math.cos(turn) - y * math.sin(turn)
+    turned_y = x * math.sin(turn) + y * math.cos(turn)
+    corners_xy: np.ndarray = np.stack([turned_x * stretch, turned_y * (1 / stretch)], axis=1)
+    return corners_xy
 
 
 def _place(

@@ -321,7 +321,8 @@ def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
     begins = np.ones(len(place), bool)
     if len(place):
         begins[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
-    return place - np.maximum.accumulate(np.where(begins, place, 0))
+    first: NDArray[np.int64] = np.maximum.accumulate(np.where(begins, place, 0))
+    return place - first
 
 
 def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:

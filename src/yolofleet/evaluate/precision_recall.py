@@ -88,7 +88,7 @@ def precision_recall(
         labels_per_class: [C].
     """
     present = np.flatnonzero(labels_per_class)
-    grid = np.linspace(0, 1, POINTS)
+    grid = np.linspace(0, 1, POINTS, dtype=np.float64)
     precision_curves = np.zeros((len(present), POINTS))
     recall_curves = np.zeros((len(present), POINTS))
     at_recall = np.zeros((len(present), POINTS))

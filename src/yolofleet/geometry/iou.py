@@ -35,7 +35,8 @@ def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 
     aspect = (torch.atan(true_w / true_h) - torch.atan(pred_w / pred_h)).square() * (4 / math.pi**2)
     with torch.no_grad():
         alpha = aspect / (1 + eps - iou + aspect)
-    return iou - distance - alpha * aspect
+    ciou: Tensor = iou - distance - alpha * aspect
+    return ciou
 
 
 def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:

@@ -260,4 +260,5 @@ def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> 
     # the two bins beside the distance share the weight; the nearer bin gets more
     weights = (1 - (torch.arange(float(bins), device=distances.device) - wanted).abs()).clamp(min=0)
     by_side: Tensor = distances.unflatten(1, (4, bins))
-    return -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)
+    loss: Tensor = -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)
+    return loss

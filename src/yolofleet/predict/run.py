@@ -281,7 +281,7 @@ def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
     """A line per box: ``class cx cy w h`` as fractions of the image (yolo), or ``class x1 y1 x2 y2`` in pixels
     (voc), then the score if asked."""
     height, width = prediction.image_bgr.shape[:2]
-    boxes = prediction.boxes_xyxy_px.astype(np.float64)
+    boxes: np.ndarray = prediction.boxes_xyxy_px.astype(np.float64)
     if form == "yolo":
         size = boxes[:, 2:] - boxes[:, :2]
         boxes = np.concatenate([boxes[:, :2] + size / 2, size], axis=1) / [width, height, width, height]
