@@ -70,7 +70,7 @@ def test_help_of_a_verb_shows_every_setting_under_its_heading(cli):
         out = cli(verb, "--help")[1]
         for name, field in model.model_fields.items():
             assert flag_of(name, field)[2:] in out
-        assert "What:\n" in out and "Where:\n" in out
+        assert "Input:\n" in out and "Execution:\n" in out
 
 
 GUIDES = [  # command lines of the well-known guides

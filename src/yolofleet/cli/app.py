@@ -23,81 +23,87 @@ TRACEBACK = "YOLOFLEET_TRACEBACK"
 DATA = Verbs(
     "data",
     {
-        "list": ("yolofleet.cli.data:list_command", "the data sets that come with yolofleet"),
+        "list": ("yolofleet.cli.data:list_command", "list the data sets that --data accepts by name"),
         "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
-        "download": ("yolofleet.cli.data:download_command", "fetch a public data set, whole and verified"),
-        "check": ("yolofleet.cli.data:check_command", "read every label and image, and say what is wrong"),
+        "download": ("yolofleet.cli.data:download_command", "download and verify a public data set"),
+        "check": ("yolofleet.cli.data:check_command", "read every label and image, and list the errors"),
         "stats": (
             "yolofleet.cli.data:stats_command",
-            "images, labels and box sizes, and what follows from them",
+            "count images, labels and box sizes, and give advice",
         ),
         "convert": (
             "yolofleet.cli.data:convert_command",
-            "write a data set in YOLO, COCO or Pascal VOC form",
+            "convert a data set to YOLO, COCO or Pascal VOC format",
         ),
     },
-    help="Get, look at and convert data sets.",
+    help="Download, check and convert data sets.",
 )
 WEIGHTS = Verbs(
     "weights",
     {
-        "list": ("yolofleet.cli.weights:list_command", "published weights that --weights knows by name"),
+        "list": (
+            "yolofleet.cli.weights:list_command",
+            "list the published weights that --weights accepts by name",
+        ),
         "download": (
             "yolofleet.cli.weights:download_command",
-            "put published weights into the cache, checked",
+            "download published weights into the cache folder",
         ),
-        "inspect": ("yolofleet.cli.weights:inspect_command", "what a file holds; nothing in it is executed"),
-        "verify": ("yolofleet.cli.weights:verify_command", "check digest, values and origin of a file"),
-        "convert": ("yolofleet.cli.weights:convert_command", "write weights in another form"),
+        "inspect": (
+            "yolofleet.cli.weights:inspect_command",
+            "show the contents of a file, without executing it",
+        ),
+        "verify": ("yolofleet.cli.weights:verify_command", "check the digest, values and origin of a file"),
+        "convert": ("yolofleet.cli.weights:convert_command", "convert weights to another format"),
     },
-    help="Get, look at and convert weights files.",
+    help="Download, check and convert weights files.",
 )
 CHECKPOINTS = Verbs(
     "checkpoints",
     {
-        "list": ("yolofleet.cli.checkpoints:list_command", "the states that a run can resume from"),
-        "verify": ("yolofleet.cli.checkpoints:verify_command", "read every state and check its digest"),
+        "list": ("yolofleet.cli.checkpoints:list_command", "list the checkpoints of a run"),
+        "verify": ("yolofleet.cli.checkpoints:verify_command", "read every checkpoint and check its digest"),
     },
-    help="Look at a run's checkpoints.",
+    help="List and verify the checkpoints of a run.",
 )
 RENDER = Verbs(
     "render",
     {
-        "slurm": ("yolofleet.cli.render:slurm_command", "a batch script for SLURM"),
-        "kubernetes": ("yolofleet.cli.render:kubernetes_command", "a Job for Kubernetes"),
+        "slurm": ("yolofleet.cli.render:slurm_command", "write a batch script for SLURM"),
+        "kubernetes": ("yolofleet.cli.render:kubernetes_command", "write a Job for Kubernetes"),
     },
-    help="Write a training run in the form that a scheduler takes, on standard output.",
+    help="Write a training run as a job for a scheduler, to standard output.",
 )
 FLEET = Verbs(
     "fleet",
     {
-        "check": ("yolofleet.cli.fleet:check_command", "can these hosts work together?"),
+        "check": ("yolofleet.cli.fleet:check_command", "check that hosts can work together"),
         "run": ("yolofleet.cli.fleet:run_command", "run a command on every host"),
-        "ps": ("yolofleet.cli.fleet:ps_command", "what runs there"),
-        "logs": ("yolofleet.cli.fleet:logs_command", "what the ranks of a job say"),
-        "stop": ("yolofleet.cli.fleet:stop_command", "end a job on all hosts"),
-        "render": (RENDER, "the same as `yolofleet render`"),
+        "ps": ("yolofleet.cli.fleet:ps_command", "list jobs on the hosts"),
+        "logs": ("yolofleet.cli.fleet:logs_command", "show the logs of a job"),
+        "stop": ("yolofleet.cli.fleet:stop_command", "stop a job on all hosts"),
+        "render": (RENDER, "write a run as a job for SLURM or Kubernetes"),
     },
-    help="Several machines, by ssh. `yolofleet train --hosts ...` trains on them.",
+    help="Work on several hosts over ssh. `yolofleet train --hosts ...` trains on them.",
 )
 APP = Verbs(
     "yolofleet",
     {
-        "train": ("yolofleet.cli.train:command", "train a detector, on anything from one CPU to many GPUs"),
+        "train": ("yolofleet.cli.train:command", "train a detector"),
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
-        "predict": ("yolofleet.cli.predict:command", "find objects in images and videos"),
-        "export": ("yolofleet.cli.export:command", "write a network as a file for other runtimes, and verify it"),
-        "bench": ("yolofleet.cli.bench:command", "measure how fast weights or an exported file are here"),
-        "data": (DATA, "get, make, check, convert data sets and count what is in them"),
+        "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
+        "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
+        "bench": ("yolofleet.cli.bench:command", "measure the speed of weights or of an exported file"),
+        "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
-        "weights": (WEIGHTS, "list, fetch, look into, check and convert weights files"),
-        "checkpoints": (CHECKPOINTS, "list and verify the states of a run"),
-        "fleet": (FLEET, "check several machines, run on them, and end what runs"),
-        "doctor": ("yolofleet.cli.doctor:command", "say what is wrong with a machine, a fleet or a log"),
-        "selftest": ("yolofleet.cli.selftest:command", "prove on this machine that the fleet changes no result"),
+        "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),
+        "checkpoints": (CHECKPOINTS, "list and verify the checkpoints of a run"),
+        "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),
+        "doctor": ("yolofleet.cli.doctor:command", "find problems of a machine, of several hosts, or in a log"),
+        "selftest": ("yolofleet.cli.selftest:command", "test on this machine that the number of processes does not change the result"),
     },
-    help="Train YOLO-family detectors on any fleet, with one command and one result.",
-    epilog="yolofleet VERB --help shows the verb's options. Flags of YOLOv5 are understood.",
+    help="Train YOLO object detectors on one CPU, one GPU, several GPUs or several machines.",
+    epilog="yolofleet VERB --help shows the options of a verb. The flags of YOLOv5 work too.",
     params=[
         click.Option(
             ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=lambda *given: _version(*given),

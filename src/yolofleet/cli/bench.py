@@ -20,6 +20,6 @@ command = SchemaCommand(
     "bench",
     BenchConfig,
     run,
-    help="Measure how fast weights or an exported file find objects here: milliseconds of each stage, medians, and "
-    "images a second.",
+    help="Measure the speed of weights or of an exported file on this machine: median milliseconds of each stage, and "
+    "images per second.",
 )

@@ -48,11 +48,11 @@ list_command = Command(
     "list",
     params=[click.Argument(["run"])],
     callback=lambda run: show(run, False),
-    help="List the states of the run folder RUN, newest first, without reading them.",
+    help="List the checkpoints of the run folder RUN, newest first, without reading them.",
 )
 verify_command = Command(
     "verify",
     params=[click.Argument(["run"])],
     callback=lambda run: show(run, True),
-    help="Read every state of the run folder RUN and check its digest; exit code 3 if one is broken.",
+    help="Read every checkpoint of the run folder RUN and check its digest. The exit code is 3 if one is damaged.",
 )

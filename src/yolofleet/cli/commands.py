@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DOWNLOAD = click.Option(
     ["--download"],
     is_flag=True,
-    help="fetch a public data set (coco128, coco, voc) that is not here, verified",
+    help="download the public data set (coco128, coco, voc) if it is missing",
 )
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -159,7 +159,7 @@ class SchemaCommand(Command):
             ["--config", "config_file"],
             default="",
             metavar="FILE",
-            help="YAML file with any of these settings",
+            help="read settings from a YAML file; flags of the command line win",
         )
         super().__init__(name, params=[*options, config, *extra_options], callback=callback, **extra)
 
@@ -176,7 +176,10 @@ class SchemaCommand(Command):
                     flag = f"--[no-]{parameter.opts[0][2:]}"
                 sections.setdefault(group_of(field) if field else "general", []).append((flag, help))
         width = max(len(flag) for rows in sections.values() for flag, _ in rows)
-        order = ["what", "how much", "how", "where", "keeping", "looking", "general"]
+        order = [
+            *("input", "length and batch size", "method", "execution", "saved files", "reports and display"),
+            "general",
+        ]
         for title in sorted(sections, key=order.index):
             with formatter.section(title.capitalize()):
                 formatter.write_dl(

@@ -457,21 +457,31 @@ def _table(*columns: str) -> ScreenTable:
 DATA = click.Argument(["data"])
 SPLIT = click.Option(["--split"], type=click.Choice(["all", "train", "val", "test"]), default="all")
 JSON = click.Option(
-    ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
+    ["--json", "json_out"],
+    default="",
+    metavar="FILE",
+    help="write the result as JSON to FILE, or to standard output (-)",
 )
 
-list_command = Command("list", callback=show_built_in, help="List the data sets that --data knows by name.")
+list_command = Command("list", callback=show_built_in, help="List the data sets that --data accepts by name.")
 make_command = Command(
     "make",
     params=[
         click.Argument(["what"]),
-        click.Option(["--out"], required=True, metavar="FOLDER", help="where to write it"),
-        click.Option(["--images"], type=click.IntRange(1), default=640, help="training images  [640]"),
-        click.Option(["--val-images"], type=click.IntRange(1), default=128, help="validation images  [128]"),
+        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create"),
         click.Option(
-            ["--img"], type=click.IntRange(32, 4096), default=160, help="side of an image, pixels  [160]"
+            ["--images"], type=click.IntRange(1), default=640, help="number of training images  [640]"
         ),
-        click.Option(["--seed"], type=click.IntRange(0), default=0, help="another set of the same kind  [0]"),
+        click.Option(
+            ["--val-images"], type=click.IntRange(1), default=128, help="number of validation images  [128]"
+        ),
+        click.Option(
+            ["--img"],
+            type=click.IntRange(32, 4096),
+            default=160,
+            help="side of the square images, pixels  [160]",
+        ),
+        click.Option(["--seed"], type=click.IntRange(0), default=0, help="seed of the random generator  [0]"),
     ],
     callback=make,
     help="Generate a data set: `data make shapes --out FOLDER`.",
@@ -485,15 +495,15 @@ check_command = Command(
             ["--limit"],
             type=click.IntRange(0),
             default=50,
-            help="problems shown of each split, 0 for all  [50]",
+            help="problems to show for each split; 0 = all  [50]",
         ),
-        click.Option(["--decode"], is_flag=True, help="decode every image, too"),
-        click.Option(["--duplicates"], is_flag=True, help="look for images that are there several times"),
+        click.Option(["--decode"], is_flag=True, help="also decode every image"),
+        click.Option(["--duplicates"], is_flag=True, help="also search for equal images"),
         JSON,
     ],
     callback=check,
-    help="Read every label and image header of DATA and say what is wrong, with file and line; exit code 3 if "
-    "images or labels are lost, or with --duplicates if an image is in two splits.",
+    help="Read every label and image header of DATA and list the errors with file and line. The exit code is 3 if images or "
+    "labels cannot be used, or (with --duplicates) if an image is in two splits.",
 )
 stats_command = Command(
     "stats",
@@ -501,47 +511,52 @@ stats_command = Command(
         DATA,
         SPLIT,
         click.Option(
-            ["--img"], type=click.IntRange(32, 8192), default=640, help="training size, pixels  [640]"
+            ["--img"],
+            type=click.IntRange(32, 8192),
+            default=640,
+            help="image size in training, pixels  [640]",
         ),
         JSON,
     ],
     callback=stats,
-    help="Count images, labels and sizes of each class of DATA, and say what follows for a training.",
+    help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
 )
 convert_command = Command(
     "convert",
     params=[
         DATA,
         click.Option(
-            ["--to"], type=click.Choice(["yolo", "coco", "voc"]), required=True, help="the new form"
+            ["--to"], type=click.Choice(["yolo", "coco", "voc"]), required=True, help="format to write"
         ),
-        click.Option(["--out"], required=True, metavar="FOLDER", help="where to write it; must not be there"),
-        click.Option(["--splits"], multiple=True, metavar="A,B", help="only these  [all that are there]"),
+        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create; it must not exist"),
+        click.Option(["--splits"], multiple=True, metavar="A,B", help="convert only these splits  [all]"),
         click.Option(
             ["--names"],
             multiple=True,
             metavar="A,B",
-            help="only these classes, in this order; CrowdHuman: person, visible, head",
+            help="convert only these classes, in this order; CrowdHuman has person, visible, head",
         ),
         click.Option(
             ["--images"],
             type=click.Choice(["link", "copy", "symlink", "none"]),
             default="link",
-            help="hard links (copies where the disk refuses), copies, symbolic links, or labels only  [link]",
+            help="hard links (copies if the disk does not support links), copies, symbolic links, or labels only  [link]",
         ),
     ],
     callback=convert,
-    help="Write DATA as a new folder in YOLO, COCO or Pascal VOC form. The result is read back and compared before "
-    "it gets its name.",
+    help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
+    "with DATA before it creates FOLDER.",
 )
 download_command = Command(
     "download",
     params=[
         click.Argument(["name"], default=""),
-        click.Option(["--out"], default="datasets", metavar="FOLDER", help="where to  [datasets]"),
-        click.Option(["--parts"], multiple=True, metavar="A,B", help="only these parts"),
-        click.Option(["--keep-archives"], is_flag=True, help="do not delete archives that are unpacked"),
+        click.Option(
+            ["--out"], default="datasets", metavar="FOLDER", help="parent folder of the data set  [datasets]"
+        ),
+        click.Option(["--parts"], multiple=True, metavar="A,B", help="download only these parts"),
+        click.Option(["--keep-archives"], is_flag=True, help="keep the archives after unpacking"),
     ],
     callback=download,
-    help="Fetch the public data set NAME, whole and verified; without NAME, list them.",
+    help="Download and verify the public data set NAME. Without NAME, list the data sets.",
 )

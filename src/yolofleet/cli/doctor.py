@@ -128,6 +128,6 @@ command = SchemaCommand(
     "doctor",
     DoctorConfig,
     run,
-    help="Say what is wrong with this machine, a fleet or a log, why it matters and what to type. Exit code 4 when a "
-    "run could not start or go on.",
+    help="Check this machine, several hosts, or a log. Print each problem, its consequence and a command to fix it. The "
+    "exit code is 4 if a run could not start or continue.",
 )

@@ -20,7 +20,7 @@ command = SchemaCommand(
     "export",
     ExportConfig,
     run,
-    help="Write a network as a file for another runtime, and compare what that runtime computes with the network. "
-    "A file that differs by more than rounding is removed, and the exit code is 5.",
-    epilog="predict, val and bench take the file as --weights. Formats and their limits: docs/export.md.",
+    help="Write a network as a file for another runtime. If the runtime is installed, run the file and compare its output "
+    "with that of the network. If they differ by more than rounding, delete the file and end with exit code 5.",
+    epilog="predict, val and bench accept the file as --weights. docs/export.md describes the formats and their limits.",
 )

@@ -30,8 +30,8 @@ PIECE_BYTES = 1 << 20  # and then, piece by piece, before that
 LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 EVERY_LINE = -1
 HOSTS = [
-    click.Option(["--hosts"], metavar="TEXT", help="the machines, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
-    click.Option(["--fleet", "fleet_file"], metavar="FILE", help="the machines, from a YAML file"),
+    click.Option(["--hosts"], metavar="TEXT", help="hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
+    click.Option(["--fleet", "fleet_file"], metavar="FILE", help="hosts, from a YAML file"),
 ]
 Job = tuple["Remote", dict[str, Any]]
 
@@ -382,52 +382,56 @@ check_command = Command(
         click.Option(["--data"], default="", help="data set that every host must have"),
     ],
     callback=check,
-    help="Log in to every host and look whether they can work together: software, clocks, data, and every way "
-    "between them. `yolofleet doctor --hosts` takes longer and measures.",
+    help="Log in to every host and check that they can work together: software, clocks, data, and the network between "
+    "them. `yolofleet doctor --hosts` takes longer and also measures speeds.",
 )
 run_command = Command(
     "run",
     params=[*HOSTS, click.Argument(["command"], nargs=-1, required=True)],
     callback=run,
-    help="Run a command once on every host: `fleet run --hosts a:8,b:4 -- nvidia-smi`. `-- torchrun script.py` is one "
-    "job of all their processes. When it fails on one host, or this command ends, all are ended.",
+    help="Run a command once on every host: `fleet run --hosts a:8,b:4 -- nvidia-smi`. `-- torchrun script.py` starts one "
+    "torchrun job over all hosts. If the command fails on one host, or this launcher ends, it ends on all hosts.",
 )
 ps_command = Command(
     "ps",
-    params=[*HOSTS, click.Option(["--all", "every"], is_flag=True, help="jobs that have ended, too")],
+    params=[*HOSTS, click.Option(["--all", "every"], is_flag=True, help="also list jobs that have ended")],
     callback=ps,
-    help="What runs on the hosts, whoever of this user started it from where.",
+    help="List your jobs on the hosts, also those that you started from another machine.",
 )
 stop_command = Command(
     "stop",
     params=[
         *HOSTS,
         JOB,
-        click.Option(["--now"], is_flag=True, help="kill at once, without saving"),
+        click.Option(["--now"], is_flag=True, help="kill the processes at once, without saving"),
         click.Option(
             ["--grace", "grace_s"],
             type=click.IntRange(0, 3600),
             metavar="N",
-            help="seconds to wait until it has ended  [10 more than grace_s of the fleet file: 40]",
+            help="seconds to wait for the end of the job  [grace_s of the fleet file + 10, by default 40]",
         ),
     ],
     callback=stop,
-    help="End JOB on all hosts: it saves its state first. Without JOB: the one that runs. The name of its run, or "
-    "how its own begins, is enough.",
+    help="Stop JOB on all hosts; it saves a checkpoint first. Without JOB, stop the only running job. JOB is the name of the "
+    "job, its first letters, or the name of its run.",
 )
 logs_command = Command(
     "logs",
     params=[
         *HOSTS,
         JOB,
-        click.Option(["--rank"], type=int, default=None, metavar="N", help="of this rank only"),
+        click.Option(["--rank"], type=int, default=None, metavar="N", help="show only this rank"),
         click.Option(
-            ["--lines"], type=LineCount(0), default=20, metavar="N|all", help="last lines of each rank  [20]"
+            ["--lines"],
+            type=LineCount(0),
+            default=20,
+            metavar="N|all",
+            help="number of last lines of each rank to show  [20]",
         ),
         click.Option(
-            ["--follow"], is_flag=True, help="go on with what they write until the job ends, or Ctrl-C"
+            ["--follow"], is_flag=True, help="show new lines until the job ends or you press Ctrl-C"
         ),
     ],
     callback=logs,
-    help="The last lines that every rank of JOB wrote. Without JOB: the newest run.",
+    help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
 )

@@ -17,4 +17,4 @@ def run(given: dict[str, Any], config_file: str) -> int:
     return predict_command(config.value)
 
 
-command = SchemaCommand("predict", PredictConfig, run, help="Find objects in images and videos.")
+command = SchemaCommand("predict", PredictConfig, run, help="Detect objects in images and videos.")

@@ -64,7 +64,10 @@ def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
     """``--slurm nodes=2,...``, with all its names in the help."""
     names = ", ".join(model.model_fields)
     return click.Option(
-        [flag, "job"], multiple=True, metavar="KEY=VALUE,...", help=f"{what}: {names}; or a YAML file of them"
+        [flag, "job"],
+        multiple=True,
+        metavar="KEY=VALUE,...",
+        help=f"{what}; keys: {names}; or a YAML file with these keys",
     )
 
 
@@ -73,16 +76,16 @@ slurm_command = SchemaCommand(
     TrainConfig,
     run_slurm,
     spelled_as="train",
-    extra_options=[job_option("--slurm", slurm.SlurmSettings, "about the job")],
+    extra_options=[job_option("--slurm", slurm.SlurmSettings, "settings of the job")],
     help="Write the batch script of a training run for SLURM. `yolofleet train --slurm ...` submits it.",
-    epilog="All other options are those of `yolofleet train`.",
+    epilog="The other options are those of `yolofleet train`.",
 )
 kubernetes_command = SchemaCommand(
     "kubernetes",
     TrainConfig,
     run_kubernetes,
     spelled_as="train",
-    extra_options=[job_option("--kubernetes", kubernetes.KubernetesSettings, "about the job")],
-    help="Write a training run as a Job of Kubernetes, for `kubectl apply -f -`. Paths are those of the pods.",
-    epilog="All other options are those of `yolofleet train`.",
+    extra_options=[job_option("--kubernetes", kubernetes.KubernetesSettings, "settings of the job")],
+    help="Write a training run as a Kubernetes Job, for `kubectl apply -f -`. Paths are paths inside the pods.",
+    epilog="The other options are those of `yolofleet train`.",
 )

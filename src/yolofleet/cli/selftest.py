@@ -312,9 +312,9 @@ command = SchemaCommand(
     "selftest",
     SelftestConfig,
     run,
-    help="Prove that the fleet changes no result, on the devices of this machine: the same few steps are trained by "
-    "one process, by several, with uneven shares and by DataParallel. With exact sums the weights must be equal to "
-    "the bit, with fast sums up to rounding. Then each device is checked by itself: ten steps as on the CPU, an fp16 "
-    "overflow, resuming with each optimizer. At last one process of a run is killed: the others must end, and the run "
-    "must resume. Exit code 4 if one fails, with the likeliest cause.",
+    help="Test on the devices of this machine that the number of processes does not change the result. Train the same few "
+    "steps with one process, several processes, unequal shares and DataParallel. With exact reduction the weights must be "
+    "equal bit for bit, with fast reduction up to rounding. Then check each device: ten steps compared with the CPU, an fp16 "
+    "overflow, resuming with each optimizer. Finally kill one process of a run: the others must end, and the run must "
+    "resume. If a test fails, print the likely cause and end with exit code 4.",
 )

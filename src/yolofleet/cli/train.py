@@ -50,7 +50,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     """Every setting with its source, and what would be started."""
     lines = []
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
-    for group in [*(g for g in groups if g != "where"), "where"]:
+    for group in [*(g for g in groups if g != "execution"), "execution"]:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
     lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
@@ -119,11 +119,13 @@ command = SchemaCommand(
     run,
     extra_options=[
         click.Option(
-            ["--dry-run"], is_flag=True, help="show every setting, where it came from and what would run"
+            ["--dry-run"],
+            is_flag=True,
+            help="show every setting, its source, and what would run; start nothing",
         ),
         DOWNLOAD,
-        job_option("--slurm", SlurmSettings, "submit as a batch job"),
+        job_option("--slurm", SlurmSettings, "submit the run as a SLURM batch job"),
     ],
-    help="Train a detector. One of --model, --cfg and --weights says which.",
-    epilog="Hyperparameters are in --recipe and --set. Flags of YOLOv5's train.py are understood.",
+    help="Train a detector. Name the model with --model, --cfg or --weights.",
+    epilog="--recipe and --set change hyperparameters. The flags of YOLOv5's train.py work too.",
 )

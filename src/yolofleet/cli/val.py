@@ -25,5 +25,5 @@ command = SchemaCommand(
     ValConfig,
     run,
     extra_options=[DOWNLOAD],
-    help="Measure the accuracy of weights on a data set, by COCO's protocol.",
+    help="Measure the accuracy of weights on a data set with the COCO metrics.",
 )

@@ -210,58 +210,61 @@ def _write_json(value: Any, json_out: str) -> None:
     emit_json(value, json_out, indent=2)
 
 
-CAPTION = "here: in {folder}; on request: downloaded and checked; by hand: no digest is known, so a person must get it"
+CAPTION = "here: in {folder}; on request: yolofleet downloads and checks it; by hand: no digest is known, download it yourself"
 JSON = click.Option(
-    ["--json", "json_out"], default="", metavar="FILE", help="as JSON to a file, or - for here"
+    ["--json", "json_out"],
+    default="",
+    metavar="FILE",
+    help="write the result as JSON to FILE, or to standard output (-)",
 )
 CFG = click.Option(
     ["--cfg"],
     default="",
     metavar="MODEL",
-    help="model, or file that describes it, where the weights do not say",
+    help="name or description file of the model, if the weights file does not contain it",
 )
 
 inspect_command = Command(
     "inspect",
     params=[click.Argument(["file"]), CFG, JSON],
     callback=inspect,
-    help="Show what the file FILE holds: weights and training states of yolofleet, YOLOv5's .pt, Darknet's .weights, "
-    "Paddle's .pdparams, .onnx. Nothing in it is executed.",
+    help="Show the contents of FILE: weights and checkpoints of yolofleet, YOLOv5's .pt, Darknet's .weights, Paddle's "
+    ".pdparams, or .onnx. Nothing in it is executed.",
 )
 verify_command = Command(
     "verify",
     params=[click.Argument(["file"]), CFG, JSON],
     callback=verify,
-    help="Check the digest of FILE, its size and values, and whether it is the published file of its name; exit code "
-    "3 when something is wrong.",
+    help="Check the digest, the tensors and the values of FILE, and compare it with the published file of that name. The "
+    "exit code is 3 if a check fails.",
 )
 convert_command = Command(
     "convert",
     params=[click.Argument(["file"], metavar="IN"), click.Argument(["out"]), CFG],
     callback=convert,
-    help="Write the weights IN, of any form, as OUT: .safetensors (ours, with YOLOv5's tensor names), .weights "
-    "(Darknet's networks, with the .cfg beside it), .pdparams (PP-YOLOE).",
+    help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
+    "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE).",
 )
 list_command = Command(
     "list",
     params=[JSON],
     callback=show_known,
-    help="List the published weights that --weights knows by name.",
+    help="List the published weights that --weights accepts by name.",
 )
 download_command = Command(
     "download",
     params=[
         click.Argument(["name"]),
         click.Option(
-            ["--from", "source"], default="", metavar="FILE", help="take a file that was downloaded by hand"
+            ["--from", "source"], default="", metavar="FILE", help="copy a file that you downloaded by hand"
         ),
         click.Option(
             ["--sha256"],
             default="",
             metavar="HEX",
-            help="digest that the file must have, where none is published",
+            help="SHA-256 that the file must have, if none is published",
         ),
     ],
     callback=download,
-    help="Put the published weights NAME into the cache, checked, and print their path.",
+    help="Store the published weights NAME in the cache folder, check them, and print their path.",
 )

@@ -19,7 +19,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 from yolofleet.text import shown
 
-FIXED_GROUPS = ("what", "how much", "how")
+FIXED_GROUPS = ("input", "length and batch size", "method")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10

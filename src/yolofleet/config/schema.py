@@ -53,7 +53,9 @@ def may_be_in_files(field: FieldInfo) -> bool:
 MOST_THREADS = 1024  # more are a slip, and each costs memory
 Natural = Annotated[int, Field(ge=1)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
-PRECISION_HELP = "auto: fp16 on CUDA, fp32 elsewhere; tf32: fp32 with shorter products, on NVIDIA GPUs"
+PRECISION_HELP = (
+    "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
+)
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|[0-9]{1,3}(,[0-9]{1,3})*)$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -72,21 +74,32 @@ class Where(Frozen):
     """Settings that say where a verb runs; none of them may change a result."""
 
     device: str = setting(
-        "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
+        "auto",
+        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0 or 0,1",
+        group="execution",
+        pattern=DEVICE,
     )
     threads: int = setting(
-        0, "CPU threads per process; 0 = cores / local processes", ge=0, le=MOST_THREADS, group="where"
+        0,
+        "CPU threads of each process; 0 = cores of the machine / its processes",
+        ge=0,
+        le=MOST_THREADS,
+        group="execution",
     )
     workers: int = setting(
         -1,
-        "loader processes per rank; 0 = in the main process, -1 = by cores",
+        "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
         ge=-1,
         le=MOST_THREADS,
-        group="where",
+        group="execution",
     )
-    project: Path | None = setting(None, "parent folder of results (default runs/<verb>)", group="where")
-    name: str = setting("exp", "run name; numbered when taken", group="where")
-    exist_ok: bool = setting(False, "reuse the run folder of that name", group="where", in_files=False)
+    project: Path | None = setting(
+        None, "parent folder of the run folder (default runs/<command>)", group="execution"
+    )
+    name: str = setting("exp", "name of the run folder; a number is added if it exists", group="execution")
+    exist_ok: bool = setting(
+        False, "use an existing run folder of that name", group="execution", in_files=False
+    )
 
 
 class WhereAll(Where):
@@ -94,17 +107,20 @@ class WhereAll(Where):
 
     hosts: str = setting(
         "",
-        "several machines, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); rank 0 is on the first",
-        group="where",
+        "hosts to run on, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); the first host has rank 0",
+        group="execution",
         in_files=False,
     )
     fleet: str = setting(
-        "", "the same as a YAML file, with folders, cards and variables", group="where", in_files=False
+        "",
+        "hosts to run on, from a YAML file with folders, network interfaces and variables",
+        group="execution",
+        in_files=False,
     )
     sync_code: bool = setting(
         False,
-        "hosts compute with the yolofleet of this machine, whatever they have installed",
-        group="where",
+        "copy this machine's yolofleet to the hosts for this run",
+        group="execution",
         in_files=False,
     )
 
@@ -117,121 +133,170 @@ class TrainConfig(WhereAll):
 
     # what
     data: str = setting(
-        "", "data set: YAML file, folder, COCO json, or a built-in name (shapes)", group="what"
+        "", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)", group="input"
     )
     model: str = setting(
         "",
-        "model name: yolov5n, yolov3-tiny, darknet-yolov3-spp, ppyoloe-s, ... (docs/models.md)",
-        group="what",
+        "model to train from scratch: yolov5n, yolov3-tiny, darknet-yolov3-spp, ppyoloe-s, ... (docs/models.md)",
+        group="input",
     )
-    cfg: str = setting("", "model description, YAML or Darknet .cfg; instead of --model", group="what")
+    cfg: str = setting(
+        "", "model description to use instead of --model: YAML file or Darknet .cfg", group="input"
+    )
     weights: str = setting(
         "",
-        "start weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
-        group="what",
+        "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed",
+        group="input",
     )
-    recipe: str = setting("", "recipe name or file (hyperparameters); default: the family's", group="what")
-    set: tuple[str, ...] = setting((), "override one recipe value, as key=value; repeatable", group="what")
+    recipe: str = setting(
+        "", "hyperparameters: recipe name or file; default: the recipe of the model family", group="input"
+    )
+    set: tuple[str, ...] = setting(
+        (), "change one value of the recipe: key=value; may be repeated", group="input"
+    )
     img: int = setting(
-        640, "square training and validation size, pixels; rounded up to the stride", ge=32, group="what"
+        640,
+        "side of the square images for training and validation, pixels; rounded up to the stride",
+        ge=32,
+        group="input",
     )
-    single_cls: bool = setting(False, "treat all classes as one", group="what")
+    single_cls: bool = setting(False, "treat all classes as one", group="input")
 
     # how much
-    epochs: Natural = setting(100, "passes over the data", group="how much")
+    epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
     max_steps: int = setting(
-        0, "end after this many optimizer updates; 0 = by epochs", ge=0, group="how much"
+        0,
+        "end the run after N steps (optimizer updates); 0 = after --epochs",
+        ge=0,
+        group="length and batch size",
     )
-    batch: Natural = setting(16, "total batch over all devices, images (YOLOv5's --batch)", group="how much")
-    nominal_batch: Natural = setting(64, "images accumulated for one optimizer update", group="how much")
+    batch: Natural = setting(
+        16, "images per batch, in total over all devices, as in YOLOv5", group="length and batch size"
+    )
+    nominal_batch: Natural = setting(
+        64,
+        "images per optimizer update; several batches are accumulated to reach it",
+        group="length and batch size",
+    )
     micro_batch: int = setting(
         0,
-        "images that pass the network together; 0 = a divisor of --batch near an eighth of a step",
+        "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step",
         ge=0,
-        group="how much",
+        group="length and batch size",
     )
     patience: int = setting(
-        100, "stop after this many epochs without a better fitness; 0 = never", ge=0, group="how much"
+        100,
+        "stop after N epochs without a better fitness (0.1 mAP50 + 0.9 mAP50-95); 0 = never",
+        ge=0,
+        group="length and batch size",
     )
 
     # recipe switches
-    optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer", group="how")
-    lr_schedule: Literal["linear", "cosine"] = setting("linear", "learning-rate decay", group="how")
+    optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer of the weights", group="method")
+    lr_schedule: Literal["linear", "cosine"] = setting(
+        "linear", "how the learning rate decays", group="method"
+    )
     multi_scale: bool = setting(
-        False, "vary the image size by +-50 % from step to step; else as the recipe says", group="how"
+        False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
     )
     lr_scale: Literal["none", "linear", "sqrt"] = setting(
-        "none", "learning rate by the images of a step over those the recipe was made for", group="how"
+        "none",
+        "multiply the learning rate by the ratio of images per step to those of the recipe, or by its square root",
+        group="method",
     )
     freeze: str = setting(
-        "", "layers to freeze: a number (first N), a list 0,1,2, 'backbone', or name prefixes", group="how"
+        "",
+        "layers to freeze: a number N (the first N), a list 0,1,2, backbone, or prefixes of parameter names",
+        group="method",
     )
-    seed: int = setting(0, "seed of data order, augmentation and initialisation", ge=0, group="how")
+    seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
     autoanchor: bool = setting(
-        True, "fit the anchors to the labels where they match less than 98 % of them", group="how"
+        True, "compute new anchors if the anchors match less than 98 % of the labels", group="method"
     )
-    sync_bn: bool = setting(False, "batch-norm statistics over --batch images, across devices", group="how")
+    sync_bn: bool = setting(
+        False, "compute batch-norm statistics over --batch images, across devices", group="method"
+    )
 
     # where
     parallel: Literal["ddp", "dp"] = setting(
-        "ddp", "ddp: a process per device; dp: one process with threads", group="where"
+        "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
     )
     reduce: Literal["fast", "exact"] = setting(
-        "fast", "gradient sum: fast (rounding) or exact (equal bits on every fleet)", group="where"
+        "fast",
+        "sum of gradients; fast: in float32, equal up to rounding; exact: equal bits on every fleet",
+        group="execution",
     )
     shares: str = setting(
-        "", "micro-batches per rank, as 2,1,1; auto = by measured speed; default equal", group="where"
+        "",
+        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
+        group="execution",
     )
-    precision: Precision = setting("auto", PRECISION_HELP, group="where")
-    channels_last: bool = setting(True, "memory layout of images and weights", group="where")
-    deterministic: bool = setting(False, "deterministic kernels only (slower on GPUs)", group="where")
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    channels_last: bool = setting(
+        True, "use the channels-last memory layout for images and weights", group="execution"
+    )
+    deterministic: bool = setting(False, "use deterministic kernels only (slower on GPUs)", group="execution")
     cudnn_benchmark: Literal["auto", "on", "off"] = setting(
-        "auto", "let cuDNN time its kernels; auto: on unless sizes vary or deterministic", group="where"
+        "auto",
+        "let cuDNN choose kernels by timing them; auto: on, unless image sizes vary or kernels are deterministic",
+        group="execution",
     )
     cache: Literal["auto", "none", "ram", "disk"] = setting(
-        "auto", "keep decoded images: ram is one copy per machine", group="where"
+        "auto",
+        "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder",
+        group="execution",
     )
-    prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
-    pin_memory: bool = setting(True, "page-locked host memory for copies to GPUs", group="where")
-    check_steps: int = setting(50, "compare all ranks' weights every N steps; 0 = never", ge=0, group="where")
-    timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+    prefetch: Natural = setting(
+        4, "micro-batches that each loader process prepares in advance", group="execution"
+    )
+    pin_memory: bool = setting(True, "use page-locked host memory for copies to GPUs", group="execution")
+    check_steps: int = setting(
+        50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
+    )
+    timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
     stall_s: float = setting(
         30.0,
-        "report a rank that makes no progress for so long, or 10 x as long as usual, and end; 0 = never",
+        "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs and ends; 0 = never",
         ge=0,
-        group="where",
+        group="execution",
     )
 
     # keeping
     resume: str = setting(
         "",
-        "continue a run: auto (newest), a run folder, or a checkpoint file",
-        group="keeping",
+        "resume a run: auto (the newest), a run folder, or a checkpoint file",
+        group="saved files",
         in_files=False,
     )
     linked_folders: bool = setting(
         False,
-        "continue a run whose folder holds symbolic links to other folders, and write there",
-        group="keeping",
+        "with --resume: follow symbolic links in the run folder and write through them",
+        group="saved files",
         in_files=False,
     )
     save_period: int = setting(
-        1, "full checkpoint every N epochs; 0 = only at the end", ge=0, group="keeping"
+        1, "save a checkpoint every N epochs; 0 = only at the end", ge=0, group="saved files"
     )
-    save_steps: int = setting(0, "also every N steps; 0 = off", ge=0, group="keeping")
-    save_minutes: float = setting(10.0, "also every N minutes; 0 = off", ge=0, group="keeping")
-    keep_last: Natural = setting(2, "checkpoints kept", group="keeping")
+    save_steps: int = setting(0, "save a checkpoint also every N steps; 0 = off", ge=0, group="saved files")
+    save_minutes: float = setting(
+        10.0, "save a checkpoint also every N minutes; 0 = off", ge=0, group="saved files"
+    )
+    keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
 
     # looking
-    val_period: int = setting(1, "validate every N epochs; 0 = only after the last", ge=0, group="looking")
+    val_period: int = setting(
+        1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
+    )
     val_batch: Natural = setting(
-        32, "images per validation batch (fixed list, the same on every fleet)", group="looking"
+        32,
+        "images per validation batch; the batches are the same on every fleet",
+        group="reports and display",
     )
-    plots: bool = setting(True, "curves and pictures", group="looking")
+    plots: bool = setting(True, "write curves and example images", group="reports and display")
     tensorboard: bool = setting(
-        False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="looking"
+        False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"
     )
-    verbose: bool = setting(False, "table per class", group="looking")
+    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
 
 
 class ValConfig(WhereAll):
@@ -247,40 +312,40 @@ class ValConfig(WhereAll):
 
     weights: str = setting(
         "",
-        "weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
-        group="what",
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+        group="input",
     )
-    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
-    data: str = setting("", "data set: YAML file, folder, COCO json, or a built-in name", group="what")
-    split: Literal["train", "val", "test"] = setting("val", "which split", group="what")
-    img: int = setting(640, "longest image side, pixels", ge=32, group="what")
-    single_cls: bool = setting(False, "treat all classes as one", group="what")
+    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
+    data: str = setting("", "data set: YAML file, folder, COCO JSON, or a built-in name", group="input")
+    split: Literal["train", "val", "test"] = setting("val", "split of the data set", group="input")
+    img: int = setting(640, "longest image side, pixels", ge=32, group="input")
+    single_cls: bool = setting(False, "treat all classes as one", group="input")
     fit: Literal["auto", "rect", "square"] = setting(
         "auto",
-        "pad an image to whole strides (rect) or to a square; auto: as its family's own evaluation does",
-        group="how",
+        "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
+        group="method",
     )
-    conf: Unit = setting(0.001, "lowest score kept", group="how")
-    iou: Unit = setting(0.6, "NMS overlap", group="how")
-    max_det: Natural = setting(300, "most boxes per image", group="how")
-    batch: Natural = setting(32, "images per batch (fixed list, the same on every fleet)", group="how")
-    precision: Precision = setting("auto", PRECISION_HELP, group="where")
-    timeout_s: Natural = setting(600, "seconds that a collective may wait", group="where")
+    conf: Unit = setting(0.001, "discard boxes with a lower score", group="method")
+    iou: Unit = setting(0.6, "IoU threshold of non-maximum suppression (NMS)", group="method")
+    max_det: Natural = setting(300, "maximum number of boxes per image", group="method")
+    batch: Natural = setting(32, "images per batch; the batches are the same on every fleet", group="method")
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
     stall_s: float = setting(
         30.0,
-        "report a rank that makes no progress for so long, or 10 x as long as usual, and end; 0 = never",
+        "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs and ends; 0 = never",
         ge=0,
-        group="where",
+        group="execution",
     )
-    verbose: bool = setting(False, "table per class", group="looking")
-    plots: bool = setting(True, "curves and pictures", group="looking")
-    save_json: bool = setting(False, "write detections in COCO's results format", group="keeping")
-    save_txt: bool = setting(False, "write detections as YOLO txt", group="keeping")
-    save_conf: bool = setting(False, "scores in the txt files", group="keeping")
+    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+    plots: bool = setting(True, "write curves and example images", group="reports and display")
+    save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
+    save_txt: bool = setting(False, "write detections as YOLO txt files", group="saved files")
+    save_conf: bool = setting(False, "add scores to the txt files", group="saved files")
     json_out: str = setting(
         "",
-        "write the figures as JSON to a file, or - for standard output",
-        group="keeping",
+        "write the results as JSON to FILE, or to standard output (-)",
+        group="saved files",
         flag="--json",
         in_files=False,
     )
@@ -291,57 +356,69 @@ class PredictConfig(Where):
 
     weights: str = setting(
         "",
-        "weights: .safetensors, or foreign .pt, .weights, .pdparams, read without executing them",
-        group="what",
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+        group="input",
     )
-    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
-    source: str = setting("", "image, folder, glob, list file (.txt) or video", group="what")
-    img: int = setting(640, "longest image side, pixels", ge=32, group="what")
+    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
+    source: str = setting(
+        "", "image, folder, glob pattern, list of images (.txt), video, or camera number", group="input"
+    )
+    img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     fit: Literal["auto", "rect", "square"] = setting(
         "auto",
-        "pad an image to whole strides (rect) or to a square; auto: as its family's own evaluation does",
-        group="how",
+        "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
+        group="method",
     )
-    conf: Unit = setting(0.25, "lowest score kept", group="how")
-    iou: Unit = setting(0.45, "NMS overlap", group="how")
-    max_det: Natural = setting(1000, "most boxes per image", group="how")
-    classes: tuple[str, ...] = setting((), "keep only these classes, by number or name", group="how")
-    agnostic_nms: bool = setting(False, "NMS over all classes together", group="how")
-    vid_stride: Natural = setting(1, "every Nth video frame", group="how")
-    batch: Natural = setting(1, "images per forward pass", group="how")
-    precision: Precision = setting("auto", PRECISION_HELP, group="where")
-    save: Literal["images", "none"] = setting("images", "write annotated pictures", group="keeping")
-    save_txt: bool = setting(False, "write YOLO txt files", group="keeping")
-    save_conf: bool = setting(False, "scores in the txt files", group="keeping")
+    conf: Unit = setting(0.25, "discard boxes with a lower score", group="method")
+    iou: Unit = setting(0.45, "IoU threshold of non-maximum suppression (NMS)", group="method")
+    max_det: Natural = setting(1000, "maximum number of boxes per image", group="method")
+    classes: tuple[str, ...] = setting(
+        (), "keep only these classes, by number or name; may be repeated", group="method"
+    )
+    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")
+    batch: Natural = setting(1, "images per forward pass", group="method")
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    save: Literal["images", "none"] = setting(
+        "images", "write the images with boxes drawn on them", group="saved files"
+    )
+    save_txt: bool = setting(False, "write YOLO txt files", group="saved files")
+    save_conf: bool = setting(False, "add scores to the txt files", group="saved files")
     txt_format: Literal["yolo", "voc"] = setting(
-        "yolo", "yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels", group="keeping"
+        "yolo",
+        "format of --save-txt; yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels",
+        group="saved files",
     )
-    save_json: bool = setting(False, "write all detections as one JSON", group="keeping")
-    save_csv: bool = setting(False, "write all detections as one CSV", group="keeping")
-    save_crop: bool = setting(False, "write cut-outs", group="keeping")
-    show: bool = setting(False, "open a window", group="looking")
-    line_width: int = setting(0, "pen width, pixels; 0 = by image size", ge=0, group="looking")
-    hide_labels: bool = setting(False, "boxes without class names", group="looking")
-    hide_conf: bool = setting(False, "boxes without scores", group="looking")
+    save_json: bool = setting(False, "write all detections to one JSON file", group="saved files")
+    save_csv: bool = setting(False, "write all detections to one CSV file", group="saved files")
+    save_crop: bool = setting(False, "write each detected object as an image", group="saved files")
+    show: bool = setting(False, "show the images in a window", group="reports and display")
+    line_width: int = setting(
+        0, "line width of the boxes, pixels; 0 = by image size", ge=0, group="reports and display"
+    )
+    hide_labels: bool = setting(False, "draw boxes without class names", group="reports and display")
+    hide_conf: bool = setting(False, "draw boxes without scores", group="reports and display")
 
 
 class SelftestConfig(Frozen):
     """`yolofleet selftest`."""
 
-    model: str = setting("yolov5n", "model name (yolov5n ... yolov5x)", group="what")
-    img: int = setting(128, "image size, pixels", ge=32, group="what")
-    steps: int = setting(3, "optimizer updates of each run", ge=2, le=10, group="how much")
+    model: str = setting("yolov5n", "model name (yolov5n ... yolov5x)", group="input")
+    img: int = setting(128, "image size, pixels", ge=32, group="input")
+    steps: int = setting(
+        3, "steps (optimizer updates) of each run", ge=2, le=10, group="length and batch size"
+    )
     device: str = setting(
         "auto",
-        "auto | cpu:N (N processes) | CUDA ids as 0,1; auto: all CUDA devices, else cpu:2",
-        group="where",
+        "auto, cpu:N (N processes), or CUDA device numbers such as 0,1; auto: all CUDA devices, else cpu:2",
+        group="execution",
         pattern=DEVICE,
     )
-    precision: Precision = setting("auto", PRECISION_HELP, group="where")
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     json_out: str = setting(
         "",
-        "write all figures as JSON to a file, or - for standard output",
-        group="keeping",
+        "write all results as JSON to FILE, or to standard output (-)",
+        group="saved files",
         flag="--json",
         in_files=False,
     )
@@ -361,49 +438,58 @@ class Recipe(Frozen):
     lrf: float = setting(0.01, "final learning rate as a fraction of lr0", ge=0, le=1)
     momentum: float = setting(0.937, "SGD momentum, Adam beta1", ge=0, lt=1)
     nesterov: bool = setting(True, "SGD with Nesterov's momentum")
-    weight_decay: float = setting(0.0005, "on convolution weights, for the nominal batch", ge=0)
-    decay_biases: bool = setting(False, "weight decay on the convolutions' biases, too")
+    weight_decay: float = setting(0.0005, "weight decay of convolution weights, for the nominal batch", ge=0)
+    decay_biases: bool = setting(False, "apply weight decay to the biases of convolutions too")
     rates: Literal["epoch", "step"] = setting(
         "epoch",
-        "epoch: YOLOv5's schedule, a value per epoch, linear or cosine; step: PP-YOLOE's, a linear rise from 0, "
-        "then a cosine, both step by step",
+        "epoch: YOLOv5's schedule, one value per epoch, linear or cosine; step: PP-YOLOE's schedule, one value per "
+        "step, a linear rise from 0 and then a cosine",
     )
-    horizon: float = setting(1.0, "rates by step: where the cosine ends, in multiples of the run", ge=1)
+    horizon: float = setting(
+        1.0, "with rates=step: end of the cosine, in multiples of the length of the run", ge=1
+    )
     reference_epochs: int = setting(
-        0, "rates by step: epochs that warmup_epochs was chosen for; it scales with --epochs", ge=0
+        0,
+        "with rates=step: number of epochs that warmup_epochs was chosen for; warm-up scales with --epochs",
+        ge=0,
     )
-    warmup_epochs: float = setting(3.0, "warm-up length, epochs (by epoch: at least 100 batches)", ge=0)
+    warmup_epochs: float = setting(
+        3.0, "length of the warm-up, epochs; with rates=epoch at least 100 batches", ge=0
+    )
     warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
     warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
-    clip_norm: float = setting(10.0, "total gradient norm; 0 = off", ge=0)
-    ema_decay: float = setting(0.9999, "decay of the weights' moving average; 0 = no average", ge=0, lt=1)
+    clip_norm: float = setting(10.0, "limit of the total gradient norm; 0 = off", ge=0)
+    ema_decay: float = setting(
+        0.9999, "decay of the moving average of the weights; 0 = no average", ge=0, lt=1
+    )
     ema_rule: Literal["ramp", "threshold", "constant"] = setting(
-        "ramp", "how the decay rises with steps n: ramp: 1 - exp(-n / ema_tau); threshold: (1 + n) / (10 + n)"
+        "ramp",
+        "factor of the decay after n steps; ramp: 1 - exp(-n / ema_tau); threshold: (1 + n) / (10 + n)",
     )
     ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
-    reference_batch: int = setting(64, "nominal batch that lr0 was chosen for", ge=1)
+    reference_batch: int = setting(64, "nominal batch for which lr0 was chosen", ge=1)
     # loss
     box: float = setting(0.05, "box gain", ge=0)
     cls: float = setting(0.5, "class gain", ge=0)
     cls_pw: float = setting(1.0, "class positive weight", gt=0)
     obj: float = setting(1.0, "objectness gain", ge=0)
     obj_pw: float = setting(1.0, "objectness positive weight", gt=0)
-    anchor_t: float = setting(4.0, "largest side ratio of a label and its anchor", gt=1)
+    anchor_t: float = setting(4.0, "largest ratio between the sides of a label and of its anchor", gt=1)
     fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
-    label_smoothing: Unit = setting(0.0, "class targets")
-    autobalance: bool = setting(False, "objectness balance by its own history: refused in training")
+    label_smoothing: Unit = setting(0.0, "smoothing of the class targets")
+    autobalance: bool = setting(False, "adapt the balance of objectness during training; not supported")
     # PP-YOLOE's loss
     cls_gain: float = setting(1.0, "PP-YOLOE: class gain", ge=0)
     iou_gain: float = setting(2.5, "PP-YOLOE: box overlap gain", ge=0)
-    dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the sides' distributions", ge=0)
+    dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the distribution focal loss", ge=0)
     assigner_switch: Unit = setting(
-        1 / 3, "PP-YOLOE: fraction of the run with static labels (ATSS), before the task-aligned ones"
+        1 / 3, "PP-YOLOE: fraction of the run with the ATSS assigner; the rest uses the task-aligned assigner"
     )
     # augmentation
     size_low: float = setting(
-        1.0, "smallest training size, drawn for each step, as a fraction of --img", gt=0, le=1
+        1.0, "smallest image size in training, as a fraction of --img; drawn for each step", gt=0, le=1
     )
-    size_high: float = setting(1.0, "largest training size, as a fraction of --img", ge=1, le=4)
+    size_high: float = setting(1.0, "largest image size in training, as a fraction of --img", ge=1, le=4)
     hsv_h: Unit = setting(0.015, "hue gain, fraction")
     hsv_s: Unit = setting(0.7, "saturation gain, fraction")
     hsv_v: Unit = setting(0.4, "value gain, fraction")
@@ -415,46 +501,51 @@ class Recipe(Frozen):
     flipud: Unit = setting(0.0, "probability of a vertical flip")
     fliplr: Unit = setting(0.5, "probability of a horizontal flip")
     mosaic: Unit = setting(1.0, "probability of a mosaic")
-    mosaic9: Unit = setting(0.0, "of the mosaics, the share of nine images")
+    mosaic9: Unit = setting(0.0, "fraction of the mosaics that have nine images instead of four")
     mixup: Unit = setting(0.0, "probability of mixing two mosaics")
-    close_mosaic: int = setting(0, "epochs at the end without mosaic and mixup", ge=0)
+    close_mosaic: int = setting(0, "number of last epochs without mosaic and mixup", ge=0)
 
 
 class ExportConfig(Frozen):
     """`yolofleet export`."""
 
-    weights: str = setting("", "weights: .safetensors, or foreign .pt, .weights, .pdparams", group="what")
-    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
+    weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
+    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     format: str = setting(
-        "onnx", "onnx | torchscript | openvino | ncnn | tflite | coreml | tensorrt", group="what"
+        "onnx", "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt", group="input"
     )
     img: str = setting(
         "",
-        "image size, pixels: one side, or height,width; rounded up to the stride; default: the size in training",
-        group="what",
+        "image size, pixels: one side, or height,width; rounded up to the stride; default: the training size",
+        group="input",
         pattern=r"^([1-9][0-9]{1,4}(,[1-9][0-9]{1,4})?)?$",
     )
-    batch: int = setting(1, "images at once", ge=1, le=4096, group="what")
+    batch: int = setting(1, "images per forward pass", ge=1, le=4096, group="input")
     dynamic: Literal["none", "batch", "size", "both"] = setting(
-        "none", "what the user of the file may choose: batch, image size or both", group="what"
+        "none", "dimensions that stay variable in the file: none, batch, image size, or both", group="input"
     )
-    half: bool = setting(False, "16 bits inside; inputs and outputs stay 32", group="how")
-    simplify: bool = setting(False, "shorten the ONNX graph (needs onnxslim)", group="how")
-    nms: bool = setting(False, "suppress overlapping boxes inside the file", group="how")
-    conf: Unit = setting(0.25, "with --nms: lowest score kept", group="how")
-    iou: Unit = setting(0.45, "with --nms: overlap", group="how")
-    max_det: int = setting(300, "with --nms: most boxes per image", ge=1, le=100_000, group="how")
-    agnostic_nms: bool = setting(False, "with --nms: over all classes together", group="how")
+    half: bool = setting(False, "compute in 16 bits; inputs and outputs stay 32-bit", group="method")
+    simplify: bool = setting(False, "simplify the ONNX graph (needs onnxslim)", group="method")
+    nms: bool = setting(False, "include non-maximum suppression (NMS) in the file", group="method")
+    conf: Unit = setting(0.25, "with --nms: discard boxes with a lower score", group="method")
+    iou: Unit = setting(0.45, "with --nms: IoU threshold", group="method")
+    max_det: int = setting(
+        300, "with --nms: maximum number of boxes per image", ge=1, le=100_000, group="method"
+    )
+    agnostic_nms: bool = setting(False, "with --nms: run NMS over all classes together", group="method")
     data: str = setting(
-        "", "data set whose pictures verify the file; default: generated ones", group="looking"
+        "", "data set whose images verify the file; default: generated images", group="reports and display"
     )
     out: Path | None = setting(
-        None, "file or folder to write; default: beside the weights", group="keeping", in_files=False
+        None,
+        "file or folder to write; default: in the folder of the weights",
+        group="saved files",
+        in_files=False,
     )
     json_out: str = setting(
         "",
-        "write what was found as JSON to a file, or - for standard output",
-        group="keeping",
+        "write the result of the check as JSON to FILE, or to standard output (-)",
+        group="saved files",
         flag="--json",
         in_files=False,
     )
@@ -463,18 +554,22 @@ class ExportConfig(Frozen):
 class BenchConfig(Frozen):
     """`yolofleet bench`."""
 
-    weights: str = setting("", "weights, or an exported file", group="what")
-    cfg: str = setting("", "network of weights that do not describe theirs (.weights)", group="what")
-    img: int = setting(640, "image side, pixels; a file of fixed size has its own", ge=32, group="what")
-    batch: Natural = setting(1, "images per forward pass", group="what")
-    passes: Natural = setting(30, "passes that are measured, after a few that are not", group="how much")
-    device: str = setting("auto", "auto | cpu | mps | one CUDA id", group="where", pattern=DEVICE)
-    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="where")
-    precision: Precision = setting("auto", PRECISION_HELP, group="where")
+    weights: str = setting("", "weights file or exported file", group="input")
+    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
+    img: int = setting(640, "image size, pixels; not needed for a file of fixed size", ge=32, group="input")
+    batch: Natural = setting(1, "images per forward pass", group="input")
+    passes: Natural = setting(
+        30, "measured forward passes, after a few for warm-up", group="length and batch size"
+    )
+    device: str = setting(
+        "auto", "auto, cpu, mps, or one CUDA device number", group="execution", pattern=DEVICE
+    )
+    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="execution")
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     json_out: str = setting(
         "",
-        "write the figures as JSON to a file, or - for standard output",
-        group="keeping",
+        "write the results as JSON to FILE, or to standard output (-)",
+        group="saved files",
         flag="--json",
         in_files=False,
     )
@@ -485,40 +580,53 @@ class DoctorConfig(Frozen):
 
     hosts: str = setting(
         "",
-        "these machines, and every way between them: a:8,b:4,c:0+2,d:cpu:2",
-        group="what",
+        "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2",
+        group="input",
         in_files=False,
     )
-    fleet: str = setting("", "as --hosts, from a fleet file (YAML)", group="what", in_files=False)
+    fleet: str = setting("", "hosts to check, from a fleet file (YAML)", group="input", in_files=False)
     log: str = setting(
         "",
-        "say what a log of NCCL, gloo or torchrun means: a file, the folder of a run, - = standard input",
-        group="what",
+        "explain the errors in a log of NCCL, gloo or torchrun: a file, a run folder, or - for standard input",
+        group="input",
     )
-    data: str = setting("", "data set of the run: is it the same on every machine?", group="what")
-    img: int = setting(640, "image size of the run, pixels", ge=32, group="how much")
-    batch: Natural = setting(16, "total batch of the run, images", group="how much")
+    data: str = setting(
+        "", "data set of the run; the doctor checks that it is the same on all hosts", group="input"
+    )
+    img: int = setting(640, "image size of the run, pixels", ge=32, group="length and batch size")
+    batch: Natural = setting(16, "total batch of the run, images", group="length and batch size")
     micro_batch: int = setting(
-        0, "images that pass the network together; 0 = a divisor of --batch near an eighth of a step", ge=0, group="how much"
+        0, "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0, group="length and batch size"
     )  # fmt: skip
     device: str = setting(
-        "auto", "auto | cpu | cpu:N (N processes) | mps | CUDA ids as 0 or 0,1", group="where", pattern=DEVICE
+        "auto",
+        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0 or 0,1",
+        group="execution",
+        pattern=DEVICE,
     )
     workers: int = setting(
         -1,
-        "loader processes per rank; 0 = in the main process, -1 = by cores",
+        "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
         ge=-1,
         le=MOST_THREADS,
-        group="where",
+        group="execution",
     )
-    prefetch: Natural = setting(4, "micro-batches prepared ahead by each loader process", group="where")
-    port: int = setting(29500, "port of the rendezvous", ge=1, le=65535, group="where")
-    quick: bool = setting(False, "load no torch and measure nothing: a second or two", group="how much")
-    project: Path | None = setting(None, "parent folder of results (default runs/train)", group="where")
+    prefetch: Natural = setting(
+        4, "micro-batches that each loader process prepares in advance", group="execution"
+    )
+    port: int = setting(29500, "port of the rendezvous to check", ge=1, le=65535, group="execution")
+    quick: bool = setting(
+        False,
+        "only quick checks (1 to 2 seconds): no import of torch, no measurements",
+        group="length and batch size",
+    )
+    project: Path | None = setting(
+        None, "parent folder of the run folder (default runs/train)", group="execution"
+    )
     json_out: str = setting(
         "",
-        "write the findings as JSON to a file, or - for standard output",
-        group="keeping",
+        "write the findings as JSON to FILE, or to standard output (-)",
+        group="saved files",
         flag="--json",
         in_files=False,
     )
