@@ -320,14 +320,14 @@ def test_verbs_are_named_and_what_is_not_there_yet_is_not_there() -> None:
 def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
     tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```")[1]
     folder, named = Path(yolofleet.__file__).parent, set()
-    parent = folder
+    parents = {2: folder}  # indent of a line -> the folder that it lies in
     for line in tree.strip().splitlines()[1:]:
         indent, name = len(line) - len(line.lstrip()), line.split()[0]
-        path = (folder if indent == 2 else parent) / name
+        path = parents[indent] / name
         assert path.exists(), f"{path.relative_to(folder)} is gone"
         named.add(path.relative_to(folder).parts[0])
         if path.is_dir():
-            parent = path
+            parents[indent + 2] = path
     own = {p.name for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     assert not own - named - {"__init__.py", "__main__.py"}
 
@@ -340,7 +340,7 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
             assert (page.parent / link).exists(), link
     for name in re.findall(r"`((?:tests|benchmarks|src|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
-    for name in re.findall(
-        r"`(?:train|data|parallel|evaluate|report|launch|checkpoint|losses)/\w+\.py`", text
-    ):
-        assert (ROOT / "src" / "yolofleet" / name.strip("`")).exists(), name
+    package = ROOT / "src" / "yolofleet"
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        if (package / name.split("/")[0]).is_dir():
+            assert (package / name).exists(), name
