@@ -42,7 +42,7 @@ OBJECTS = f"pickle {mib(pickle_machine.MAX_PICKLE_BYTES)}, its objects {mib(pick
 TRIAL = f"memory {gib(trial.MEMORY_BYTES)} and more with their size, CPU time {trial.CPU_S} s and more"
 LIMITS = {
     "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
-    "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} beside the arrays",
+    "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
     "settings, recipes, data sets (YAML)": mib(yaml_lines.MAX_BYTES),
     "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
