@@ -183,7 +183,7 @@ def test_validation_is_shared_by_all_machines(
 PORT_TAKEN_IN_THE_MEANTIME = """
 import sys
 from yolofleet.cli import main
-from yolofleet.fleet.launch import preflight, ssh
+from yolofleet.fleet.launch import on_hosts, preflight
 
 free_port, inspect = preflight.free_port, preflight.inspect
 preflight.free_port = lambda fleet, remotes: 29500  # somebody listens there, and it is not noticed
@@ -192,7 +192,7 @@ def inspect_blindly(*arguments):
     findings, plan = inspect(*arguments)
     return [finding for finding in findings if finding.code != "port-busy"], plan
 
-ssh.inspect = inspect_blindly
+on_hosts.inspect = inspect_blindly
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,7 +15,7 @@ from yolofleet.errors import CheckpointError
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.trial import _try_in_child
 from yolofleet.fleet.description import Host
-from yolofleet.fleet.doctor.probes import APART_S, apart
+from yolofleet.fleet.doctor.probes import CHILD_S, in_child
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.system.children import module_argv
 
@@ -72,8 +72,8 @@ def test_the_schedulers_agent_starts_training_without_the_working_folder(tmp_pat
 def test_probes_of_the_doctor_execute_nothing_of_the_working_folder(
     mark: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(APART_S, "libraries", DEADLINE_S)
-    libraries = apart("libraries", {})
+    monkeypatch.setitem(CHILD_S, "libraries", DEADLINE_S)
+    libraries = in_child("libraries", {})
     assert "problem" not in libraries and not mark.exists()
 
 

@@ -54,7 +54,7 @@ def test_every_probe_has_a_shape_of_its_answer() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 def test_what_this_machine_answers_is_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(probes.APART_S, "libraries", 0.01)  # torch is asked below
+    monkeypatch.setitem(probes.CHILD_S, "libraries", 0.01)  # torch is asked below
     token = "ab" * 16
     to = {"host": "m", "address": "127.0.0.2", "token": token}
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -65,7 +65,7 @@ def test_what_this_machine_answers_is_of_the_shape(monkeypatch: pytest.MonkeyPat
         ("firewall", {}),
         ("listen", {"addresses": ["127.0.0.2"], "ports": [0], "token": token, "seconds": 20}),
         ("free_port", {"address": "127.0.0.2"}),
-        ("data", {"data": "none/of it.yaml"}),
+        ("data", {"data": "none/of it.yaml", "module": CPU.data_digest}),
     ]
     for probe, arguments in asked:
         answer = json.loads(json.dumps(run_probe(probe, arguments)))

@@ -538,20 +538,20 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
     python.write_text("#!/bin/sh\necho 'ImportError: libcudart.so' >&2\nkill -11 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert probes.apart("libraries", {}) == {
+    assert probes.in_child("libraries", {}) == {
         "problem": "ImportError: libcudart.so (signal 11)",
         "late": False,
     }
     python.write_text("#!/bin/sh\necho '{\"problems\": {}}'; echo 3; echo 'unloaded'\n")
-    assert probes.apart("libraries", {}) == {"problems": {}}
+    assert probes.in_child("libraries", {}) == {"problems": {}}
     python.write_text("#!/bin/sh\n")
-    assert probes.apart("libraries", {})["problem"] == "nothing said (exit code 0)"
+    assert probes.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
     python.write_text('#!/bin/sh\necho "{\\"ids\\": \\"$CUDA_DEVICE_ORDER\\"}"\n')
-    assert probes.apart("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
+    assert probes.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
     python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
     sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
     assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}
     assert run_probe("all_reduce", {**sum_of, "card": ""}) == {"card": "none"}, "not a card without a name"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setitem(probes.APART_S, "libraries", 0.2)
-    assert probes.apart("libraries", {})["late"]
+    monkeypatch.setitem(probes.CHILD_S, "libraries", 0.2)
+    assert probes.in_child("libraries", {})["late"]

@@ -15,7 +15,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "fleet/launch/ssh.py:run_on_fleet"),
+        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -45,8 +45,8 @@ MAY_OPEN = {
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
-    "fleet/launch/folders.py:_claim": "a new file with a random name",
-    "fleet/launch/ssh.py:login": "opens a connection, not a file",
+    "fleet/launch/folders.py:_claim_on": "a new file with a random name",
+    "fleet/hosts/login.py:login": "opens a connection, not a file",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 

@@ -15,18 +15,20 @@ from small_files import FLEET_FILE
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
+from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
-from yolofleet.fleet.description import Fleet, Host, fleet_of, load_fleet, parse_hosts
+from yolofleet.fleet.description import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.fleet.hosts.host_agent import ASKED, RECALLED
 from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, host_agent_argv
 from yolofleet.fleet.hosts.requests import claim
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import Ending, tell
 from yolofleet.fleet.launch.preflight import Plan, Spot
-from yolofleet.fleet.launch.ssh import job_text
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.plan import plan_run
+from yolofleet.runs.machines import fleet_of
+from yolofleet.runs.on_hosts import resume_options, text_for_host
+from yolofleet.runs.plan import RunPlan, plan_run
 from yolofleet.runs.start import start
 from yolofleet.system.children import START
 
@@ -146,7 +148,7 @@ def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:
     fleet = Fleet((Host("a", "0,1"), Host("b", "cpu:2", data="/b/d.yaml")), "fleet.yaml")
     for node, (device, data) in enumerate((("0,1", "d.yaml"), ("cpu:2", "/b/d.yaml"))):
         path = tmp_path / "job.yaml"
-        path.write_text(job_text(config, recipe, fleet, node))
+        path.write_text(text_for_host(config, recipe, fleet, node))
         there = load_job(path)
         assert (there.config.value.device, there.config.value.data, there.config.value.epochs) == (
             device,
@@ -162,7 +164,7 @@ def test_figures_go_into_a_file_of_this_machine_not_of_the_hosts(
     tmp_path: Path, asked: str, told: str
 ) -> None:
     config = resolve_val({"data": "d", "weights": "w", "hosts": "a:1", "json_out": asked})
-    (tmp_path / "job.yaml").write_text(job_text(config, None, parse_hosts("a:1"), 0))
+    (tmp_path / "job.yaml").write_text(text_for_host(config, None, parse_hosts("a:1"), 0))
     assert load_job(tmp_path / "job.yaml").config.value.json_out == told
 
 
@@ -180,7 +182,7 @@ def test_figures_that_cannot_be_written_are_no_success(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "file").touch()
     spot = Spot("127.0.0.1", "lo")
-    monkeypatch.setattr("yolofleet.fleet.launch.ssh.check", lambda *_: Plan((spot,), 29500))
+    monkeypatch.setattr("yolofleet.fleet.launch.on_hosts.check", lambda *_: Plan((spot,), 29500))
     monkeypatch.setattr(Watch, "follow", follow)
     monkeypatch.setattr(Watch, "explain", lambda *_: 0)
     val = ["val", "--data", "d", "--weights", "w", "--hosts", "localhost:cpu", "--json", f"{folder}/f.json"]
@@ -380,8 +382,17 @@ class FakeHost(Remote):
 )
 def test_what_goes_on_from_the_states_can_be_typed(given: dict[str, Any], hosts: str) -> None:
     settings = resolve_train({"data": "d", "model": "yolov5n", **given})[0].value
-    command = Folders(RunFolder(Path("r")), [], "").resume_command(settings)
+    command = Folders(RunFolder(Path("r")), [], "").resume_command(resume_options(settings))
     assert command == f"yolofleet train --resume r {hosts}"
+
+
+def claimed(settings: Any, host: Any, resumed: Path | None = None) -> Folders:
+    """The folders of a run with these settings, as the launcher claims them."""
+    plan = RunPlan(Resolved(settings, {}, ()), None, Fleet((Host("n0", "cpu"),)), 1, resumed)
+    may_exist, may_link = resumed is not None or settings.exist_ok, resumed is None or settings.linked_folders
+    return Folders.claim(
+        plan.folder, [host], is_resumed=resumed is not None, may_exist=may_exist, may_link=may_link
+    )
 
 
 def test_a_host_of_any_name_has_a_disk_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +404,7 @@ def test_a_host_of_any_name_has_a_disk_of_its_own(tmp_path: Path, monkeypatch: p
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     for name in ("launcher", "localhost", "here"):
         host = FakeHost(name, {"claim": claim, "unclaim": None, "list_files": []})
-        assert Folders.claim("train", settings, [host], None).states_are_elsewhere
+        assert claimed(settings, host).states_are_elsewhere
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
@@ -416,7 +427,7 @@ def test_a_name_that_a_host_has_already_is_passed_over(
 
     host = FakeHost("n0", {"claim": claim, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
-    folders = Folders.claim("train", settings, [host], None)
+    folders = claimed(settings, host)
     assert folders.here == RunFolder(Path("runs/train/exp2"))
     assert folders.sites == [Site("/there/runs/train/exp2", "n0", True)]
     assert not Path("runs/train/exp").exists()
@@ -440,7 +451,7 @@ def test_only_a_folder_that_a_host_made_itself_is_taken_back(
     words = {"folder": "/there/exp", "owner": "n0", "made": False, "linked": ""}
     host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
-    folders = Folders.claim("train", settings, [host], old)
+    folders = claimed(settings, host, old)
     folders.fetch([host], saved=False, discard=True)
     assert not any(arguments["discard"] for request, arguments in host.asked if request == "unclaim")
     assert (old / "logs" / "rank-1.log").exists()
@@ -468,12 +479,12 @@ def test_a_resumed_run_with_a_linked_folder_on_a_host_needs_a_flag(
     given = {"data": "d", "model": "yolov5n", "linked_folders": allowed}
     settings = resolve_train(given)[0].value
     if allowed:
-        assert Folders.claim("train", settings, [host], Path("here")).sites[0].owner == "n0"
+        assert claimed(settings, host, Path("here")).sites[0].owner == "n0"
         return
     with pytest.raises(
         ConfigError, match=r"on n0, .*/there/checkpoints is a symbolic link to .*/other"
     ) as caught:
-        Folders.claim("train", settings, [host], Path("here"))
+        claimed(settings, host, Path("here"))
     assert "--linked-folders" in caught.value.render() and f"{tmp_path}/there" in caught.value.render()
     assert [path.name for path in Path("there").iterdir()] == ["checkpoints"] and not list(
         Path("here").iterdir()
@@ -485,7 +496,7 @@ def test_a_host_that_has_every_name_ends_the_search(tmp_path: Path, monkeypatch:
     host = FakeHost("n0", {"claim": {"folder": "/there/exp", "owner": "", "made": False, "linked": ""}})
     settings = resolve_train({"data": "d", "model": "yolov5n"})[0].value
     with pytest.raises(ClusterError, match="n0 has folders of all 100 names"):
-        Folders.claim("train", settings, [host], None)
+        claimed(settings, host)
     assert not list(Path("runs/train").iterdir())
 
 
@@ -507,11 +518,14 @@ def test_states_on_another_host_are_looked_for_and_named(
     words = {"folder": "/there/exp", "owner": "n0", "made": True, "linked": ""}
     host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})
     settings = resolve_train({"data": "d", "model": "yolov5n", "hosts": "n0:1"})[0].value
-    folders = Folders.claim("train", settings, [host], run)
+    folders = claimed(settings, host, run)
     with pytest.raises(CheckpointError, match="n0 has no state of this run") as refused:
         folders.begin("", [host], is_resumed=True)
     assert "n7:/far/my runs/exp/checkpoints" in refused.value.render()
-    assert folders.resume_command(settings) == "yolofleet train --resume runs/train/exp --hosts n0:1"
+    assert (
+        folders.resume_command(resume_options(settings))
+        == "yolofleet train --resume runs/train/exp --hosts n0:1"
+    )
 
 
 @pytest.mark.parametrize("piece", [None, {}, {"data": 3}, {"data": "&"}, []])

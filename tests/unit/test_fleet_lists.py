@@ -8,7 +8,8 @@ import pytest
 
 from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import fleet_of, load_fleet, parse_hosts
+from yolofleet.fleet.description import load_fleet, parse_hosts
+from yolofleet.runs.machines import fleet_of
 from yolofleet.runs.plan import plan_run
 from yolofleet.runs.start import start
 

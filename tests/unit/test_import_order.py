@@ -104,6 +104,26 @@ def test_each_part_imports_only_earlier_parts():
     assert not wrong, "\n".join(wrong)
 
 
+FOREIGN_TO_THE_FLEET = (  # detection, in the widest sense
+    *("data", "datasets", "images", "geometry", "models", "losses", "families", "checkpoint", "evaluate"),
+    *("train", "export", "predict", "tune", "runs", "worker", "api", "cli"),
+)
+DETECTION_SETTINGS = ("TrainConfig", "ValConfig", "Recipe", "resolve_train", "check_train", "dump_config")
+
+
+def test_the_fleet_knows_nothing_of_detection():
+    """It gets a command, texts and files to ship, and what the run asks of each machine; imports in functions count."""
+    wrong = []
+    for path in (p for p in modules() if part_of(p) == "fleet"):
+        for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = name.split(".")
+            if parts[0] == "yolofleet" and (
+                set(parts[1:2]) & set(FOREIGN_TO_THE_FLEET) or parts[-1] in DETECTION_SETTINGS
+            ):
+                wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_runs_reach_the_worker_and_only_inside_a_function():
     for path in modules():
         names = [name for name, _ in top_level(ast.parse(path.read_text(encoding="utf-8")))]

@@ -15,6 +15,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.errors import ConfigError
 from yolofleet.fleet.schedulers.kubernetes import KubernetesSettings, render
 from yolofleet.fleet.schedulers.scheduler import read_settings
+from yolofleet.runs.machines import scheduled_run
 
 JOB = "image=registry.example/yolofleet:1,nodes=2,gpus=8,claim=work,memory=64Gi,cpus=32,namespace=vision"
 HOSTILE = [
@@ -33,7 +34,9 @@ HOSTILE = [
 def manifest(settings: str = JOB, **given: Any) -> str:
     given = {"data": "/data/coco.yaml", "model": "yolov5n"} | given
     config, _ = resolve_train(given)
-    return render(read_settings(KubernetesSettings, [settings], "--kubernetes"), config, given, "")
+    job = read_settings(KubernetesSettings, [settings], "--kubernetes")
+    asked = {"machines": job.nodes, "gpus": job.gpus, "option": "--kubernetes"}
+    return render(job, scheduled_run(config, given, "", **asked))
 
 
 def parts(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

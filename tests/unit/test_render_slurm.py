@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.schedulers.kubernetes import KubernetesSettings
 from yolofleet.fleet.schedulers.scheduler import read_settings
 from yolofleet.fleet.schedulers.slurm import SlurmSettings, render, submit
+from yolofleet.runs.machines import scheduled_run
 
 TRAIN = ["--data", "shapes", "--model", "yolov5n"]
 HOSTILE = [
@@ -43,7 +45,12 @@ def script(*argv: str | bool, settings: str = "nodes=1") -> str:
     """Of `render slurm`, with the settings given as a user gives them."""
     given = {"data": "shapes", "model": "yolov5n"} | dict(zip(argv[::2], argv[1::2], strict=True))
     config, _ = resolve_train(given)
-    return render(read_settings(SlurmSettings, [settings], "--slurm"), config, given, "")
+    return rendered(read_settings(SlurmSettings, [settings], "--slurm"), config, given)
+
+
+def rendered(settings: SlurmSettings, config: Any, given: dict[str, Any]) -> str:
+    asked = {"machines": settings.nodes, "gpus": settings.gpu_count, "option": "--slurm"}
+    return render(settings, scheduled_run(config, given, "", **asked))
 
 
 def test_the_script_is_exactly_this(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +170,7 @@ def test_random_names_stay_words(cluster: Path) -> None:
         "set": tuple(f"lr0=0.0{i % 9 + 1}" for i in range(1)),
     }
     config, _ = resolve_train(given)
-    text = render(SlurmSettings(), config, given | {"set": tuple(names)}, "")
+    text = rendered(SlurmSettings(), config, given | {"set": tuple(names)})
     assert run_script(text) == 0
     assert [w.removeprefix("--set=") for w in called(cluster, "srun") if w.startswith("--set=")] == names
     assert not any((cluster / "work").iterdir())

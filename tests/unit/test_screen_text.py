@@ -34,7 +34,7 @@ PRINTS = {
     "report/console.py:header": "cleans; rich draws a frame",
     "report/console.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
-    "fleet/doctor/subprocess_probes.py:main": "JSON for the process that started it",
+    "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
     "fleet/launch/nonblocking_stdout.py:_put": "text that `fleet/launch/watch.py` has cleaned",
     "fleet/launch/watch.py:wish": "a fixed sentence, from a signal handler",
     "fleet/launch/local.py:forward": "the same",

@@ -27,7 +27,7 @@ from yolofleet.config.schema import (
     may_be_in_files,
 )
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import fleet_of
+from yolofleet.runs.machines import fleet_of
 
 MODELS = {
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),

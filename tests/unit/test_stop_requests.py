@@ -60,14 +60,14 @@ def test_before_the_processes_of_this_machine(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 @pytest.mark.parametrize(
-    "moment", ["yolofleet.fleet.launch.ssh.check", "yolofleet.fleet.launch.ssh.Folders.begin"]
+    "moment", ["yolofleet.fleet.launch.on_hosts.check", "yolofleet.fleet.launch.on_hosts.Folders.begin"]
 )
 def test_between_the_login_to_the_hosts_and_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("yolofleet.fleet.launch.ssh.check", lambda *_: None)
+    monkeypatch.setattr("yolofleet.fleet.launch.on_hosts.check", lambda *_: None)
     monkeypatch.setattr(moment, ask_to_stop())
     train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
     assert main(train) == Stopped.exit_code

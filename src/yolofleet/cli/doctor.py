@@ -83,14 +83,14 @@ def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Findin
     """Log in to every host, and ask them; those that cannot be logged in to are findings."""
     from yolofleet.config.resources import resources_of
     from yolofleet.fleet.doctor.hosts import examine
+    from yolofleet.fleet.hosts.login import logged_in
     from yolofleet.fleet.launch.preflight import peer_of
-    from yolofleet.fleet.launch.ssh import crew
 
     config = resolved.value
     port = config.port if resolved.is_given("port") else fleet.port
     wanted = resources_of(config)
     lost: list[Unreachable] = []
-    with crew(fleet, lost=lost) as remotes:
+    with logged_in(fleet, lost=lost) as remotes:
         findings = [unreached(problem) for problem in lost]
         strays = [finding for finding in map(enter, remotes) if finding]
         outside = {finding.where for finding in strays}

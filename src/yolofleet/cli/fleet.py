@@ -55,11 +55,12 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
     from yolofleet.fleet.doctor.run import exit_code, tell
+    from yolofleet.fleet.hosts.login import logged_in
+    from yolofleet.fleet.launch.on_hosts import describe
     from yolofleet.fleet.launch.preflight import enter_folders, inspect
-    from yolofleet.fleet.launch.ssh import crew, describe
 
     fleet = asked_fleet(hosts, fleet_file)
-    with crew(fleet) as remotes:
+    with logged_in(fleet) as remotes:
         enter_folders(remotes)
         findings, plan = inspect(fleet, remotes, resources_of(TrainConfig(data=data)))
     tell(findings, sys.stdout)
@@ -84,9 +85,11 @@ def firewall_line(fleet: Fleet, plan: Plan) -> str:
 
 
 def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
-    from yolofleet.fleet.launch.ssh import run_command
+    from yolofleet.config.resources import resources_of
+    from yolofleet.config.schema import TrainConfig
+    from yolofleet.fleet.launch.on_hosts import run_command
 
-    return run_command(asked_fleet(hosts, fleet_file), command)
+    return run_command(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
 
 
 def each(
@@ -122,10 +125,10 @@ def names_of(jobs: Iterable[Job]) -> list[str]:
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     """``work`` on the jobs of the hosts that can be reached; says which cannot."""
-    from yolofleet.fleet.launch.ssh import crew
+    from yolofleet.fleet.hosts.login import logged_in
 
     unreached: list[Unreachable] = []
-    with crew(fleet, lost=unreached) as remotes:
+    with logged_in(fleet, lost=unreached) as remotes:
         found, silent = jobs_of(remotes)
         lost = [*unreached, *silent.values()]
         tell(lost)

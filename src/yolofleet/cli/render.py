@@ -14,6 +14,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig
 from yolofleet.fleet.schedulers import kubernetes, slurm
 from yolofleet.fleet.schedulers.scheduler import read_settings
+from yolofleet.runs.machines import scheduled_run
 from yolofleet.text import echo
 
 
@@ -27,7 +28,10 @@ def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) ->
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
-    return slurm.render(settings, config, given, config_file)
+    run = scheduled_run(
+        config, given, config_file, machines=settings.nodes, gpus=settings.gpu_count, option="--slurm"
+    )
+    return slurm.render(settings, run)
 
 
 def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
@@ -46,7 +50,10 @@ def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) 
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
-    _write(kubernetes.render(settings, config, given, config_file))
+    run = scheduled_run(
+        config, given, config_file, machines=settings.nodes, gpus=settings.gpus, option="--kubernetes"
+    )
+    _write(kubernetes.render(settings, run))
     return 0
 
 

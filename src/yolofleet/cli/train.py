@@ -18,10 +18,10 @@ from yolofleet.config.recipe import UNASKED
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import fleet_of
 from yolofleet.fleet.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
+from yolofleet.runs.machines import fleet_of
 from yolofleet.text import echo, shown
 
 

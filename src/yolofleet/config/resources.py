@@ -22,6 +22,7 @@ class RunResources:
         img: side of an image, pixels.
         data: the data set; "" if none is named. single_cls: all its classes are one.
         results: the folder that gets the folder of the run.
+        data_digest: module that prints digests of a data set when it is started with ``python -m``.
     """
 
     device: str
@@ -34,6 +35,7 @@ class RunResources:
     data: str
     single_cls: bool
     results: Path
+    data_digest: str = "yolofleet.runs.data_digest"
 
 
 def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResources:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.device import MOST_PROCESSES, processes_of
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
@@ -134,35 +132,6 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
         silence_s=_number(values, "silence_s", Fleet.silence_s, 5, 3600, path),
         grace_s=_number(values, "grace_s", Fleet.grace_s, 1, 3600, path),
     )
-
-
-def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
-    """The hosts that a run was given; None: this machine alone.
-
-    Raises:
-        ConfigError: they cannot be used.
-    """
-    settings = config.value
-    found = named_fleet(
-        settings.hosts if config.is_given("hosts") else None,
-        settings.fleet if config.is_given("fleet") else None,
-        settings.device,
-    )
-    if found is None:
-        if settings.sync_code:
-            raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
-        return None
-    if settings.parallel == "dp":
-        raise ConfigError(
-            "--parallel dp is one process, and hosts have one each", hint="leave out --parallel"
-        )
-    if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
-        raise ConfigError(
-            f"{config.spelled('device')} has no effect: every host has devices of its own",
-            source=config.sources["device"],
-            hint="leave it out; it counts for hosts that are named without devices",
-        )
-    return found
 
 
 def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | None:

@@ -13,6 +13,7 @@ from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.parallel.world import World
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import new_folder
 
 
 def shared_folder(
@@ -28,9 +29,7 @@ def shared_folder(
     made, problem = given, None
     if world.is_main:
         try:
-            made = given or RunFolder.create(
-                settings.verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-            )
+            made = given or new_folder(settings)
             lock.enter_context(made.locked())
         except YolofleetError as error:
             problem = error

@@ -12,11 +12,12 @@ from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.fleet.description import Fleet, fleet_of
+from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.doctor.run import preflight
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.machines import fleet_of
 from yolofleet.system.signals import stoppable
 from yolofleet.text import echo
 
@@ -49,10 +50,18 @@ class RunPlan:
         """
         if self.resumed is not None:
             return RunFolder(self.resumed)
-        settings = self.config.value
-        return RunFolder.create(
-            settings.verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-        )
+        return new_folder(self.config.value)
+
+
+def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
+    """Make the folder that the settings name.
+
+    Raises:
+        ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
+    """
+    return RunFolder.create(
+        settings.verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+    )
 
 
 @stoppable()

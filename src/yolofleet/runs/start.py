@@ -24,9 +24,9 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         YolofleetError: from a run in this process, or before processes were started.
     """
     if plan.fleet is not None:
-        from yolofleet.fleet.launch.ssh import run_on_fleet
+        from yolofleet.runs.on_hosts import run_on_hosts
 
-        return run_on_fleet(plan.config, plan.recipe, plan.fleet, plan.resumed)
+        return run_on_hosts(plan)
     if plan.processes > 1:
         folder = plan.folder()
         return _run_processes(plan, folder), folder

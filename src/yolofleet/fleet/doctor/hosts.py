@@ -253,7 +253,8 @@ def data_sets(found: Examination, wanted: RunResources) -> list[Finding]:
     chosen = {peer.name: peer.data or wanted.data for peer in found.peers}
     if not any(chosen.values()):
         return []
-    seen = found.ask("data", lambda peer: {"data": chosen[peer.name], "single_cls": wanted.single_cls})
+    shared = {"module": wanted.data_digest, "single_cls": wanted.single_cls}
+    seen = found.ask("data", lambda peer: {**shared, "data": chosen[peer.name]})
     return judge_data(seen, chosen)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -31,7 +32,7 @@ from yolofleet.system.children import module_argv, module_environment
 
 Json = dict[str, Any]
 
-APART_S = {"libraries": 12.0, "data": 30.0, "all_reduce": 45.0}
+CHILD_S = {"libraries": 12.0, "data": 30.0, "all_reduce": 45.0}
 DISK_S = 10.0  # measuring takes one, and what is on its way to a slow disk before
 CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
 LONGEST_LISTEN_S = 120.0
@@ -80,7 +81,7 @@ def all_facts(arguments: Mapping[str, Any]) -> Json:
             waiting["gpu_count"] = pool.submit(seen.gpu_count, machine)
         if not quick:
             waiting |= {
-                "libraries": pool.submit(apart, "libraries", {}),
+                "libraries": pool.submit(in_child, "libraries", {}),
                 "gpus": pool.submit(seen.gpus, machine),
                 "firewall": pool.submit(firewall, machine),
                 "clock": pool.submit(seen.clock, machine),
@@ -130,12 +131,24 @@ def firewall_here(_: Mapping[str, Any]) -> Json:
     return firewall(Machine())
 
 
-def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Json:
-    """A probe of ``subprocess_probes.py``; where it gives no answer, ``problem`` says why and ``late`` whether for its time."""
+def in_child(
+    name: str,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    command: Sequence[str] = (),
+) -> Json:
+    """Run a probe in a child process, and return its answer.
+
+    Args:
+        name: the probe, of ``subprocess_probes.py`` unless ``command`` is given.
+        command: a module that is started as ``python -m``, and its arguments.
+    Returns:
+        The answer. Without one, ``problem`` says why, and ``late`` whether the child process took too long.
+    """
     try:
         code, out, errors = run_for(
-            APART_S[name],
-            module_argv("yolofleet.fleet.doctor.subprocess_probes", name),
+            CHILD_S[name],
+            module_argv(*(command or ("yolofleet.fleet.doctor.subprocess_probes", name))),
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,7 +161,7 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
             },
         )
     except subprocess.TimeoutExpired:
-        return {"problem": f"no answer within {APART_S[name]:.0f} s", "late": True}
+        return {"problem": f"no answer within {CHILD_S[name]:.0f} s", "late": True}
     except OSError as problem:
         return {"problem": f"{sys.executable}: {problem}", "late": False}
     for line in reversed(out.splitlines() if code == 0 else []):
@@ -162,8 +175,16 @@ def apart(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str
 
 
 def data(arguments: Mapping[str, Any]) -> Json:
-    """Digests of the data set ``data``."""
-    return apart("data", {"data": str(arguments["data"]), "single_cls": bool(arguments.get("single_cls"))})
+    """Return digests of the data set ``data``, as the module ``module`` of this package computes them.
+
+    Raises:
+        LookupError: it is no module of this package.
+    """
+    module = str(arguments["module"])
+    if not re.fullmatch(r"yolofleet(\.[a-z_]+)+", module):
+        raise LookupError(f"no module {module[:40]!r}")
+    wanted = {"data": str(arguments["data"]), "single_cls": bool(arguments.get("single_cls"))}
+    return in_child("data", wanted, command=(module,))
 
 
 def now(_: Mapping[str, Any]) -> Json:
@@ -450,7 +471,7 @@ def all_reduce(arguments: Mapping[str, Any]) -> Json:
     """One rank of a sum over all hosts through torch's gloo, bound to ``card`` ("": gloo's choice); see ``subprocess_probes.py``."""
     wanted = {name: arguments[name] for name in ("address", "port", "rank", "size", "deadline_s")}
     card = str(arguments["card"])
-    return apart("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": card} if card else {})
+    return in_child("all_reduce", wanted, {"GLOO_SOCKET_IFNAME": card} if card else {})
 
 
 PROBES: dict[str, Callable[[Mapping[str, Any]], Any]] = {

@@ -1,7 +1,7 @@
-"""Probes that need torch or the data: each in a process of its own, which may be slow, fail or crash alone.
+"""Probes that need torch. Each runs in a child process, so that it can be slow, fail or crash alone.
 
-``python -m yolofleet.fleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints its answer
-as the last line, JSON too. Started by ``probes.py``.
+``python -m yolofleet.fleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints
+its answer as JSON in the last line. ``probes.py`` starts it.
 """
 
 from __future__ import annotations
@@ -79,28 +79,6 @@ def _words(problem: Exception) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
 
 
-def data(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Digest of every split of a data set: equal where names, images' sizes and labels are.
-
-    Returns:
-        ``splits``: split -> digest, images and labels; ``problem``: why it cannot be read, "" when it can.
-    """
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.errors import YolofleetError
-
-    splits: dict[str, Any] = {}
-    try:
-        spec = load_dataset(str(arguments["data"]))
-        for split in ("train", "val"):
-            if split in spec.splits:
-                index = build_index(spec, split, single_cls=bool(arguments.get("single_cls")))
-                splits[split] = {"digest": index.digest, "images": len(index), "labels": len(index.classes)}
-    except YolofleetError as problem:
-        return {"splits": splits, "problem": problem.what}
-    return {"splits": splits, "problem": ""}
-
-
 def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Meet the other hosts as a run does, with gloo, and time sums of 4 MiB.
 
@@ -143,17 +121,10 @@ def _median_s(work: Callable[[], object], times: int) -> float:
     return sorted(taken)[len(taken) // 2]
 
 
-APART: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "libraries": libraries,
-    "data": data,
-    "all_reduce": all_reduce,
-}
-
-
-def main() -> None:
-    answer = APART[sys.argv[1]](json.load(sys.stdin))
-    print(f"\n{json.dumps(answer)}", flush=True)
+def answer(probe: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Read arguments as JSON from standard input, and print the probe's answer as the last line."""
+    print(f"\n{json.dumps(probe(json.load(sys.stdin)))}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer({"libraries": libraries, "all_reduce": all_reduce}[sys.argv[1]])

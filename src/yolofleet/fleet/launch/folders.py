@@ -7,16 +7,16 @@ import errno
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_where
-from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
-from yolofleet.files.atomic import make_folder, open_append, storage_error, whole_file, write_text
+from yolofleet.files.atomic import make_folder as make_subfolder
+from yolofleet.files.atomic import open_append, storage_error, whole_file, write_text
 from yolofleet.fleet.hosts.host_agent import AGENT
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.watch import say
@@ -75,22 +75,33 @@ class Folders:
 
     @classmethod
     def claim(
-        cls, verb: str, settings: TrainConfig | ValConfig, remotes: Sequence[Remote], resumed: Path | None
+        cls,
+        make_folder: Callable[[], RunFolder],
+        remotes: Sequence[Remote],
+        *,
+        is_resumed: bool = False,
+        may_exist: bool = False,
+        may_link: bool = True,
     ) -> Folders:
-        """Make the same folder here and on every host; a name that is taken anywhere is passed over.
+        """Make the same folder here and on every host. Skip names already in use on any host.
 
+        Args:
+            make_folder: makes the folder here, with the next free name at each call.
+            is_resumed, may_exist, may_link: as :class:`FleetJob` says.
         Raises:
-            ClusterError: so many names are taken. StorageError: a disk refused. ConfigError: a host's folder of the
-                run that is resumed has a linked sub-folder.
+            ClusterError: ``MOST_NAMES`` names are taken. StorageError: a disk refused. ConfigError: on a host, the
+                folder of the resumed run has a linked sub-folder.
         """
         mark = f".fleet-{secrets.token_hex(6)}"
+        wish = {"mark": mark, "used": is_resumed or may_exist, "may_link": may_link}
         passed_over: list[Folders] = []
         try:
             while len(passed_over) < MOST_NAMES:
-                found = cls._claim(verb, settings, remotes, resumed, mark)
+                found = cls(make_folder(), [], mark)
+                found._claim_on(remotes, wish)
                 if all(site.owner for site in found.sites):
                     found.give_back(remotes, discard=False)  # the marks have done their work
-                    make_folder(found.here.logs)
+                    make_subfolder(found.here.logs)
                     return found
                 passed_over.append(found)  # kept for now, so that the next try gets another name
             raise ClusterError(
@@ -102,48 +113,24 @@ class Folders:
             for one in passed_over:
                 one.give_back(remotes, discard=True)
 
-    @classmethod
-    def _claim(
-        cls,
-        verb: str,
-        settings: TrainConfig | ValConfig,
-        remotes: Sequence[Remote],
-        resumed: Path | None,
-        mark: str,
-    ) -> Folders:
-        """The next free name; the last owner is "" where a host had it already."""
-        here = (
-            RunFolder(resumed)
-            if resumed is not None
-            else RunFolder.create(
-                verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
-            )
-        )
-        found = cls(here, [], mark)
-        used = resumed is not None or settings.exist_ok
-        may_link = resumed is None or settings.linked_folders
+    def _claim_on(self, remotes: Sequence[Remote], wish: dict[str, Any]) -> None:
+        """Ask the hosts for the folder, up to the first host where another run has it; its owner is then ""."""
         try:
-            (here.path / mark).write_text(LAUNCHER, encoding="utf-8")
-            for remote in remotes:  # one after the other: those of one disk must find the mark of the first
-                answer = remote.ask(
-                    "claim",
-                    folder=str(here.path),
-                    mark=mark,
-                    owner=remote.name,
-                    used=used,
-                    may_link=may_link,
-                )
+            (self.here.path / self.mark).write_text(LAUNCHER, encoding="utf-8")
+            for (
+                remote
+            ) in remotes:  # one after another: hosts that share a disk must find the first one's mark
+                answer = remote.ask("claim", folder=str(self.here.path), owner=remote.name, **wish)
                 if answer["linked"]:
                     raise links_refused(f"on {remote.name}, {answer['linked']}", str(answer["folder"]))
-                found.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
+                self.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
                 if not answer["owner"]:
                     break
         except BaseException as problem:
-            found.give_back(remotes, discard=True)
+            self.give_back(remotes, discard=True)
             if isinstance(problem, OSError):
-                raise storage_error(problem, here.path) from None
+                raise storage_error(problem, self.here.path) from None
             raise
-        return found
 
     @property
     def states_are_elsewhere(self) -> bool:
@@ -189,14 +176,9 @@ class Folders:
         except ClusterError:
             return None
 
-    def resume_command(self, settings: TrainConfig | ValConfig) -> str:
-        """What goes on from the states of the run, typed where this command was."""
-        words = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
-        if settings.device != "auto":  # of hosts that are named without devices
-            words += ["--device", settings.device]
-        if settings.sync_code:
-            words += ["--sync-code"]
-        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *words])
+    def resume_command(self, options: Sequence[str]) -> str:
+        """Return the command that resumes the run from the folder where this command was typed."""
+        return shlex.join(["yolofleet", "train", "--resume", str(self.here.path), *options])
 
     def fetch(
         self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool, config: str = ""

@@ -175,12 +175,6 @@ def _shell_of(remote: Remote) -> str:
     return "sh -c" if remote.name == HERE else f"ssh {remote.name}"
 
 
-def files_of(settings: Any) -> list[str]:
-    """Settings of a run that name files which every rank reads."""
-    names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
-    return [name for name in names if name and Path(name).suffix]
-
-
 def raise_faults(findings: Sequence[Finding]) -> None:
     """Raises ClusterError: one or more of them make a run impossible."""
     faults = [finding for finding in findings if finding.level == "fault"]

@@ -8,15 +8,13 @@ run resumes. The project folder must be on a volume that all pods share.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
+from yolofleet.config.schema import Frozen, Natural, setting
 from yolofleet.errors import ConfigError, DataError, NumericsError, Stopped
-from yolofleet.fleet.schedulers.scheduler import processes_per_machine, train_arguments
+from yolofleet.fleet.schedulers.scheduler import ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 from yolofleet.text import shown
 
@@ -50,17 +48,11 @@ class KubernetesSettings(Frozen):
     python: str = setting("python", "the Python of the image")
 
 
-def render(
-    settings: KubernetesSettings, config: Resolved[TrainConfig], given: Mapping[str, Any], config_file: str
-) -> str:
-    """The manifest: a Service and a Job, as YAML.
-
-    Args:
-        config: the run, checked.
-        given, config_file: what it was made from; the pods say it again. Paths are those of the pods.
+def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
+    """Return the manifest, a Service and a Job, as YAML. Paths are those of the pods.
 
     Raises:
-        ConfigError: no image, no volume that several pods share, or ``--device`` does not fit.
+        ConfigError: there is no image, no volume that several pods share, or text that is not UTF-8.
     """
     if not settings.image:
         raise ConfigError(
@@ -71,7 +63,7 @@ def render(
             f"--kubernetes nodes={settings.nodes}: the pods need a volume that they share, for data and checkpoints",
             hint="--kubernetes claim=NAME of a persistent volume claim (ReadWriteMany)",
         )
-    name = settings.name or _label(config.value.name)
+    name = settings.name or _label(run.name)
     labels = {"app.kubernetes.io/name": "yolofleet", "app.kubernetes.io/instance": name}
     metadata: dict[str, Any] = {"name": name, "labels": labels}
     if settings.namespace:
@@ -105,7 +97,7 @@ def render(
             },
             "template": {
                 "metadata": {"labels": labels},
-                "spec": _pod(settings, name, _command(settings, name, config, given, config_file)),
+                "spec": _pod(settings, name, _command(settings, name, run)),
             },
         },
     }
@@ -175,24 +167,17 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
     }
 
 
-def _command(
-    settings: KubernetesSettings,
-    name: str,
-    config: Resolved[TrainConfig],
-    given: Mapping[str, Any],
-    config_file: str,
-) -> list[str]:
-    """The container's argv. Kubernetes replaces ``$(VARIABLE)`` in it; any other dollar is doubled."""
-    arguments = train_arguments(given, config_file)
-    run = [f"--resume={config.value.resume}"] if config.value.resume else []
-    for word in (*arguments, config.value.name):
+def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list[str]:
+    """Return the container's argv. Kubernetes replaces ``$(VARIABLE)`` in it, so any other dollar is doubled."""
+    for word in (*run.arguments, run.name):
         if any(
             "\ud800" <= letter <= "\udfff" for letter in word
         ):  # bytes of a file's name that are no letters
             raise ConfigError(f"{shown(word)} is not UTF-8, and Kubernetes takes nothing else")
-    literal = [word.replace("$", "$$") for word in (*arguments, *run)]
-    if not run:
-        literal += [f"--name={config.value.name.replace('$', '$$')}-$(JOB_UID)", "--resume=auto"]
+    words = [*run.arguments, *([f"--resume={run.resume}"] if run.resume else [])]
+    literal = [word.replace("$", "$$") for word in words]
+    if not run.resume:
+        literal += [f"--name={run.name.replace('$', '$$')}-$(JOB_UID)", "--resume=auto"]
     meeting = [
         f"--nnodes={settings.nodes}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
@@ -202,7 +187,7 @@ def _command(
     return [
         settings.python.replace("$", "$$"),
         *("-m", "yolofleet.fleet.agent", *meeting),
-        f"--nproc-per-node={processes_per_machine(config, settings.nodes, settings.gpus, '--kubernetes')}",
+        f"--nproc-per-node={run.processes}",
         *("-m", "yolofleet", "train", *literal),
     ]
 

@@ -12,13 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
 
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import Frozen, Natural, TrainConfig, setting
+from yolofleet.config.schema import Frozen, Natural, setting
 from yolofleet.errors import ClusterError, ConfigError, Stopped
-from yolofleet.fleet.schedulers.scheduler import processes_per_machine, train_arguments
+from yolofleet.fleet.schedulers.scheduler import ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 
 SUBMIT_S = 60
@@ -44,29 +41,21 @@ class SlurmSettings(Frozen):
     requeues: int = setting(100, "how often the job may go back into the queue; 0 = never", ge=0)
     python: str = setting("", "the Python of the nodes; default: the one of this command")
 
+    @property
+    def gpu_count(self) -> int:
+        return int(self.gpus.rpartition(":")[2])
 
-def render(
-    settings: SlurmSettings, config: Resolved[TrainConfig], given: Mapping[str, Any], config_file: str
-) -> str:
-    """The text of the batch script.
 
-    Args:
-        config: the run, checked.
-        given, config_file: what it was made from; the job says it again.
-
-    Raises:
-        ConfigError: nodes and ``--device`` do not fit together.
-    """
-    gpus = int(settings.gpus.rpartition(":")[2])
-    processes = processes_per_machine(config, settings.nodes, gpus, "--slurm")
-    cpus = settings.cpus or (4 * gpus or processes)
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", config.value.name)[:64].lstrip("-") or "yolofleet"
+def render(settings: SlurmSettings, run: ScheduledRun) -> str:
+    """Return the text of the batch script."""
+    cpus = settings.cpus or (4 * settings.gpu_count or run.processes)
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", run.name)[:64].lstrip("-") or "yolofleet"
     head = [
         f"--job-name={name}",
         f"--nodes={settings.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={cpus}",
-        *([f"--gres=gpu:{settings.gpus}"] if gpus else []),
+        *([f"--gres=gpu:{settings.gpus}"] if settings.gpu_count else []),
         *([f"--mem={settings.memory}"] if settings.memory else []),
         *(
             f"--{option}={value}"
@@ -77,15 +66,14 @@ def render(
         "--open-mode=append",  # after a requeue the same file goes on
         f"--signal=USR1@{settings.warn_s}",  # to the steps, not to this script
     ]
-    run = _resumed(config.value.resume) if config.value.resume else _named_by_job(config.value.name)
+    place = [shlex.quote(f"--resume={run.resume}")] if run.resume else _named_by_job(run.name)
     agent = [
         settings.python or sys.executable,
         "-m",
         "yolofleet.fleet.agent",
-        f"--nproc-per-node={processes}",
+        f"--nproc-per-node={run.processes}",
     ]
-    words = train_arguments(given, config_file)
-    lines = [shlex.join([*agent, "-m", "yolofleet", "train"]), *map(shlex.quote, words), *run]
+    lines = [shlex.join([*agent, "-m", "yolofleet", "train"]), *map(shlex.quote, run.arguments), *place]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -109,10 +97,6 @@ def render(
             "",
         ]
     )
-
-
-def _resumed(folder: str) -> list[str]:
-    return [shlex.quote(f"--resume={folder}")]
 
 
 def _named_by_job(name: str) -> list[str]:

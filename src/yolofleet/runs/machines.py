@@ -1,0 +1,122 @@
+"""Return the machines of a run: the hosts that its settings name, or those that a scheduler will choose. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
+from yolofleet.errors import ConfigError
+from yolofleet.fleet.description import Fleet, named_fleet
+from yolofleet.fleet.schedulers.scheduler import ScheduledRun
+from yolofleet.parallel.partition import Partition
+
+
+def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
+    """Return the hosts that the settings name; None means this machine alone.
+
+    Raises:
+        ConfigError: the hosts cannot be used, or another setting contradicts them.
+    """
+    settings = config.value
+    found = named_fleet(
+        settings.hosts if config.is_given("hosts") else None,
+        settings.fleet if config.is_given("fleet") else None,
+        settings.device,
+    )
+    if found is None:
+        if settings.sync_code:
+            raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
+        return None
+    if settings.parallel == "dp":
+        raise ConfigError(
+            "--parallel dp starts one process, but every host needs its own", hint="leave out --parallel"
+        )
+    if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
+        raise ConfigError(
+            f"{config.spelled('device')} has no effect: every host has devices of its own",
+            source=config.sources["device"],
+            hint="leave it out; it counts for hosts that are named without devices",
+        )
+    return found
+
+
+def scheduled_run(
+    config: Resolved[TrainConfig],
+    given: Mapping[str, Any],
+    config_file: str,
+    *,
+    machines: int,
+    gpus: int,
+    option: str,
+) -> ScheduledRun:
+    """Return a training run as the scheduler's renderers take it.
+
+    Args:
+        config: the checked settings.
+        given, config_file: the options and the file that they were made from; the job repeats them.
+        machines: number of machines that the job asks for.
+        gpus: GPUs of each machine.
+        option: the scheduler's option, as the user typed it.
+    Raises:
+        ConfigError: ``--device``, ``--shares``, ``--hosts`` or ``--fleet`` contradicts the job.
+    """
+    return ScheduledRun(
+        name=config.value.name,
+        resume=config.value.resume,
+        arguments=_arguments(given, config_file),
+        processes=_processes_per_machine(config, machines, gpus, option),
+    )
+
+
+def _arguments(given: Mapping[str, Any], config_file: str) -> list[str]:
+    """Return arguments of ``yolofleet train`` that repeat ``given``, except the run's name and what it resumes."""
+    words = [f"--config={config_file}"] if config_file else []
+    for name, value in given.items():
+        if name in ("name", "resume"):
+            continue
+        flag = flag_of(name, TrainConfig.model_fields[name])
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [f"{flag}={one}" for one in (value if isinstance(value, (tuple, list)) else (value,))]
+    return words
+
+
+def _size_of(fleet: Fleet) -> str:
+    """Return ``nodes=2,gpus=8``. All machines of a job are equal, so each gets the GPUs of the largest host."""
+    gpus = [0 if host.device.startswith("cpu") else host.processes for host in fleet.hosts]
+    return f"nodes={len(fleet.hosts)}" + (f",gpus={max(gpus)}" if any(gpus) else "")
+
+
+def _processes_per_machine(config: Resolved[TrainConfig], machines: int, gpus: int, option: str) -> int:
+    """Return one process for each GPU; without GPUs, as many as ``--device cpu:N`` names."""
+    device = config.value.device
+    fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))
+    if fleet is not None:
+        flag = "--fleet" if config.value.fleet else "--hosts"
+        raise ConfigError(
+            f"{flag} and {option} both say where the run runs",
+            source=config.sources[flag[2:]],
+            hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
+            "to start the run by ssh",
+        )
+    fleet_of(config)  # raises on settings that need --hosts before the job waits in a queue
+    here = processes_of(device)
+    if gpus and device != "auto" and (device.startswith("cpu") or here != gpus):
+        raise ConfigError(
+            f"--device {device} is not {gpus} GPU{'s' if gpus > 1 else ''} on each machine",
+            source=config.sources["device"],
+            hint="leave out --device: each process takes its own GPU",
+        )
+    if not gpus and device != "auto" and not device.startswith("cpu"):
+        raise ConfigError(
+            f"--device {device} needs GPUs, and the job asks for none",
+            source=config.sources["device"],
+            hint=f"gpus={here}",
+        )
+    if config.value.shares != "auto":
+        Partition.parse(config.value.shares, machines * (gpus or here))
+    return 1 if config.value.parallel == "dp" else gpus or here

@@ -1,0 +1,90 @@
+"""Run a training or a validation on the hosts of a fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.checks import check_train
+from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.resolve import DEFAULT
+from yolofleet.config.resources import resources_of
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.files.atomic import write_bytes
+from yolofleet.fleet.description import Fleet
+from yolofleet.fleet.launch.on_hosts import FleetJob, run_job
+from yolofleet.report.folder import RunFolder
+from yolofleet.runs.plan import RunPlan
+
+
+def run_on_hosts(plan: RunPlan) -> tuple[int, RunFolder]:
+    """Run a plan on its hosts. Return the exit code and the run's folder on this machine.
+
+    Raises:
+        YolofleetError: the run cannot be started, or the file of ``--json`` cannot be written.
+    """
+    assert plan.fleet is not None
+    settings = plan.config.value
+    code, folder = run_job(job_of(plan), plan.fleet)
+    if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
+        # Without that file, the launcher has printed why it is missing.
+        write_bytes(Path(settings.json_out), folder.results_json.read_bytes(), into_special=True)
+    return code, folder
+
+
+def job_of(plan: RunPlan) -> FleetJob:
+    """Return what the launcher must know of a run.
+
+    Raises:
+        ConfigError: a host's settings contradict each other.
+    """
+    assert plan.fleet is not None
+    settings, is_resumed = plan.config.value, plan.resumed is not None
+    return FleetJob(
+        verb=settings.verb,
+        texts=[
+            text_for_host(plan.config, plan.recipe, plan.fleet, node) for node in range(len(plan.fleet.hosts))
+        ],
+        resources=resources_of(settings),
+        make_folder=plan.folder,
+        files=files_read(settings),
+        is_resumed=is_resumed,
+        may_exist=is_resumed or settings.exist_ok,
+        may_link=not is_resumed or settings.linked_folders,
+        syncs_package=settings.sync_code,
+        resume_options=resume_options(settings) if plan.recipe is not None else None,
+    )
+
+
+def text_for_host(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet: Fleet, node: int) -> str:
+    """Return the configuration for one host: with its own devices and data, and without the fleet.
+
+    Raises:
+        ConfigError: its settings are mutually exclusive.
+    """
+    host = fleet.hosts[node]
+    own: dict[str, Any] = {"device": host.device, "hosts": "", "fleet": "", "sync_code": False}
+    unset = dict.fromkeys(("hosts", "fleet", "sync_code"), DEFAULT)
+    sources = {**config.sources, **unset, "device": fleet.source}
+    if host.data:
+        own["data"], sources["data"] = host.data, fleet.source
+    if config.value.json_out not in ("", "-"):  # it names a file of this machine
+        own["json_out"], sources["json_out"] = "", DEFAULT
+    there = Resolved(config.value.model_copy(update=own), sources, config.notes)
+    if recipe is not None:
+        check_train(there, recipe)
+    return dump_config(there, recipe)
+
+
+def files_read(settings: TrainConfig | ValConfig) -> list[str]:
+    """Return the names of files that every rank reads."""
+    names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
+    return [name for name in names if name and Path(name).suffix]
+
+
+def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
+    """Return the options that name the hosts again in a command that resumes the run."""
+    options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
+    if settings.device != "auto":  # the devices of hosts that are named without devices
+        options += ["--device", settings.device]
+    return [*options, "--sync-code"] if settings.sync_code else options
