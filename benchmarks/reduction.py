@@ -48,9 +48,10 @@ from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.buckets import BUCKET_BYTES, GradientBuckets, grouped
 from yolofleet.parallel.exact import make_exact
+from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import set_kernels
 from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World, place_from_environment
+from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer
@@ -418,7 +419,7 @@ def exchange_table(asked: argparse.Namespace) -> None:
 
 
 def wires_table(asked: argparse.Namespace) -> None:
-    """Computing of exact sums: per step ``begin`` and ``settle``, per micro-batch ``absorb``."""
+    """Computing of exact sums: per step ``begin`` and ``write_back``, per micro-batch ``accumulate``."""
     torch.set_num_threads(1)
     print(f"exact sums, one core, CPU milliseconds, medians of {asked.rounds}; load {os.getloadavg()[0]:.1f}")
     for name in asked.models.split(","):
@@ -426,21 +427,25 @@ def wires_table(asked: argparse.Namespace) -> None:
         buckets = GradientBuckets(model.parameters(), World.single())
         make_exact(buckets)
         values = [torch.randn(len(b.flat)) * 1e-3 for b in buckets.buckets]
-        spent: dict[str, list[float]] = {"begin": [], "absorb": [], "settle": []}
+        spent: dict[str, list[float]] = {"begin": [], "accumulate": [], "write_back": []}
         for _ in range(asked.rounds + WARM_UP):
-            for part, works in (("begin", "begin"), ("absorb", "absorb"), ("settle", "settle")):
-                if part == "absorb":
+            for part, works in (
+                ("begin", "begin"),
+                ("accumulate", "accumulate"),
+                ("write_back", "write_back"),
+            ):
+                if part == "accumulate":
                     for bucket, value in zip(buckets.buckets, values, strict=True):
                         bucket.flat.copy_(value)
                 began_s = time.process_time()
                 for bucket in buckets.buckets:
-                    getattr(bucket.wire, works)(*((8,) if part == "begin" else ()))
+                    getattr(bucket.format, works)(*((8,) if part == "begin" else ()))
                 spent[part].append(time.process_time() - began_s)
         ms = {part: 1e3 * median(seconds[WARM_UP:]) for part, seconds in spent.items()}
         millions = sum(len(b.flat) for b in buckets.buckets) / 1e6
         print(
-            f"  {name}, {millions:.2f} M: micro-batch {ms['absorb']:.2f}, "
-            f"step {ms['begin'] + ms['settle']:.2f} (begin {ms['begin']:.2f}, settle {ms['settle']:.2f})"
+            f"  {name}, {millions:.2f} M: micro-batch {ms['accumulate']:.2f}, "
+            f"step {ms['begin'] + ms['write_back']:.2f} (begin {ms['begin']:.2f}, write_back {ms['write_back']:.2f})"
         )
 
 

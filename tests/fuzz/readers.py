@@ -1003,7 +1003,7 @@ def watchdog_values(case: Case) -> Action:
     }
     beat = {"number": 1, "phase": "data", "step": 3, "collectives": 4, "waiting": True, "last": "all_reduce", "age_s": 1.0, "limit_s": 30.0, "silence_s": 30.0, "ended": False}  # fmt: skip
     values = {}
-    for key, good in (("member/1", member), ("beat/1", beat), ("question", [[1], "stuck"]), ("end", "")):
+    for key, good in (("member/1", member), ("heartbeat/1", beat), ("question", [[1], "stuck"]), ("end", "")):
         if key in ("question", "end") and rng.random() < 0.7:
             continue
         changed = mutate_tree(rng, good) if rng.random() < 0.7 else good
@@ -1030,9 +1030,9 @@ def watch(values: dict[str, bytes]) -> None:
         def store(self, name: str) -> Any:
             return store
 
-    module.LOOK_S = module.MEET_S = 0.02
-    module.ANSWER_WAIT_S = module.SETTLE_WAIT_S = module.CLOSE_WAIT_S = 0.1
-    module.RANKS_PER_S = 1000
+    module.INTERVAL_S = module.MEET_INTERVAL_S = 0.02
+    module.ANSWER_WAIT_S = module.WRITING_WAIT_S = module.CLOSE_WAIT_S = 0.1
+    module.HEARTBEATS_PER_S = 1000
     dead: list[Any] = []
     threading.excepthook = lambda problem: dead.append(problem)  # type: ignore[assignment]
     world = Joined(0, 2, 0, 2, torch.device("cpu"))

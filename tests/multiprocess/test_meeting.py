@@ -25,7 +25,7 @@ PATIENCE_S = 4.0  # for those that never come
 
 
 def come(rank: int, size: int, port: int, folder: Path, patience_s: float) -> None:
-    world.SAY_MISSING_S = 1.0
+    world.PRINT_MISSING_S = 1.0
     with (folder / f"said-{rank}").open("w") as said:
         world.sys.stderr = said
         try:
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     if not missing:
         assert ends == ["met", "met"] and said == ["", ""]
         return
-    assert f"ClusterError: ranks 2, 3 did not come to 127.0.0.1:{port} within 4 s" in ends[0]
+    assert f"ClusterError: ranks 2, 3 did not connect to 127.0.0.1:{port} within 4 s" in ends[0]
     assert ends[1].startswith("ClusterError: ")
     assert said == [f"waiting at 127.0.0.1:{port} for ranks 2, 3 of 4\n", ""]
 
@@ -98,7 +98,7 @@ def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, 
         assert total == "3" and name.startswith(chosen)
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert said == [
-        "ranks have different kinds of devices: all sums go through gloo\n" if differ else "",
+        "ranks have different kinds of devices: all reductions use gloo\n" if differ else "",
         "",
     ]
 
@@ -147,7 +147,7 @@ def test_an_error_of_nccl_inside_the_backward_pass_is_no_bug_of_ours(
     buckets = GradientBuckets(model.parameters(), mine, statistics=4, bytes_each=64)
     buckets.begin(1)
     with pytest.raises(ClusterError, match="could not start all_reduce float32"):
-        buckets.arm()
+        buckets.start_reducing()
         model(torch.ones(1, 8)).sum().backward()
         buckets.finish()
     assert calls == number
@@ -210,7 +210,7 @@ def test_an_error_of_nccl_at_each_call_of_a_training_step_and_of_a_message_is_no
     unharmed = Nccl(monkeypatch, failing=0, when=when)
     make(name)()
     assert unharmed.calls == calls
-    says = {"start": "rank 0 could not start", "wait": "rank 0 lost the others in a collective"}[when]
+    says = {"start": "rank 0 could not start", "wait": "rank 0 lost the other ranks in a collective"}[when]
     for number in range(1, calls + 1):
         nccl = Nccl(monkeypatch, failing=number, when=when)
         with pytest.raises(ClusterError, match=says) as caught:

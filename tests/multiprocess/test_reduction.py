@@ -53,10 +53,10 @@ def one_step(
             out = net(x[v])
             statistics.collect(buckets.statistics, v, MICRO_BATCHES)
             if v == mine[-1]:
-                buckets.arm()
+                buckets.start_reducing()
             (out * out).sum().backward()
             if v != mine[-1]:
-                buckets.absorb()
+                buckets.accumulate()
         buckets.finish()
         statistics.merge(buckets.statistics, MICRO_BATCHES, torch.tensor(True))
     grads = [p.grad.clone() for p in net.parameters()]
@@ -83,7 +83,7 @@ def test_an_overflow_in_the_first_step_does_not_narrow_the_grid():
     make_exact(buckets)
     for scale in (float("inf"), 1e6, 1e6):
         buckets.begin(1)
-        buckets.arm()
+        buckets.start_reducing()
         (weight * torch.tensor([0.5, -1.0, 2.0, 3.0]) * scale).sum().backward()
         buckets.finish()
     assert weight.grad.tolist() == [0.5e6, -1e6, 2e6, 3e6]
@@ -134,7 +134,7 @@ def poisoned_step(world: World) -> bool:
     make_exact(buckets)
     for _ in range(2):
         buckets.begin(world.size)
-        buckets.arm()
+        buckets.start_reducing()
         out = net(torch.full((1, 3, 16, 16), float("inf") if world.rank == 1 else 1.0))
         out.sum().backward()
         buckets.finish()
@@ -154,7 +154,7 @@ def sync_pass(world: World, shares: tuple[int, ...]) -> tuple:
     buckets.begin(1)
     out = net(x[mine.start : mine.stop])
     statistics.collect(buckets.statistics, 0, 1)
-    buckets.arm()
+    buckets.start_reducing()
     (out * out).sum().backward()
     buckets.finish()
     statistics.merge(buckets.statistics, 1, torch.tensor(True))

@@ -27,7 +27,7 @@ from commands import SMALL, environment, family, small_shapes, train_args, yolof
 from yolofleet import devices, worker
 from yolofleet.config.load import resolve_train
 from yolofleet.parallel import stall, watchdog
-from yolofleet.parallel.stall import Beat, Findings, Member, parsed, received
+from yolofleet.parallel.stall import Heartbeat, RankInfo, RankSnapshot, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -172,7 +172,7 @@ def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
     def write_and_stop(world: World, clock: Clock) -> None:
         store = world.__dict__["kept"]
         for text in HOSTILE * (world.rank == 1):
-            for key in ("beat/1", "beat/0", "member/0", "question", "answer/1", "settled/1"):
+            for key in ("heartbeat/1", "heartbeat/0", "member/0", "question", "answer/1", "written/1"):
                 store.set(key, text)
             steps(world, clock, 20)
         if world.rank == 1:
@@ -256,14 +256,14 @@ def test_a_rank_that_does_not_report_a_stall_is_replaced(
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_text_that_is_no_message_is_nothing(text: str) -> None:
     value = parsed(text.encode("utf-8", "surrogatepass"))
-    assert [received(kind, value) for kind in (Beat, Member, Findings)] == [None, None, None]
+    assert [received(kind, value) for kind in (Heartbeat, RankInfo, RankSnapshot)] == [None, None, None]
     assert answer_of(text.encode("utf-8", "surrogatepass"), 2)[1] == {}
 
 
 def test_what_a_rank_publishes_is_read_as_it_was() -> None:
-    beat = Beat(1, "start", 0, 0, False, "", 0.5, math.inf, 30.0, False)
-    member = Member(1, "h", "cpu", 77, 12345, "m", "/l")
-    findings = Findings("s", "S", ("a", "b"), ())
+    beat = Heartbeat(1, "start", 0, 0, False, "", 0.5, math.inf, 30.0, False)
+    member = RankInfo(1, "h", "cpu", 77, 12345, "m", "/l")
+    findings = RankSnapshot("s", "S", ("a", "b"), ())
     for published in (beat, member, findings):
         assert received(type(published), parsed(json.dumps(vars(published)).encode())) == published
 
@@ -472,7 +472,7 @@ def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tm
     assert re.search(
         r"ClusterError: rank 1 \(.*\) makes no progress since .*, in 'data' after step \d", report
     )
-    assert "hanging_sample" in report and "its loader does not deliver" in report
+    assert "hanging_sample" in report and "its data loader does not deliver" in report
     assert "--resume" in report
 
 
@@ -507,4 +507,4 @@ def test_a_run_of_one_process_says_where_it_is_and_goes_on(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warning: no progress since") == 1
     assert re.search(r"in 'data' after step 9\n", done.stderr) and "slow_once" in done.stderr
-    assert "its loader does not deliver" in done.stderr and "12 steps" in done.stdout
+    assert "its data loader does not deliver" in done.stderr and "12 steps" in done.stdout

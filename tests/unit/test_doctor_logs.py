@@ -242,7 +242,7 @@ def test_our_own_error_keeps_its_own_advice():
 
 
 def test_our_own_error_about_lost_peers_is_no_cause():
-    error = ClusterError("rank 1 lost the others in a collective").render()
+    error = ClusterError("rank 1 lost the other ranks in a collective").render()
     found = of(error + "\nOSError: [Errno 28] No space left on device\n")
     assert [f.code for f in found] == ["disk-full", "peer-lost"]
 

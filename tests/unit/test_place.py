@@ -200,8 +200,8 @@ def test_agents_meet_where_the_scheduler_says() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("MASTER_PORT", "70000", "MASTER_PORT=70000 is no port"),
-        ("MASTER_PORT", "0", "MASTER_PORT=0 is no port"),
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000 is not a port"),
+        ("MASTER_PORT", "0", "MASTER_PORT=0 is not a port"),
         ("WORLD_SIZE", "999999999999", r"rank 3 of 999999999999 \(at most 100,000\)"),
     ],
 )

@@ -17,11 +17,11 @@ from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.stacks import dumped_stack, main_stack
 from yolofleet.parallel.stall import (
     FIRST_STEPS,
-    Beat,
+    ActivityMonitor,
     Evidence,
-    Findings,
-    Member,
-    Progress,
+    Heartbeat,
+    RankInfo,
+    RankSnapshot,
     Verdict,
     judge,
     stall_error,
@@ -34,11 +34,11 @@ from yolofleet.system.proc import child_states, started_ticks, state_of
 STALL_S, TIMEOUT_S = 30.0, 600.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-WAITS = Beat(1, "comm", 40, 200, True, "all_reduce float32 [9]", 31.0, 30.0, 30.0, ended=False)
+WAITS = Heartbeat(1, "comm", 40, 200, True, "all_reduce float32 [9]", 31.0, 30.0, 30.0, ended=False)
 LOADS = replace(WAITS, phase="data", collectives=199, waiting=False)
 
 
-def verdict_on(*beats: Beat, silent_s: tuple[float, ...] = ()) -> Verdict | None:
+def verdict_on(*beats: Heartbeat, silent_s: tuple[float, ...] = ()) -> Verdict | None:
     silent = dict(enumerate(silent_s or [0.0] * len(beats)))
     return judge(dict(enumerate(beats)), silent, size=len(beats), timeout_s=TIMEOUT_S)
 
@@ -100,62 +100,64 @@ class Hand:
         return self.at
 
 
-def stepping(compute_s: float) -> tuple[Progress, Clock, Hand]:
+def stepping(compute_s: float) -> tuple[ActivityMonitor, Clock, Hand]:
     """After ten steps of ``compute_s`` seconds, seen once a second."""
     hand, activity = Hand(), Activity()
     activity.clock = clock = Clock(now=hand)
-    progress = Progress(activity, STALL_S)
+    monitor = ActivityMonitor(activity, STALL_S)
     clock.training()
     for _ in range(2 * FIRST_STEPS):
         for _ in range(int(compute_s)):
-            progress.look(1.0)
+            monitor.heartbeat(1.0)
             hand.at += 1
         with clock("comm"):
             hand.at += 0.1
         clock.step(8)
-    return progress, clock, hand
+    return monitor, clock, hand
 
 
 def test_the_limit_of_a_phase_is_ten_times_what_is_usual_and_at_least_the_setting() -> None:
-    progress, _, _ = stepping(compute_s=1)
-    assert progress.look(1.0).limit_s == STALL_S
-    progress, clock, hand = stepping(compute_s=20)
-    beat = progress.look(1.0)
+    monitor, _, _ = stepping(compute_s=1)
+    assert monitor.heartbeat(1.0).limit_s == STALL_S
+    monitor, clock, hand = stepping(compute_s=20)
+    beat = monitor.heartbeat(1.0)
     assert 10 * 18 <= beat.limit_s <= 10 * 20 and beat.silence_s == STALL_S
     with clock("data"):
         hand.at += 1
-        assert progress.look(1.0).limit_s == STALL_S, "each phase has its own"
+        assert monitor.heartbeat(1.0).limit_s == STALL_S, "each phase has its own"
 
 
 def test_first_steps_long_phases_and_tasks_have_their_own_limits() -> None:
     activity = Activity()
-    progress = Progress(activity, STALL_S)
-    assert progress.look(0.0).limit_s == 20 * STALL_S
+    monitor = ActivityMonitor(activity, STALL_S)
+    assert monitor.heartbeat(0.0).limit_s == 20 * STALL_S
     with activity.doing("indexing"):
-        assert progress.look(0.0).limit_s == 60 * STALL_S
+        assert monitor.heartbeat(0.0).limit_s == 60 * STALL_S
     with activity.doing("data set"):
-        assert progress.look(0.0).limit_s == float("inf"), "downloads have deadlines of their own"
+        assert monitor.heartbeat(0.0).limit_s == float("inf"), "downloads have deadlines of their own"
     activity.clock = clock = Clock()
     clock.training()
-    assert progress.look(0.0).limit_s == 20 * STALL_S, "the first steps"
-    progress, clock, _ = stepping(compute_s=1)
+    assert monitor.heartbeat(0.0).limit_s == 20 * STALL_S, "the first steps"
+    monitor, clock, _ = stepping(compute_s=1)
     for phase in ("evaluate", "checkpoint"):
         with clock(phase):
-            assert progress.look(0.0).limit_s == 20 * STALL_S
+            assert monitor.heartbeat(0.0).limit_s == 20 * STALL_S
 
 
 def test_any_change_is_progress_and_only_seconds_of_ones_own_running_count() -> None:
-    progress, clock, hand = stepping(compute_s=1)
-    progress.look(1.0)
-    assert progress.look(3.0).age_s == 3.0  # however long the process was suspended: the caller counts 3 s
-    progress.activity.tick()
-    assert progress.look(1.0).age_s == 0.0
-    progress.activity.started("all_reduce", (9,), "torch.float32")
-    beat = progress.look(1.0)
+    monitor, clock, hand = stepping(compute_s=1)
+    monitor.heartbeat(1.0)
+    assert (
+        monitor.heartbeat(3.0).age_s == 3.0
+    )  # however long the process was suspended: the caller counts 3 s
+    monitor.activity.tick()
+    assert monitor.heartbeat(1.0).age_s == 0.0
+    monitor.activity.started("all_reduce", (9,), "torch.float32")
+    beat = monitor.heartbeat(1.0)
     assert (beat.age_s, beat.collectives, beat.last) == (0.0, 1, "all_reduce float32 [9]")
     hand.at += 1
     clock.switch("data")
-    assert progress.look(1.0).age_s == 0.0 and progress.look(1.0).age_s == 1.0
+    assert monitor.heartbeat(1.0).age_s == 0.0 and monitor.heartbeat(1.0).age_s == 1.0
 
 
 @pytest.mark.parametrize(("ranks", "least_s"), [(2, STALL_S), (64, STALL_S), (1024, 2 * 64)])
@@ -168,14 +170,14 @@ def test_a_rank_of_a_large_world_is_not_silent_between_two_beats(ranks: int, lea
     clock.training()
     for _ in range(FIRST_STEPS):
         clock.step(1)
-    assert watchdog._progress.look(1.0).silence_s >= least_s
+    assert watchdog._monitor.heartbeat(1.0).silence_s >= least_s
 
 
 # -- what is said ------------------------------------------------------------------------------------------------
 
 
-def said(verdict: Verdict, found: dict[int, Findings], device: str = "cpu") -> str:
-    members = {r: Member(r, f"node-{r}", device, 70 + r, 5, "", "log") for r in range(3)}
+def said(verdict: Verdict, found: dict[int, RankSnapshot], device: str = "cpu") -> str:
+    members = {r: RankInfo(r, f"node-{r}", device, 70 + r, 5, "", "log") for r in range(3)}
     evidence = Evidence(
         members, {0: WAITS, 1: LOADS, 2: WAITS}, {0: 31.0, 1: 32.0, 2: 31.0}, found, time.time()
     )
@@ -187,7 +189,9 @@ def said(verdict: Verdict, found: dict[int, Findings], device: str = "cpu") -> s
 
 
 def test_the_report_says_who_where_since_when_what_the_others_wait_for_and_what_to_type() -> None:
-    found = Findings("process 71 is stopped (state T)", "T", ("loader.py:3 next",), ("process 80 is asleep",))
+    found = RankSnapshot(
+        "process 71 is stopped (state T)", "T", ("loader.py:3 next",), ("process 80 is asleep",)
+    )
     text = said(Verdict((1,), "silent", 30.0), {1: found})
     first = text.splitlines()[0]
     assert first.startswith("ClusterError: rank 1 (node-1, cpu) gives no sign of life since ")
@@ -207,18 +211,18 @@ def test_the_report_says_who_where_since_when_what_the_others_wait_for_and_what_
 @pytest.mark.parametrize(
     ("kind", "found", "device", "advice"),
     [
-        ("silent", Findings(), "cpu", "ping node-1"),
-        ("silent", Findings("process 71 is gone", "X"), "cpu", "out of memory?"),
-        ("silent", Findings("process 71 is running (state R)", "R"), "cpu", "holds Python's lock"),
-        ("silent", Findings("process 71 is held by a debugger", "t"), "cpu", "a debugger holds it"),
-        ("stuck", Findings("x", "S", (), ("process 9 waits for a disk (state D)",)), "cpu", "network file system"),
-        ("stuck", Findings("x", "S"), "cpu", "its loader does not deliver"),
-        ("waiting", Findings("x", "S"), "cuda:0", "NCCL_SOCKET_IFNAME"),
-        ("blind", Findings(), "cpu", "the network to it is lost"),
+        ("silent", RankSnapshot(), "cpu", "ping node-1"),
+        ("silent", RankSnapshot("process 71 is gone", "X"), "cpu", "out of memory?"),
+        ("silent", RankSnapshot("process 71 is running (state R)", "R"), "cpu", "holds the GIL"),
+        ("silent", RankSnapshot("process 71 is held by a debugger", "t"), "cpu", "a debugger holds it"),
+        ("stuck", RankSnapshot("x", "S", (), ("process 9 waits for a disk (state D)",)), "cpu", "network file system"),
+        ("stuck", RankSnapshot("x", "S"), "cpu", "its data loader does not deliver"),
+        ("waiting", RankSnapshot("x", "S"), "cuda:0", "NCCL_SOCKET_IFNAME"),
+        ("store-lost", RankSnapshot(), "cpu", "the network to it is lost"),
     ],
 )  # fmt: skip
 def test_the_likely_reason_follows_from_what_was_found(
-    kind: str, found: Findings, device: str, advice: str
+    kind: str, found: RankSnapshot, device: str, advice: str
 ) -> None:
     assert advice in said(Verdict((1,), kind, 30.0), {1: found}, device).splitlines()[-1]
 

@@ -125,7 +125,7 @@ class CheckpointStore:
             failure, self._failure = self._failure, None
             raise failure
 
-    def settle(self) -> None:
+    def finish_writing(self) -> None:
         """Wait for the write under way, whatever becomes of it: for a run that has failed otherwise."""
         if self._writer is not None:
             self._writer.join()

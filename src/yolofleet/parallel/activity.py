@@ -1,4 +1,4 @@
-"""What this rank is doing, as plain variables: set on the way, read by its watchdog from another thread."""
+"""The current activity of this rank, as plain variables: the main thread sets them, the watchdog's thread reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Phases(Protocol):
-    """What the watchdog reads of ``report.clock.Clock``."""
+    """The part of ``report.clock.Clock`` that the watchdog reads."""
 
     phase: str
     since_s: float
@@ -20,15 +20,15 @@ class Phases(Protocol):
 
 
 class Activity:
-    """One rank's; equal numbers of collectives on all ranks mean that they are equally far.
+    """Activity of one rank. Ranks with equal numbers of collectives are at the same point of the program.
 
     Attributes:
-        clock: of a training run, once there is one.
-        task: a long job outside of steps ("indexing"), else "".
-        ticks: parts of long jobs that are done, counted.
-        collectives: how many have been started. last: name, shape and number format of the last one.
-        waiting: for a collective, in this moment.
-        settle: finishes what must be finished before the process may be ended (a checkpoint being written).
+        clock: of a training run, once it exists.
+        task: the current long task outside of steps ("indexing"), else "".
+        ticks: counts finished parts of long tasks.
+        collectives: number of collectives started. last: name, shape and dtype of the last one.
+        waiting: whether the main thread waits for a collective now.
+        finish_writing: waits until a checkpoint being written is complete; called before the process is ended.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Activity:
         self.collectives = 0
         self.last: tuple[Any, ...] = ()
         self.waiting = False
-        self.settle: Callable[[], None] = lambda: None
+        self.finish_writing: Callable[[], None] = lambda: None
 
     @contextmanager
     def doing(self, task: str) -> Iterator[None]:
-        """A job that may take long."""
+        """Name the long task of the block."""
         self.task, outer = task, self.task
         try:
             yield
@@ -50,16 +50,16 @@ class Activity:
             self.task = outer
 
     def tick(self, *_: object) -> None:
-        """Something of a long job is done."""
+        """Record progress of a long task."""
         self.ticks += 1
 
     def started(self, name: str, *size: Any) -> None:
-        """A collective has been started."""
+        """Record the start of a collective."""
         self.collectives += 1
         self.last = (name, *size)
 
     def last_text(self) -> str:
-        """``all_reduce float32 [1024]``."""
+        """Return the last collective as text: ``all_reduce float32 [1024]``."""
         if not self.last:
             return "none"
         name, shape, dtype = self.last

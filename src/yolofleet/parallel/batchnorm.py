@@ -1,11 +1,11 @@
-"""Batch normalisation whose statistics do not depend on the fleet.
+"""Batch normalisation whose statistics do not depend on the number of ranks.
 
-Each micro-batch is normalised by its own statistics. What V micro-batches would have done to the running
-statistics one after the other is linear,
+Each micro-batch is normalised by its own statistics. V micro-batches in sequence would change the running statistics r
+linearly (m: momentum, s_v: statistics of micro-batch v):
 
-    r' = (1 - m)^V r + sum_v m (1 - m)^(V - 1 - v) s_v,
+    r' = (1 - m)^V r + sum_v m (1 - m)^(V - 1 - v) s_v
 
-so every rank adds its weighted s_v into a buffer that is summed with the gradients.
+So every rank adds its weighted s_v to a buffer, and the ranks sum the buffer together with the gradients.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from yolofleet.parallel.world import World
 class RunningStatistics:
     """Running mean and variance of all training-mode BatchNorm2d layers of a model, as one flat tensor.
 
-    The layers' own buffers are set to momentum 1, so that a forward pass leaves the micro-batch's statistics
-    there (variance unbiased, n / (n - 1), as torch does); ``running`` holds what the layers will use in
-    inference.
+    The layers get momentum 1, so that a forward pass leaves the micro-batch's statistics in their buffers (variance
+    unbiased, n / (n - 1), as in torch). ``running`` holds the statistics for inference.
 
     Args:
-        counts_here: whether this rank adds its statistics; with synchronised layers all ranks have the same
-            ones, and one of them does.
+        counts_here: this rank adds its statistics. With synchronised layers all ranks have equal statistics, and only
+            one rank adds them.
     """
 
     def __init__(self, model: nn.Module, *, counts_here: bool = True) -> None:
@@ -55,17 +54,17 @@ class RunningStatistics:
                 setattr(m, buffer, self._batch[at : at + m.num_features])
                 at += m.num_features
             m.momentum = 1.0
-            m.num_batches_tracked = None  # counted once for all in `batches`
+            m.num_batches_tracked = None  # `batches` counts for all layers
         self.batches = 0
 
     def collect(self, total: Tensor, ordinal: int, micro_batches: int) -> None:
-        """After the forward pass of micro-batch ``ordinal`` of ``micro_batches``: add its share to ``total``."""
+        """Add the share of micro-batch ``ordinal`` of ``micro_batches`` to ``total``. Call after its forward pass."""
         if self.size and self.counts_here:
             m = self.momentum
             total.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
 
     def merge(self, total: Tensor, micro_batches: int, finite: Tensor) -> None:
-        """After the reduction: add one step to the running average, unless ``finite`` (bool) is False."""
+        """Add one step to the running average, unless ``finite`` (bool) is False. Call after the reduction."""
         if self.size:
             merged = (self.running * (1 - self.momentum) ** micro_batches).add_(total)
             torch.where(finite, merged, self.running, out=self.running)
@@ -73,9 +72,9 @@ class RunningStatistics:
 
 
 class GroupBatchNorm(torch.autograd.Function):
-    """Normalise by the statistics of all ranks' shares: one sum forward, one backward.
+    """Normalises by the statistics of all ranks' shares: one all-reduce forward, one backward.
 
-    Shares may be unequal or empty. Works on any backend; sums in float32.
+    Shares may be unequal or empty. Works on any backend.
     Source: arXiv:1502.03167 for the layer; the gradient is the usual one with global sums.
     """
 
@@ -129,10 +128,10 @@ group_batch_norm: Callable[[Tensor, Tensor, Tensor, float, World], tuple[Tensor,
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d over the group of images that all ranks pass together (``--sync-bn``).
+    """BatchNorm2d over the images of all ranks (``--sync-bn``).
 
-    Collective: in training mode every rank calls forward and backward of every layer in the same order, with
-    its own share, which may be empty.
+    Collective: in training mode every rank calls forward and backward of every layer in the same order. A rank's share
+    of the images may be empty.
     """
 
     world: World

@@ -1,13 +1,13 @@
-"""The one path of gradients: flat buckets, filled by backward, reduced while backward goes on.
+"""Gradient buckets: the backward pass fills them, and full ones are reduced while it continues.
 
-Every parameter's ``.grad`` is a view into a bucket for the whole run, so local micro-batches add up in place.
-During the last local micro-batch's backward pass, hooks count the parameters whose gradient is final; a full
-bucket is reduced at once, in a fixed order, while the rest of the backward pass goes on (the algorithm of
-PyTorch DDP, arXiv:2006.15704, over micro-batches instead of ranks). A rank without work contributes zeros.
+Every parameter's ``.grad`` is a view into a flat bucket for the whole run, so the gradients of local micro-batches add
+up in place. During the last local backward pass, hooks count the parameters whose gradient is final. A full bucket is
+reduced at once, in a fixed order, while the backward pass continues. This is the algorithm of PyTorch DDP
+(arXiv:2006.15704), extended to several micro-batches. A rank without work contributes zeros.
 
-What a bucket sends is its ``Wire``: the float32 sum itself (``fast``), or integers on a fixed grid whose sum
-does not depend on any order (``exact``, see ``exact.py``). Batch-norm statistics of the step travel the same
-way in a small buffer of their own, which is complete before the last backward pass begins.
+The ``ReductionFormat`` of a bucket decides what the ranks sum: the float32 gradients (``fast``), or integers, whose sum
+does not depend on its order (``exact``, see ``exact.py``). Batch-norm statistics are reduced in the same way, in a small
+buffer of their own, which is complete before the last backward pass begins.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from yolofleet.parallel.world import World
 BUCKET_BYTES = 4 << 20  # small enough to pipeline on slow links; see benchmarks/README.md
 
 
-class Wire(Protocol):
-    """How the values of one flat float32 buffer are summed over micro-batches and ranks."""
+class ReductionFormat(Protocol):
+    """The number format in which one flat float32 buffer is summed over micro-batches and ranks."""
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches (of all ranks) starts; the buffer is zero."""
+        """Start a step of ``micro_batches`` micro-batches (on all ranks), and zero the buffer."""
 
-    def absorb(self) -> None:
-        """The buffer holds what one more local micro-batch added."""
+    def accumulate(self) -> None:
+        """Add the buffer, which holds the gradient of one more local micro-batch, to the local sum."""
 
     def message(self) -> Tensor:
-        """What to sum over ranks, in place."""
+        """Return the tensor to sum over ranks in place."""
 
-    def settle(self) -> None:
-        """The message holds the sum over ranks: put it into the buffer."""
+    def write_back(self) -> None:
+        """Convert the message, which holds the sum over ranks, into the buffer."""
 
-    def follow(self, leader: Any) -> None:
-        """Use the state of the wire of the same buffer on another device."""
+    def copy_grid(self, leader: Any) -> None:
+        """Use the grid of the format of the same buffer on another device."""
 
 
-class FloatWire:
-    """The buffer itself: rounding depends on how many ranks there are, at about 1e-7."""
+class FloatFormat:
+    """float32: rounding depends on the number of ranks, at about 1e-7."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -51,21 +51,21 @@ class FloatWire:
     def begin(self, micro_batches: int) -> None:
         self.flat.zero_()
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         pass
 
     def message(self) -> Tensor:
         return self.flat
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         pass
 
-    def follow(self, leader: Any) -> None:
+    def copy_grid(self, leader: Any) -> None:
         pass
 
 
 class Bucket:
-    """Gradients of some parameters, one behind the other in ``flat``."""
+    """Gradients of consecutive parameters in one flat tensor."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -73,21 +73,23 @@ class Bucket:
         self.flat = torch.zeros(sum(self.sizes), dtype=torch.float32, device=parameters[0].device)
         at = 0
         for p in parameters:
-            # same strides as the parameter: channels-last weights get channels-last gradients
+            # The gradient has the strides of the parameter, so channels-last weights get channels-last gradients.
             p.grad = self.flat.as_strided(p.size(), p.stride(), at)
             at += p.numel()
-        self.wire: Wire = FloatWire(self.flat)
+        self.format: ReductionFormat = FloatFormat(self.flat)
         self.pending = 0
         self.work: Any = None
 
 
 class GradientBuckets:
-    """Gradients of ``parameters`` (those that require one) and ``statistics`` of one model on one device.
+    """Gradients and batch-norm statistics of one model on one device.
 
     Args:
-        parameters: in order of the forward pass; buckets go backwards, as gradients become ready.
-        world: whose ranks are summed.
+        parameters: in order of the forward pass. Buckets hold those that require a gradient, in reverse order: the
+            backward pass finishes the last parameters first.
+        world: ranks to sum over.
         statistics: elements of the batch-norm buffer.
+        bytes_each: size of a bucket.
     """
 
     def __init__(
@@ -102,82 +104,82 @@ class GradientBuckets:
         self.buckets = [Bucket(group) for group in grouped(parameters, bytes_each)]
         device = self.buckets[0].flat.device
         self.statistics = torch.zeros(statistics, dtype=torch.float32, device=device)
-        self.statistics_wire: Wire = FloatWire(self.statistics)
+        self.statistics_format: ReductionFormat = FloatFormat(self.statistics)
         self._statistics_work: Any = None
         self._launched = 0
-        self._armed = False
+        self._is_reducing = False
         for bucket in self.buckets:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._on_gradient(bucket))
 
-    def wires(self) -> list[Wire]:
-        """All that is summed, in the order in which it is sent."""
-        return [self.statistics_wire, *(bucket.wire for bucket in self.buckets)]
+    def formats(self) -> list[ReductionFormat]:
+        """Return the formats of all buffers, in the order of their reductions."""
+        return [self.statistics_format, *(bucket.format for bucket in self.buckets)]
 
     def begin(self, micro_batches: int) -> None:
-        """Start of a step: nothing of the last one may stay (it would add up silently)."""
-        for wire in self.wires():
-            wire.begin(micro_batches)
-        self._launched, self._armed = 0, False
+        """Start a step: zero the buffers, because gradients would add up over steps."""
+        for form in self.formats():
+            form.begin(micro_batches)
+        self._launched, self._is_reducing = 0, False
 
-    def arm(self) -> None:
-        """Before the backward pass of the last local micro-batch: reduce buckets as they fill."""
-        self._armed = True
+    def start_reducing(self) -> None:
+        """Reduce buckets as they fill. Call before the backward pass of the last local micro-batch."""
+        self._is_reducing = True
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
         self._launch_statistics()
 
-    def absorb(self) -> None:
-        """After a forward and backward pass that was not the last local one."""
-        for wire in self.wires():
-            wire.absorb()
+    def accumulate(self) -> None:
+        """Add the gradients of a micro-batch to the local sums. Call after each backward pass but the last one."""
+        for form in self.formats():
+            form.accumulate()
 
     def _launch_statistics(self) -> None:
-        self.statistics_wire.absorb()
-        self._statistics_work = self.world.all_reduce_async(self.statistics_wire.message())
+        self.statistics_format.accumulate()
+        self._statistics_work = self.world.all_reduce_async(self.statistics_format.message())
 
     def _on_gradient(self, bucket: Bucket) -> None:
-        if self._armed:
+        if self._is_reducing:
             bucket.pending -= 1
             self._launch_full()
 
     def _launch_full(self) -> None:
-        # strictly in bucket order: collectives must meet in the same order on every rank
+        # in bucket order, because every rank must start its collectives in the same order
         while self._launched < len(self.buckets) and self.buckets[self._launched].pending <= 0:
             bucket = self.buckets[self._launched]
-            bucket.wire.absorb()
-            bucket.work = self.world.all_reduce_async(bucket.wire.message())
+            bucket.format.accumulate()
+            bucket.work = self.world.all_reduce_async(bucket.format.message())
             self._launched += 1
 
     def add(self, other: GradientBuckets) -> None:
-        """Add what another device of this process has summed (DataParallel), before :meth:`finish`."""
-        for mine, theirs in zip(self.wires(), other.wires(), strict=True):
+        """Add the sums of another device of this process (DataParallel). Call before :meth:`finish`."""
+        for mine, theirs in zip(self.formats(), other.formats(), strict=True):
             mine.message().add_(theirs.message().to(mine.message().device))
 
-    def follow(self, leader: GradientBuckets) -> None:
-        """Before :meth:`begin`, on the other devices of a process."""
-        for mine, its in zip(self.wires(), leader.wires(), strict=True):
-            mine.follow(its)
+    def copy_grid(self, leader: GradientBuckets) -> None:
+        """Use the grids of the first device. Call before :meth:`begin` on the other devices of a process."""
+        for mine, its in zip(self.formats(), leader.formats(), strict=True):
+            mine.copy_grid(its)
 
     def finish(self) -> None:
-        """End of a step: start what is not started (idle rank, unused parameters), wait for all.
+        """Start the remaining reductions (idle rank, unused parameters) and wait for all.
 
         Collective: every rank, once per step.
         """
-        if not self._armed:
+        if not self._is_reducing:
             self._launch_statistics()
         for bucket in self.buckets:
             bucket.pending = 0
         self._launch_full()
         self.world.wait(self._statistics_work)
-        self.statistics_wire.settle()
+        self.statistics_format.write_back()
         for bucket in self.buckets:
             self.world.wait(bucket.work)
-            bucket.wire.settle()
-        self._armed = False
+            bucket.format.write_back()
+        self._is_reducing = False
 
     def norm(self) -> Tensor:
-        """Total 2-norm of all gradients, float32 scalar on the device."""
+        """Return the 2-norm of all gradients, a float32 scalar on the device."""
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(b.flat) for b in self.buckets])
         )
@@ -190,7 +192,7 @@ class GradientBuckets:
 
 
 def grouped(parameters: Iterable[nn.Parameter], bytes_each: int) -> list[list[nn.Parameter]]:
-    """Trainable parameters, last first, cut into groups of about ``bytes_each``."""
+    """Return the trainable parameters, last first, in groups of at most ``bytes_each`` where possible."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for p in [p for p in parameters if p.requires_grad][::-1]:

@@ -1,13 +1,12 @@
 """Sums that do not depend on their order: gradients as integers on a grid.
 
-Integer addition is associative, so any partition, any number of ranks and any algorithm of the reduction give
-the same bits; the bytes on the wire are those of float32. Each micro-batch's gradient g becomes
-``round(g * scale)`` with one power of two per parameter, chosen from the largest element of the last step's
-sum so that it lies at 2^TARGET_BITS: the grid is 2^-22 of it, and a gradient may grow 64-fold in a step
-before it is clamped (the same on every fleet). The first step, which has no last one, and batch-norm
-statistics use 64-bit integers on a fixed grid.
+Integer addition is associative, so any partition, number of ranks and reduction algorithm give the same bits. A rank
+sends as many bytes as with float32. Each micro-batch's gradient g becomes ``round(g * scale)``. Each parameter has its own
+scale, a power of two that puts the largest element of the last step's sum at about 2^TARGET_BITS. So the grid is 2^-22
+of that element, and a gradient may grow 64-fold in a step before it is clamped (equally for every number of ranks). The
+first step, which has no earlier sum, and batch-norm statistics use 64-bit integers on a fixed grid.
 
-A canonical tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
+A fixed tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
 (docs/distributed.md has the figures). Related: IntSGD (arXiv:2102.08374), VirtualFlow (arXiv:2009.09523).
 """
 
@@ -20,17 +19,17 @@ from torch import Tensor
 
 from yolofleet.parallel.buckets import GradientBuckets
 
-TARGET_BITS = 22  # where the last step's largest element lies
+TARGET_BITS = 22  # the largest element of the last step is about 2^22 grid units
 WIDE_BITS = 36  # fixed grid of the first step: 2^-36, up to 2^26 a micro-batch
 STATISTICS_BITS = 32
 
 
-class IntegerWire:
-    """Sum of ``flat`` as integers; see the module's text.
+class IntegerFormat:
+    """Sums ``flat`` as integers; the module docstring has the algorithm.
 
     Args:
         sizes: elements of each parameter in ``flat``.
-        fixed_bits: a fixed grid of 2^-fixed_bits in 64 bits, for good; None: a grid that follows the values.
+        fixed_bits: use a fixed grid of 2^-fixed_bits in 64 bits; None: adapt the grid to the values.
     """
 
     def __init__(self, flat: Tensor, sizes: list[int], fixed_bits: int | None = None) -> None:
@@ -50,7 +49,7 @@ class IntegerWire:
         self._bound = 2.0 ** ((62 if self.is_wide else 30) - spare)
         dtype = torch.int64 if self.is_wide else torch.int32
         if self._total.dtype != dtype:
-            # the last element counts micro-batches whose values are not finite: integers cannot say so
+            # The last element counts micro-batches with NaN or infinity, which integers cannot express.
             self._total = torch.empty(len(self.flat) + 1, dtype=dtype, device=self.flat.device)
             self._scale = torch.empty_like(self.flat)
         self._total.zero_()
@@ -59,32 +58,34 @@ class IntegerWire:
         else:
             torch._foreach_copy_(self._scale.split(self.sizes), self.scales.unbind())
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         finite = torch.isfinite(self.flat.sum())
         grid = self.flat.double() if self.is_wide else self.flat
         grid.mul_(self._scale).round_().clamp_(-self._bound, self._bound)
-        self._total[:-1] += grid.to(self._total.dtype)  # of a NaN: anything, the count below outdoes it
+        self._total[:-1] += grid.to(
+            self._total.dtype
+        )  # converting NaN is undefined; the count below overrides it
         self._total[-1] += (~finite).to(self._total.dtype)
         self.flat.zero_()
 
     def message(self) -> Tensor:
         return self._total
 
-    def settle(self) -> None:
-        poison = torch.where(self._total[-1] > 0, math.nan, 0.0)
-        self.flat.copy_(self._total[:-1]).div_(self._scale).add_(poison)
+    def write_back(self) -> None:
+        nan_or_zero = torch.where(self._total[-1] > 0, math.nan, 0.0)
+        self.flat.copy_(self._total[:-1]).div_(self._scale).add_(nan_or_zero)
         if self.fixed_bits is None:
             self._choose_scales()
 
-    def follow(self, leader: IntegerWire) -> None:
+    def copy_grid(self, leader: IntegerFormat) -> None:
         self.scales, self.is_wide = leader.scales.to(self.flat.device), leader.is_wide
 
     def _choose_scales(self) -> None:
-        """The grid of the next step, from a sum that is equal on every rank."""
+        """Choose the grid of the next step from the sum, which is equal on every rank."""
         # ten times the speed of _foreach_norm(inf) on CPUs
         largest = torch.stack(torch._foreach_max(self.flat.abs().split(self.sizes)))  # [P]
         if self.is_wide and not bool(torch.isfinite(largest).all()):
-            return  # an overflow (fp16's loss scale is found that way) does not tell the size of what comes
+            return  # an overflow (from the search for fp16's loss scale) does not show the size of later gradients
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)
@@ -93,23 +94,23 @@ class IntegerWire:
 
 
 def make_exact(buckets: GradientBuckets) -> None:
-    """Let ``buckets`` sum by integers."""
+    """Switch ``buckets`` to integer sums."""
     for bucket in buckets.buckets:
-        bucket.wire = IntegerWire(bucket.flat, bucket.sizes)
+        bucket.format = IntegerFormat(bucket.flat, bucket.sizes)
     statistics = buckets.statistics
-    buckets.statistics_wire = IntegerWire(statistics, [len(statistics)], STATISTICS_BITS)
+    buckets.statistics_format = IntegerFormat(statistics, [len(statistics)], STATISTICS_BITS)
 
 
 def grid_of(buckets: GradientBuckets) -> Tensor:
-    """[P] the scales of all parameters, for a checkpoint; empty in fast mode, zeros before the first step."""
-    wires = [bucket.wire for bucket in buckets.buckets if isinstance(bucket.wire, IntegerWire)]
-    return torch.cat([wire.scales for wire in wires]) if wires else torch.zeros(0)
+    """Return [P] the scales of all parameters, for a checkpoint; empty in fast mode, zeros before the first step."""
+    formats = [bucket.format for bucket in buckets.buckets if isinstance(bucket.format, IntegerFormat)]
+    return torch.cat([form.scales for form in formats]) if formats else torch.zeros(0)
 
 
 def restore_grid(buckets: GradientBuckets, scales: Tensor) -> None:
-    """Continue with the scales of a checkpoint."""
+    """Set the scales from a checkpoint."""
     parts = scales.split([len(bucket.sizes) for bucket in buckets.buckets])
     for bucket, part in zip(buckets.buckets, parts, strict=True):
-        assert isinstance(bucket.wire, IntegerWire)
-        bucket.wire.scales = part.to(bucket.flat.device)
-        bucket.wire.is_wide = not bool((part > 0).all())
+        assert isinstance(bucket.format, IntegerFormat)
+        bucket.format.scales = part.to(bucket.flat.device)
+        bucket.format.is_wide = not bool((part > 0).all())

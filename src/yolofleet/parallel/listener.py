@@ -6,7 +6,7 @@ import os
 import socket
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 1024  # connections that wait to be accepted; all workers of a run may come at once
+BACKLOG = 1024  # connections waiting to be accepted; all workers of a run may connect at once
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
@@ -23,7 +23,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as problem:
         listener.close()
-        said = OSError(f"{address}:{port}: {problem.strerror or problem}")
-        said.errno = problem.errno
-        raise said from None
+        error = OSError(f"{address}:{port}: {problem.strerror or problem}")
+        error.errno = problem.errno
+        raise error from None
     return listener

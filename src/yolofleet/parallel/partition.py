@@ -1,4 +1,4 @@
-"""Which rank computes which micro-batches of a step: the only place where the fleet's size matters."""
+"""Assign the micro-batches of a step to ranks: the only place where the number of ranks matters."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Partition:
 
     @classmethod
     def parse(cls, text: str, ranks: int) -> Partition:
-        """``"2,1,1"`` or, when empty, equal shares.
+        """Parse shares such as ``"2,1,1"``; an empty text means equal shares.
 
         Raises:
-            ConfigError: not numbers, not positive, or not one per rank.
+            ConfigError: expected one number >= 0 per rank, and not all 0.
         """
         if not text:
             return cls.equal(ranks)
@@ -44,7 +44,7 @@ class Partition:
         return cls(shares)
 
     def ranges(self, micro_batches: int) -> list[range]:
-        """One range per rank; together 0 .. micro_batches - 1, in rank order; some may be empty."""
+        """Return one range per rank, together 0 .. micro_batches - 1 in rank order; some may be empty."""
         total = sum(self.shares)
         borders, reached = [0], 0.0
         for share in self.shares:
@@ -53,12 +53,12 @@ class Partition:
         return [range(a, b) for a, b in pairwise(borders)]
 
     def idle_note(self, images: int, micro_batch: int, choices: Sequence[int]) -> str:
-        """Return how many devices get no micro-batch of a step and what to type; "" when each has one.
+        """Return a warning if some devices get no micro-batch of a step, else "".
 
         Args:
-            images: that the ranks share.
-            micro_batch: images of each part.
-            choices: micro-batches that could be chosen instead, ascending.
+            images: of a step, on all ranks.
+            micro_batch: images of a micro-batch.
+            choices: other possible values of ``--micro-batch``, ascending.
         """
         ranks, count = len(self.shares), images // micro_batch
         dealt = zip(self.shares, self.ranges(count), strict=True)

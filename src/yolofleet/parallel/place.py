@@ -1,8 +1,8 @@
-"""Where a process stands in its fleet, as the variables of its launcher say. No torch, no device yet.
+"""Read rank, world size and the address of rank 0 from the launcher's environment variables. No torch.
 
-Three kinds of launchers: torchrun (and what imitates it) gives everything; ``mpirun`` and ``srun`` give ranks, and
-the address and port of rank 0 follow from what they say about hosts and jobs. The innermost wins: torchrun under
-srun is torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` win over what is derived.
+torchrun and compatible launchers give everything. ``mpirun`` and ``srun`` give ranks; the address and port of rank 0
+are derived from their variables about hosts and jobs. The innermost launcher wins: torchrun under srun counts as
+torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` override derived values.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import NamedTuple
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.listener import LOOPBACK
 
-MOST_RANKS = 100_000  # more is a mistake, and would take gigabytes before anybody noticed
+MOST_RANKS = 100_000  # a larger number is a mistake, and would allocate gigabytes before any check fails
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process among ``size``.
+    """The position of one process among ``size``.
 
     Attributes:
-        address, port: where rank 0, or torchrun's agent beside it, waits for the others.
-        only_device: the one device that the launcher shows to this process, if it is one of several on its machine;
-            else "".
+        source: the launcher.
+        address, port: of rank 0's rendezvous store, or of that of torchrun's agent.
+        only_device: the one device that the launcher makes visible to this process, if the machine runs several
+            processes; else "".
     """
 
     rank: int = 0
@@ -41,9 +42,9 @@ class Place:
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:
-    """The place that the innermost launcher gave; alone when there is none, or when it started one process.
+    """Return the place that the innermost launcher gave; the default without a launcher, or if it started one process.
 
-    An incomplete set of torchrun's variables (a stray ``RANK``) is ignored.
+    An incomplete set of torchrun's variables (only ``RANK``, for example) is ignored.
 
     Raises:
         ConfigError: the variables contradict each other, or a launcher's are incomplete.
@@ -66,22 +67,22 @@ def _place(environment: Mapping[str, str]) -> Place:
             f"RANK={torchrun.rank} WORLD_SIZE={torchrun.size}, but {scheduled.source} says rank {scheduled.rank} of "
             f"{scheduled.size}",
             source="environment",
-            hint=f"unset RANK and WORLD_SIZE: {scheduled.source} has started this process",
+            hint=f"unset RANK and WORLD_SIZE, because {scheduled.source} started this process",
         )
     return torchrun
 
 
 def scheduled_place(environment: Mapping[str, str]) -> Place:
-    """As :func:`place_from_environment`, of ``mpirun`` or ``srun`` alone: one of several tasks, whatever they are.
+    """Return the place that ``mpirun`` or ``srun`` gave, ignoring torchrun's variables.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: see :func:`place_from_environment`.
     """
     return _mpirun(environment) or _srun(environment) or _unplaced(environment) or Place()
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0 or alone, as far as can be told without looking at all."""
+    """Return whether this process is rank 0 or alone, from its rank variable only."""
     names = ("RANK", *(launcher.rank for launcher in MPI_LAUNCHERS), "SLURM_PROCID")
     return next((environment[name] for name in names if name in environment), "0") == "0"
 
@@ -103,7 +104,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 class MpiLauncher(NamedTuple):
-    """What it is called, and its variables."""
+    """An MPI launcher and the names of its variables."""
 
     name: str
     rank: str
@@ -121,7 +122,7 @@ MPI_LAUNCHERS = (
 
 
 def _mpirun(environment: Mapping[str, str]) -> Place | None:
-    """None too for ``srun --mpi=pmi2``, which sets PMI_RANK but no local rank: that is srun's."""
+    """Return the place that mpirun gave, or None. ``srun --mpi=pmi2`` sets PMI_RANK but no local rank, so it gives None."""
     for launcher in MPI_LAUNCHERS:
         if launcher.rank in environment and launcher.local_rank in environment:
             rank, size, local_rank, local_size = (_number(environment, name) for name in launcher[1:])
@@ -130,7 +131,7 @@ def _mpirun(environment: Mapping[str, str]) -> Place | None:
             address = environment.get("MASTER_ADDR") or (
                 LOOPBACK if local_size == size else _mpi_host(launcher, environment, rank)
             )
-            job = environment.get("PMIX_NAMESPACE", "")  # Hydra gives its processes no number of the job
+            job = environment.get("PMIX_NAMESPACE", "")  # Hydra gives its processes no job number
             port = _port(environment, zlib.crc32(job.encode()))
             source = f"mpirun ({launcher.name})"
             return _checked(Place(rank, size, local_rank, local_size, source, address, port))
@@ -138,10 +139,10 @@ def _mpirun(environment: Mapping[str, str]) -> Place | None:
 
 
 def _mpi_host(launcher: MpiLauncher, environment: Mapping[str, str], rank: int) -> str:
-    """The address of rank 0. MPI does not tell it; Open MPI 4 tells that of mpirun, where rank 0 most often is.
+    """Return the address of rank 0 from Open MPI 4's address of mpirun, which usually runs on the host of rank 0.
 
     Raises:
-        ConfigError: it cannot be known.
+        ConfigError: no variable has that address, or rank 0 runs on another host.
     """
     mpirun = environment.get("OMPI_MCA_orte_hnp_uri", "")  # 123.0;tcp://10.0.0.1,192.168.0.1:41234;tcp6://...
     match = re.search(r";tcp://([0-9.]+)", mpirun)
@@ -156,7 +157,7 @@ def _mpi_host(launcher: MpiLauncher, environment: Mapping[str, str], rank: int) 
 
 
 def _unplaced(environment: Mapping[str, str]) -> Place | None:
-    """A process manager that gives a rank and too little else."""
+    """Raise if a process manager gave a rank but too few other variables."""
     for rank, size in (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE")):
         if rank in environment and environment.get(size) != "1":
             missing = "on this machine" if size in environment else "of how many"
@@ -172,7 +173,7 @@ def _unplaced(environment: Mapping[str, str]) -> Place | None:
 
 
 def _srun(environment: Mapping[str, str]) -> Place | None:
-    """None outside of a step: in the script of sbatch or the shell of salloc nobody has started several of us."""
+    """Return the place that srun gave, or None in the script of sbatch or the shell of salloc, which run one process."""
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
     size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -198,7 +199,7 @@ def _srun(environment: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """This node's entry in ``2(x3),1``: three nodes with two tasks each, then one with one."""
+    """Return the tasks on this node, from a list such as ``2(x3),1``: three nodes with two tasks, then one with one."""
     name = (
         "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environment else "SLURM_TASKS_PER_NODE"
     )
@@ -220,7 +221,7 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def _only_device(environment: Mapping[str, str]) -> str:
-    """Return the device that a launcher leaves to this process alone (``srun --gpus-per-task``, wrappers of mpirun)."""
+    """Return the only visible device, if the launcher set one (``srun --gpus-per-task``, wrappers of mpirun), else ""."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     visible = next((environment[name] for name in names if environment.get(name)), "")
     return "" if "," in visible else visible
@@ -231,13 +232,13 @@ _ENTRY = rf"(?:[A-Za-z0-9_.-]+|{_RANGES})+"
 
 
 def first_node(node_list: str) -> str:
-    """The first host of SLURM's short form: of ``n[07-12,2]-ib,gpu3`` n07-ib.
+    """Return the first host of a SLURM node list: n07-ib for ``n[07-12,2]-ib,gpu3``.
 
     Raises:
-        ConfigError: not such a list.
+        ConfigError: the text is not a node list.
     """
     if not re.fullmatch(rf"{_ENTRY}(?:,{_ENTRY})*", node_list):
-        raise ConfigError("this is not a list of SLURM's nodes", source=node_list[:200] or "empty")
+        raise ConfigError("cannot parse SLURM's node list", source=node_list[:200] or "empty")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_ENTRY, node_list)[0])
 
 
@@ -249,27 +250,27 @@ def _checked(place: Place) -> Place:
         return place
     most = f" (at most {MOST_RANKS:,})" if place.size > MOST_RANKS else ""
     raise ConfigError(
-        f"{place.source} says rank {place.rank} of {place.size}{most}, and {place.local_rank} of {place.local_size} on "
-        "this machine: that cannot be",
+        f"{place.source} gives impossible numbers: rank {place.rank} of {place.size}{most}, local rank "
+        f"{place.local_rank} of {place.local_size}",
         source="environment",
         hint="start with yolofleet, torchrun, srun or mpirun, or unset these variables",
     )
 
 
 def _port(environment: Mapping[str, str], job: int) -> int:
-    """Return ``MASTER_PORT``, or a port that follows from the job, so that jobs of one machine differ."""
+    """Return ``MASTER_PORT``, or a port derived from the job number, so that jobs on one machine use different ports."""
     if "MASTER_PORT" not in environment:
         return PORTS[job % len(PORTS)]
     port = _number(environment, "MASTER_PORT")
     if not 1 <= port <= 65535:
         raise ConfigError(
-            f"MASTER_PORT={port} is no port", source="environment", hint="1024 to 65535, or unset it"
+            f"MASTER_PORT={port} is not a port", source="environment", hint="use 1024 to 65535, or unset it"
         )
     return port
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
-    """Of the first of ``names`` that is there."""
+    """Return the number in the first of the variables ``names`` that is set."""
     name = next((name for name in names if name in environment), None)
     if name is None:
         raise _missing(names[0])

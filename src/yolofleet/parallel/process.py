@@ -1,4 +1,4 @@
-"""What one process sets up before its first operation, and says of itself to the others."""
+"""Set up one process of a run before its first operation, and compare it with the other ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from yolofleet.parallel.world import World
 
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
-    """Settings of torch that must come before its first operation; returns this process's device."""
+    """Apply the settings that torch needs before its first operation; return this process's device."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
-    # the last bits of a kernel depend on its threads, so exact sums want a fixed number
+    # The last bits of a kernel's result depend on its threads, so exact sums need a fixed number.
     exact = where.reduce == "exact"
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
@@ -38,10 +38,10 @@ def usable_cores() -> int:
 
 
 def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = False) -> None:
-    """``--deterministic`` and ``--cudnn-benchmark``; exact sums need equal kernels.
+    """Apply ``--deterministic`` and ``--cudnn-benchmark``; exact sums imply deterministic kernels.
 
     Args:
-        sizes_vary: images differ in size from step to step.
+        sizes_vary: the image size changes from step to step.
         tf32: TensorFloat-32 is allowed.
     """
     deterministic = config.deterministic or config.reduce == "exact"
@@ -56,23 +56,26 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = F
 
 
 def replica_devices(config: TrainConfig, world: World) -> list[torch.device]:
-    """Devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
+    """Return the devices of this process: one, or with ``--parallel dp`` all that ``--device`` names.
 
     Raises:
-        ConfigError: several processes and several devices each.
+        ConfigError: ``--parallel dp`` in one of several processes.
     """
     if config.parallel == "ddp":
         return [world.device]
     if world.size > 1:
         raise ConfigError(
-            f"--parallel dp is one process for all devices, and this is one of {world.size}",
+            f"--parallel dp needs one process for all devices, and this is one of {world.size} processes",
             hint="start it without torchrun, or use --parallel ddp",
         )
     return [devices.device_of(config.device, replica) for replica in range(processes_of(config.device))]
 
 
 def loader_processes(asked: int, world: World) -> int:
-    """``--workers``; by default none on CPUs (the cores compute), else this process's share of the cores."""
+    """Return the number of loader processes: ``asked`` if it is not negative, else a default.
+
+    The default is 0 on CPUs, whose cores are busy with training, else this process's share of the cores, at most 8.
+    """
     if asked >= 0:
         return asked
     if devices.is_host(world.device):
@@ -80,11 +83,11 @@ def loader_processes(asked: int, world: World) -> int:
     return max(1, min(8, usable_cores() // world.local_size))
 
 
-def agree(world: World, what: str, mine: str) -> None:
-    """Every rank must have the same text. Collective: every rank.
+def check_equal(world: World, what: str, mine: str) -> None:
+    """Raise unless all ranks have the same text ``mine``. Collective: every rank.
 
     Raises:
-        ClusterError: names the ranks that differ.
+        ClusterError: names the ranks that differ from rank 0.
     """
     every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
     texts = [text.split("\n", 1) for text in every]
@@ -97,12 +100,12 @@ def agree(world: World, what: str, mine: str) -> None:
 
 
 def fleet_precision(asked: str, world: World) -> str:
-    """Return the number format of all ranks; ``auto`` is fp32 unless all their devices have the same default.
+    """Return the precision of all ranks; ``auto`` is fp32 unless all their devices have the same default.
 
-    Sums of gradients need one loss scale on every rank. Collective: every rank.
+    All ranks need the same loss scale, because they sum scaled gradients. Collective: every rank.
 
     Raises:
-        ConfigError: this rank's device cannot do it.
+        ConfigError: this rank's device does not support the precision.
     """
     mine = resolve_precision(asked, world.device)
     every = set(world.all_gather_bytes(mine.encode()))
@@ -116,7 +119,7 @@ def versions() -> dict[str, str]:
 
 
 def place_text(world: World, count: int = 1) -> str:
-    """``2 processes (torchrun) on cpu, 1 thread each``, or ``1 process with 2 devices on cpu, 1 thread``."""
+    """Return a text such as ``2 processes (torchrun) on cpu, 1 thread each``; ``count``: devices of a process."""
     kind = devices.name_of(world.device)
     threads = torch.get_num_threads()
     processes = "1 process" if world.size == 1 else f"{world.size} processes ({world.source})"

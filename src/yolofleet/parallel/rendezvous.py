@@ -31,11 +31,11 @@ from yolofleet.parallel.listener import LOOPBACK, open_listener
 from yolofleet.parallel.store import connect_store, host_store
 
 BACKEND = "loopback"
-TIMEOUT_S = 600.0  # as torch's own; for agents that wait for other hosts
+TIMEOUT_S = 600.0  # torch's default, for agents that wait for other hosts
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Membership is fixed: hosts ``0`` to ``nodes - 1``, known before the start."""
+    """A rendezvous with fixed membership: hosts ``0`` to ``nodes - 1``, known before the start."""
 
     def __init__(self, node: int, nodes: int, run_id: str, port: int, listener: int | None) -> None:
         self._node, self._nodes, self._run_id = node, nodes, run_id
@@ -48,12 +48,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # workers use this store, too, so none of them listens
+        return True  # workers use this store too, so rank 0 does not open another
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._store = self._open()
-        self._round += 1  # keys of workers that were restarted must not meet the old ones
+        self._round += 1  # restarted workers must not read keys of the round before
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(store, self._node, self._nodes, where)
@@ -82,7 +82,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Make :data:`BACKEND` known to torchrun in this process."""
+    """Register :data:`BACKEND` with torchrun in this process."""
     rendezvous_handler_registry.register(BACKEND, _handler)
 
 

@@ -1,9 +1,9 @@
-"""The devices of one process: one replica each. One replica is the rule; several are DataParallel.
+"""The replicas of the network in one process, one for each of its devices. Usually one; several are DataParallel.
 
-With several, each takes micro-batches in a thread of its own, computes the loss where the predictions are (no
-device gathers outputs) and adds to its own buckets; what they summed is added up in replica order, or in exact
-mode as integers. Parameters of replicas on the same device are views of the same storage, but leaf tensors of
-their own, so that threads do not race for a gradient; other devices get a copy after each update.
+With several, each replica processes its micro-batches in its own thread, computes the loss on its own device (no device
+gathers outputs) and fills its own buckets. Then the buckets are added in replica order. Replicas on the same device share
+the storage of their parameters but have their own leaf tensors, so that threads do not race for a gradient. Other
+devices get a copy of the parameters after each update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Done = TypeVar("Done")
 
 @dataclass
 class Replica:
-    """One device with what its passes fill: gradients and batch-norm statistics."""
+    """The network on one device, with its gradients and batch-norm statistics."""
 
     device: torch.device
     model: nn.Module
@@ -39,7 +39,12 @@ class Replica:
     def build(
         cls, model: nn.Module, device: torch.device, world: World, *, exact: bool, synced: bool
     ) -> Replica:
-        """``model`` is on ``device``; ``synced``: its batch norm is synchronised over ranks."""
+        """Build a replica of ``model``, which is on ``device``.
+
+        Args:
+            exact: sum gradients as integers.
+            synced: batch norm is synchronised over ranks.
+        """
         statistics = RunningStatistics(model, counts_here=world.is_main or not synced)
         buckets = GradientBuckets(model.parameters(), world, statistics=statistics.size)
         if exact:
@@ -48,11 +53,11 @@ class Replica:
 
 
 class Replicas:
-    """All replicas of this process; the first one leads: the optimizer works on its parameters.
+    """All replicas of this process. The optimizer updates the parameters of the first one (``lead``).
 
     Attributes:
-        timed: wait for the devices after their passes and after the sums, so that the host's clock tells
-            computing from waiting for others; costs some overlap.
+        timed: wait for the devices after the passes and after the reduction, so that the host's clock can separate
+            compute time from waiting time; this costs some overlap.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -68,7 +73,7 @@ class Replicas:
     def build(
         cls, model: nn.Module, devices: Sequence[torch.device], world: World, *, exact: bool, synced: bool
     ) -> Replicas:
-        """``model`` is on the first device."""
+        """Copy ``model``, which is on the first device, to the others."""
         models = [model, *(copy.deepcopy(model).to(device) for device in devices[1:])]
         for copied in models[1:]:
             for theirs, mine in zip(copied.parameters(), model.parameters(), strict=True):
@@ -78,13 +83,13 @@ class Replicas:
         return cls([Replica.build(m, device, world, exact=exact, synced=synced) for m, device in pairs])
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches (of all ranks) starts."""
+        """Start a step of ``micro_batches`` micro-batches (on all ranks)."""
         for replica in self.all:
-            replica.buckets.follow(self.lead.buckets)
+            replica.buckets.copy_grid(self.lead.buckets)
             replica.buckets.begin(micro_batches)
 
     def each(self, work: Callable[[Replica, int], Done]) -> list[Done]:
-        """``work(replica, number)`` on every replica, side by side; results in replica order."""
+        """Run ``work(replica, number)`` on all replicas in parallel; return the results in replica order."""
         numbers = range(len(self.all))
         done = list(self._pool.map(work, self.all, numbers) if self._pool else map(work, self.all, numbers))
         if self.timed:
@@ -101,8 +106,8 @@ class Replicas:
             wait_for(self.lead.device)
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """After an update: the lead's parameters to replicas on other devices."""
+    def copy_to_devices(self) -> None:
+        """Copy the first replica's parameters to those on other devices. Call after each update."""
         for replica in self.all[1:]:
             if replica.device != self.lead.device:
                 for theirs, mine in zip(

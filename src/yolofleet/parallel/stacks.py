@@ -1,4 +1,4 @@
-"""Python stacks of this process, and of one that does not respond."""
+"""Python stacks of this process, and of another one that does not respond."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from yolofleet.files.foreign import open_foreign
 
 FRAMES_SHOWN = 10
-DUMP = "Timeout ("  # how faulthandler.dump_traceback_later begins
+DUMP = "Timeout ("  # the first words of faulthandler.dump_traceback_later
 
 
 def short_path(path: str) -> str:
-    """Return the path from the package's name on."""
+    """Return the part of the path after ``site-packages`` or ``src``."""
     parts = Path(path).parts
     for landmark in ("site-packages", "src"):
         if landmark in parts:
@@ -25,7 +25,7 @@ def short_path(path: str) -> str:
 
 
 def main_stack() -> list[str]:
-    """Return the calls of this process's main thread, innermost first: ``file:line function``."""
+    """Return the call stack of this process's main thread, innermost call first: ``file:line function``."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     calls = traceback.extract_stack(frame)[::-1] if frame is not None else []

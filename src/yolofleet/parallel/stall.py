@@ -1,8 +1,8 @@
-"""When is a run stuck, and through whom? Pure functions over what the ranks have published.
+"""Detect a stalled run and name the rank that causes it: pure functions over the ranks' heartbeats.
 
-The rank that is missing is the one that has started the fewest collectives: the others wait for it. All times
-are counted by the watchdog that measures them, second by second while its own process runs, and are never
-differences of two clocks: so a machine that was suspended, or a debugger that stops all ranks, is no stall.
+The rank that has started the fewest collectives is the missing one: the others wait for it. Each watchdog counts
+seconds while its own process runs, and never subtracts the clocks of two machines. So a suspended machine, or a debugger
+that stops all ranks, is not a stall.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from yolofleet.text import listed
 
 T = TypeVar("T")
 
-USUAL_TIMES = 10  # a phase may last that many times its median
-FIRST_STEPS = 5  # of this process: memory, choice of kernels; nothing usual is known yet
-LONG_TIMES = 20  # phases and tasks that are not steps, in multiples of stall_s
-TASK_TIMES = {
+MEDIAN_FACTOR = 10  # a phase of a step may last 10 times its median
+WINDOW = 30  # steps of that median
+FIRST_STEPS = 5  # of this process: slow (allocation, choice of kernels), and there is no median yet
+OTHER_FACTOR = 20  # limit of phases and tasks outside of steps, in multiples of stall_s
+TASK_FACTORS = {  # downloads ("data set", "weights") have their own deadlines
     "data set": math.inf,
     "weights": math.inf,
     "indexing": 60.0,
-    "connecting": 10.0,  # so that a hang is named before --timeout-s ends the collective
-}  # downloads have their own deadlines
-LONG_SILENCE_TIMES = 4  # outside of steps, Python may be locked for a while (imports, large files)
-LEFT_GRACE_S = 10.0  # after a rank failed, the others notice it themselves, or never
-NEARLY = 0.9  # of --timeout-s: then the run is about to fail anyway, with less to say
-WINDOW = 30  # steps that "usual" is taken over
+    "connecting": 10.0,  # so that the report comes before --timeout-s ends the collective
+}
+SILENCE_FACTOR = 4  # outside of steps, one call may hold the GIL for a while (imports, large files)
+LEFT_GRACE_S = 10.0  # time for the other ranks to notice by themselves that a rank failed
+TIMEOUT_FRACTION = 0.9  # report at this fraction of --timeout-s: the collective's own error would say less
 
 
 @dataclass(frozen=True)
-class Member:
-    """Who a rank is; published once.
+class RankInfo:
+    """The identity of a rank, published once.
 
     Attributes:
         machine: equal for ranks whose processes see each other (``system/proc.py: machine_id``).
-        log: its file, on its own disk.
+        log: path of its log file on its own machine.
     """
 
     rank: int
@@ -59,17 +59,17 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank publishes every second.
+class Heartbeat:
+    """The state of a rank, published about once a second.
 
     Attributes:
-        number: counts up.
-        phase: of its clock, or its task.
+        number: of the heartbeat, increasing.
+        phase: of the rank's clock, or its task.
         step: of the run.
-        collectives: that it has started.
-        waiting: for the last of them; last: what that one is.
-        age_s: seconds without any progress.
-        limit_s, silence_s: how long it may go without progress, and without a beat.
+        collectives: number of collectives started.
+        waiting: whether it waits for the last one; last: the last one as text.
+        age_s: seconds without progress.
+        limit_s, silence_s: longest permitted time without progress, and without a heartbeat.
         ended: its work is over. failed: by an exception.
     """
 
@@ -86,19 +86,19 @@ class Beat:
     failed: bool = False
 
     def needs_others(self) -> bool:
-        """Return whether it waits for other ranks, or will before it can end its work."""
+        """Return whether the rank waits for others, or will wait for them before its work ends."""
         return self.waiting or self.phase in ("data", "compute", "comm", "evaluate")
 
     def place_text(self) -> str:
         return f"{self.phase!r}" + (f" after step {self.step}" if self.step else "")
 
 
-class Progress:
-    """Watches the activity of this process: beats.
+class ActivityMonitor:
+    """Measures the progress of this process, and makes its heartbeats.
 
     Args:
-        stall_s: shortest limit.
-        least_silence_s: that beats may be apart.
+        stall_s: smallest limit.
+        least_silence_s: smallest permitted time between two heartbeats.
     """
 
     def __init__(self, activity: Activity, stall_s: float, least_silence_s: float = 0.0) -> None:
@@ -106,12 +106,12 @@ class Progress:
         self._mark: tuple[Any, ...] = ()
         self._age_s = 0.0
         self._steps = -1
-        self._longest: dict[str, float] = {}  # of the step under way, by phase
+        self._longest: dict[str, float] = {}  # of the current step, by phase
         self._recent: dict[str, deque[float]] = {}
         self._number = 0
 
-    def look(self, elapsed_s: float, *, ended: bool = False, failed: bool = False) -> Beat:
-        """Once a second: ``elapsed_s`` of this process's own running time have passed."""
+    def heartbeat(self, elapsed_s: float, *, ended: bool = False, failed: bool = False) -> Heartbeat:
+        """Return the next heartbeat, ``elapsed_s`` of this process's running time after the last one."""
         a, clock = self.activity, self.activity.clock
         phase = clock.phase if clock else "start"
         steps, steps_here = (clock.steps, clock.steps_here) if clock else (0, 0)
@@ -128,7 +128,7 @@ class Progress:
         self._longest[phase] = max(self._longest.get(phase, 0.0), self._age_s)
         self._number += 1
         steady = not a.task and phase in ("data", "compute", "comm") and steps_here >= FIRST_STEPS
-        return Beat(
+        return Heartbeat(
             number=self._number,
             phase=a.task or phase,
             step=steps,
@@ -136,25 +136,27 @@ class Progress:
             waiting=a.waiting,
             last=a.last_text(),
             age_s=self._age_s,
-            limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_TIMES.get(a.task, LONG_TIMES),
-            silence_s=max(self.stall_s * (1 if steady else LONG_SILENCE_TIMES), self.least_silence_s),
+            limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_FACTORS.get(a.task, OTHER_FACTOR),
+            silence_s=max(self.stall_s * (1 if steady else SILENCE_FACTOR), self.least_silence_s),
             ended=ended,
             failed=failed,
         )
 
     def _limit_s(self, phase: str) -> float:
         recent = self._recent.get(phase)
-        return max(self.stall_s, USUAL_TIMES * statistics.median(recent) if recent else 0.0)
+        return max(self.stall_s, MEDIAN_FACTOR * statistics.median(recent) if recent else 0.0)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    missing: ranks that the others wait for; all of them when they wait for each other.
-    kind: "silent": without a sign of life; "stuck": alive, in one place; "waiting": everybody waits for the
-        same collective; "left": ended, while another waits for them; "blind": the place where ranks leave
-        their beats does not answer.
-    limit_s: that was exceeded.
+    """The cause of a stall.
+
+    Attributes:
+        missing: ranks that the others wait for; all ranks if they wait for each other.
+        kind: "silent": no heartbeats; "stuck": heartbeats, but no progress; "waiting": all ranks wait for the same
+            collective; "left": ended while another rank waits for them; "store-lost": the store of the heartbeats does
+            not answer.
+        limit_s: the limit that was exceeded.
     """
 
     missing: tuple[int, ...]
@@ -163,54 +165,59 @@ class Verdict:
 
 
 def judge(
-    beats: Mapping[int, Beat], silent_s: Mapping[int, float], *, size: int, timeout_s: float
+    heartbeats: Mapping[int, Heartbeat], silent_s: Mapping[int, float], *, size: int, timeout_s: float
 ) -> Verdict | None:
-    """The verdict over the ranks' last beats, or None while there is no stall.
+    """Return the verdict from the ranks' last heartbeats, or None if there is no stall.
 
     Args:
-        silent_s: for each rank, since its last new beat.
-        timeout_s: after which a collective fails.
+        silent_s: seconds since the last new heartbeat of each rank.
+        timeout_s: deadline of a collective.
     """
-    live = {rank: beat for rank, beat in beats.items() if not beat.ended}
-    if len(beats) < size or not live:
+    live = {rank: heartbeat for rank, heartbeat in heartbeats.items() if not heartbeat.ended}
+    if len(heartbeats) < size or not live:
         return None
-    failed = tuple(rank for rank, beat in beats.items() if beat.failed)
-    if failed and any(beat.age_s > LEFT_GRACE_S for beat in live.values() if beat.needs_others()):
+    failed = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.failed)
+    if failed and any(
+        heartbeat.age_s > LEFT_GRACE_S for heartbeat in live.values() if heartbeat.needs_others()
+    ):
         return Verdict(failed, "left", LEFT_GRACE_S)
     if len(live) == 1:
-        (beat,) = live.values()
-        waits = beat.waiting and beat.age_s > beat.limit_s
+        (heartbeat,) = live.values()
+        waits = heartbeat.waiting and heartbeat.age_s > heartbeat.limit_s
         return (
-            Verdict(tuple(sorted(beats.keys() - live.keys())), "left", beat.limit_s)
+            Verdict(tuple(sorted(heartbeats.keys() - live.keys())), "left", heartbeat.limit_s)
             if waits and size > 1
             else None
         )
-    silent = [rank for rank, beat in live.items() if silent_s[rank] > beat.silence_s]
-    speaking = {rank: beat for rank, beat in live.items() if rank not in silent}
+    silent = [rank for rank, heartbeat in live.items() if silent_s[rank] > heartbeat.silence_s]
+    speaking = {rank: heartbeat for rank, heartbeat in live.items() if rank not in silent}
     if silent:
         limit_s = min(live[rank].silence_s for rank in silent)
-        if all(beat.age_s > limit_s / 2 for beat in speaking.values()):  # nobody gets on without them
+        if all(
+            heartbeat.age_s > limit_s / 2 for heartbeat in speaking.values()
+        ):  # no other rank makes progress
             return Verdict(tuple(silent), "silent", limit_s)
         return None
-    fewest = min(beat.collectives for beat in live.values())
-    behind = [rank for rank, beat in live.items() if beat.collectives == fewest]
+    fewest = min(heartbeat.collectives for heartbeat in live.values())
+    behind = [rank for rank, heartbeat in live.items() if heartbeat.collectives == fewest]
     if len(behind) == len(live):
-        behind = [rank for rank, beat in live.items() if not beat.waiting] or behind
-    patience_s = NEARLY * timeout_s
-    out_of_patience = any(beat.waiting and beat.age_s > patience_s for beat in live.values())
+        behind = [rank for rank, heartbeat in live.items() if not heartbeat.waiting] or behind
+    patience_s = TIMEOUT_FRACTION * timeout_s
+    out_of_patience = any(heartbeat.waiting and heartbeat.age_s > patience_s for heartbeat in live.values())
     if out_of_patience or all(live[rank].age_s > live[rank].limit_s for rank in behind):
-        all_wait = all(beat.waiting for beat in live.values())
+        all_wait = all(heartbeat.waiting for heartbeat in live.values())
         limit_s = patience_s if out_of_patience else min(live[rank].limit_s for rank in behind)
         return Verdict(tuple(behind), "waiting" if all_wait else "stuck", limit_s)
     return None
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What was found out about a rank at the end.
+class RankSnapshot:
+    """The process of a rank at the time of the report.
 
     Attributes:
-        state: of its process, as its machine shows it; "" = nobody can look.
+        state: of its process, as the kernel shows it; "" if no other rank runs on its machine.
+        letter: the state in /proc/PID/stat.
         stack: Python calls of its main thread, innermost first.
         children: states of its loader processes.
     """
@@ -222,9 +229,9 @@ class Findings:
 
 
 def received(kind: type[T], values: Any) -> T | None:
-    """Return what another rank has published as a :class:`Member`, :class:`Beat` or :class:`Findings`.
+    """Return a value of another rank as a :class:`RankInfo`, :class:`Heartbeat` or :class:`RankSnapshot`.
 
-    None if it is nothing of the kind: whoever reaches the store can write anything there.
+    None if it is not valid: any program that reaches the store can write anything there.
     """
     types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, dict) or values.keys() != types.keys():
@@ -268,39 +275,39 @@ SHOWN = 4  # ranks that are described one by one
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the report is written from, by rank.
+    """The data of the report, by rank.
 
     Attributes:
-        still_s: seconds without progress until now.
+        stalled_s: seconds without progress until now.
     """
 
-    members: Mapping[int, Member]
-    beats: Mapping[int, Beat]
-    still_s: Mapping[int, float]
-    findings: Mapping[int, Findings]
+    members: Mapping[int, RankInfo]
+    heartbeats: Mapping[int, Heartbeat]
+    stalled_s: Mapping[int, float]
+    snapshots: Mapping[int, RankSnapshot]
     now_unix_s: float
 
     def since(self, rank: int) -> str:
-        still_s = min(self.still_s[rank], self.now_unix_s)  # another rank said so: it may be any number
-        return time.strftime("%H:%M:%S", time.localtime(self.now_unix_s - still_s))
+        stalled_s = min(self.stalled_s[rank], self.now_unix_s)  # from another rank: it may be any number
+        return time.strftime("%H:%M:%S", time.localtime(self.now_unix_s - stalled_s))
 
-    def found(self, rank: int) -> Findings:
-        return self.findings.get(rank, Findings())
+    def snapshot(self, rank: int) -> RankSnapshot:
+        return self.snapshots.get(rank, RankSnapshot())
 
 
 class PeerFailed(ClusterError):
-    """Another rank failed; its own message says why."""
+    """Another rank failed; its own message has the reason."""
 
 
 def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str) -> ClusterError:
-    """Return the one report.
+    """Return the report of a stall.
 
     Args:
-        saved: newest checkpoint, "" = none.
-        resume: the command that continues the run from it.
+        saved: newest checkpoint; "" if there is none.
+        resume: the command that continues the run from it; "" if the run cannot be resumed.
     """
     missing = verdict.missing
-    others = [r for r, beat in evidence.beats.items() if r not in missing and not beat.ended]
+    others = [r for r, heartbeat in evidence.heartbeats.items() if r not in missing and not heartbeat.ended]
     lines = [_headline(verdict, evidence)]
     for rank in missing[:SHOWN]:
         lines += _about(rank, evidence, alone=len(missing) == 1)
@@ -313,35 +320,35 @@ def stall_error(verdict: Verdict, evidence: Evidence, *, saved: str, resume: str
 
 
 def stall_note(verdict: Verdict, evidence: Evidence) -> str:
-    """Of a run of one process, which nobody waits for: where it is, and what that most likely means."""
+    """Return the warning about a stalled run of one process: its position and the likely cause."""
     rank = verdict.missing[0]
-    since = f"since {evidence.since(rank)} ({evidence.still_s[rank]:.0f} s; limit {verdict.limit_s:.0f} s)"
-    first = f"warning: no progress {since}, in {evidence.beats[rank].place_text()}"
+    since = f"since {evidence.since(rank)} ({evidence.stalled_s[rank]:.0f} s; limit {verdict.limit_s:.0f} s)"
+    first = f"warning: no progress {since}, in {evidence.heartbeats[rank].place_text()}"
     return "\n".join([first, *_about(rank, evidence, alone=True), f"  try  : {_advice(verdict, evidence)}"])
 
 
 def _headline(verdict: Verdict, evidence: Evidence) -> str:
     rank = verdict.missing[0]
-    beat, seconds = evidence.beats[rank], evidence.still_s[rank]
+    heartbeat, seconds = evidence.heartbeats[rank], evidence.stalled_s[rank]
     names = listed([evidence.members[r].text() for r in verdict.missing], "; ")
     since = f"since {evidence.since(rank)} ({seconds:.0f} s; limit {verdict.limit_s:.0f} s)"
     if verdict.kind == "waiting":
-        return f"all ranks wait in collective {beat.collectives} ({beat.last}) {since}: {names}"
-    if verdict.kind == "blind":
-        return f"ranks cannot reach the place where they met any more, {since}; it is held by {names} or its launcher"
+        return f"all ranks wait in collective {heartbeat.collectives} ({heartbeat.last}) {since}: {names}"
+    if verdict.kind == "store-lost":
+        return f"ranks cannot reach the rendezvous store {since}; it belongs to {names} or its launcher"
     if verdict.kind == "left":
-        what = "failed" if beat.failed else "ended its work"
-        return f"{names} {what} in {beat.place_text()}; other ranks still wait for it"
+        what = "failed" if heartbeat.failed else "ended its work"
+        return f"{names} {what} in {heartbeat.place_text()}; other ranks still wait for it"
     many = len(verdict.missing) > 1
     what = "no sign of life" if verdict.kind == "silent" else "no progress"
     verb = ("give" if verdict.kind == "silent" else "make") + ("" if many else "s")
     seen = "last seen " if verdict.kind == "silent" else ""
-    return f"{names} {verb} {what} {since}, {seen}in {beat.place_text()}"
+    return f"{names} {verb} {what} {since}, {seen}in {heartbeat.place_text()}"
 
 
 def _about(rank: int, evidence: Evidence, *, alone: bool) -> list[str]:
-    found, beat = evidence.found(rank), evidence.beats[rank]
-    who = "" if alone else f"rank {rank} in {beat.place_text()} since {evidence.since(rank)}: "
+    found, heartbeat = evidence.snapshot(rank), evidence.heartbeats[rank]
+    who = "" if alone else f"rank {rank} in {heartbeat.place_text()} since {evidence.since(rank)}: "
     lines = [f"  state: {who}{found.state or 'no other rank can look at its process'}"]
     lines += [f"  stack: {call}" if i == 0 else f"         {call}" for i, call in enumerate(found.stack)]
     lines += [f"  child: {child}" for child in found.children[:SHOWN]]
@@ -349,12 +356,14 @@ def _about(rank: int, evidence: Evidence, *, alone: bool) -> list[str]:
 
 
 def _others(others: Sequence[int], evidence: Evidence) -> list[str]:
-    """Ranks that do the same thing stand on one line."""
+    """Return a line for each group of ranks in the same state."""
     groups: dict[str, list[int]] = {}
     for rank in others:
-        beat = evidence.beats[rank]
-        place = f"waits in collective {beat.collectives} ({beat.last})" if beat.waiting else "is"
-        groups.setdefault(f"{place} in {beat.place_text()}", []).append(rank)
+        heartbeat = evidence.heartbeats[rank]
+        place = (
+            f"waits in collective {heartbeat.collectives} ({heartbeat.last})" if heartbeat.waiting else "is"
+        )
+        groups.setdefault(f"{place} in {heartbeat.place_text()}", []).append(rank)
     return [
         f"  other: rank {listed([str(r) for r in ranks])} {doing} since {evidence.since(ranks[0])}"
         for doing, ranks in groups.items()
@@ -362,13 +371,15 @@ def _others(others: Sequence[int], evidence: Evidence) -> list[str]:
 
 
 def _advice(verdict: Verdict, evidence: Evidence) -> str:
-    """What most likely happened, and what to type."""
+    """Return the most likely cause, or a command that shows it."""
     rank = verdict.missing[0]
-    member, beat, found = evidence.members[rank], evidence.beats[rank], evidence.found(rank)
+    member, heartbeat, found = evidence.members[rank], evidence.heartbeats[rank], evidence.snapshot(rank)
     if verdict.kind == "left":
         return f"its own message says why, also in {member.log}"
     if found.letter == "T":
-        return f"somebody or something stopped it; kill -CONT {member.pid} would have let it go on"
+        return (
+            f"a signal or a paused container stopped it; kill -CONT {member.pid} continues a stopped process"
+        )
     if found.letter == "t":
         return "a debugger holds it"
     if found.letter in ("X", "Z"):
@@ -376,19 +387,21 @@ def _advice(verdict: Verdict, evidence: Evidence) -> str:
     if found.letter == "D" or any("(state D)" in child for child in found.children):
         return f"a disk or network file system of {member.host} does not answer: see dmesg and the mount"
     if verdict.kind == "silent" and found.state:
-        return "a call outside of Python does not return and holds Python's lock; the stack names it"
-    if verdict.kind in ("silent", "blind"):
+        return "a call into native code does not return and holds the GIL (Python's lock); the stack names it"
+    if verdict.kind in ("silent", "store-lost"):
         return (
             f"{member.host} is down or stopped, or the network to it is lost: ping {member.host}, and there "
             f"ps -o pid,stat,wchan:30,args -p {member.pid}"
         )
     if verdict.kind == "waiting":
         return (
-            "the network between them loses what is sent, or a card was chosen that not all can reach "
+            "the network between them drops packets, or a rank uses a network interface that others cannot reach "
             "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
         )
-    if beat.phase == "data":
-        return "its loader does not deliver: see the stack, and the disk that the images are on (--cache ram)"
-    if member.device != "cpu" and beat.phase in ("compute", "comm"):
+    if heartbeat.phase == "data":
+        return (
+            "its data loader does not deliver: see the stack, and check the disk of the images (--cache ram)"
+        )
+    if member.device != "cpu" and heartbeat.phase in ("compute", "comm"):
         return f"its GPU or NCCL hangs: nvidia-smi, and dmesg (Xid) on {member.host}"
-    return "the stack says what it is busy with; if that is right, --stall-s with a higher number"
+    return "the stack shows what it is doing; if that is expected, raise --stall-s"

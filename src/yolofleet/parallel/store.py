@@ -1,7 +1,7 @@
 """Open torch's key-value store on the loopback interface, without pickles.
 
-``TCPStore`` listens on all addresses, whatever address it is given. It keeps to one address only if it receives a
-socket that is bound already (``master_listen_fd``).
+``TCPStore`` listens on all addresses, whatever address it gets. To listen on one address, it needs a socket that is
+already bound (``master_listen_fd``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LIBUV_TAKES_SOCKETS = torch.torch_version.TorchVersion(torch.__version__) >= "2.
 
 
 def has_libuv() -> bool:
-    """Whether TCPStore may use libuv; the Windows wheels of torch have none."""
+    """Return whether TCPStore may use libuv; the Windows wheels of torch do not have it."""
     return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") != "0"
 
 
 def host_store(listener: socket.socket, timeout_s: float) -> dist.TCPStore:
-    """Start a store that answers on ``listener`` and nowhere else. The store owns the socket from now on.
+    """Start a store that listens only on ``listener`` and takes ownership of that socket.
 
     Raises:
         RuntimeError: torch could not start it.
@@ -46,7 +46,7 @@ def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Connect to the store of another process.
 
     Raises:
-        RuntimeError: nobody answered in time.
+        RuntimeError: no store answered within ``timeout_s``.
     """
     return dist.TCPStore(
         address,

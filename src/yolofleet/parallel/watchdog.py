@@ -1,14 +1,14 @@
-"""A rank that hangs is named within a minute, and the run ended, instead of everybody waiting for it.
+"""Name a rank that hangs within a minute and end the run, so that the other ranks do not wait for ever.
 
-Each rank has two threads. One looks at this rank's activity once a second; the other exchanges beats with the
-other ranks through the store where they met, over a connection of its own, and judges them. Two, because the
-store may be what hangs (it lives in rank 0, or in torchrun's agent). The step itself only sets variables.
+Each rank has two threads. One measures this rank's progress once a second. The other exchanges heartbeats with the other
+ranks through the rendezvous store, over its own connection, and judges them. They are separate because the store itself
+may hang (it is in the process of rank 0 or of torchrun's agent). The training step only sets variables.
 
-When ranks see a stall, the lowest one that is not missing reports it. If it asks nothing within REPORTER_S, the next
-one takes over. The reporter asks all ranks for their stacks, and those on a machine with a missing one for what that
-machine shows of it; tells the report; waits until the checkpoint being written is done; and then every rank ends its
-process. Ranks that the same parent started on the machine kill a missing one, since it cannot end itself. A run of one
-process is not ended: nobody waits for it, and who debugs it may want to look around.
+When ranks detect a stall, the lowest one that is not missing reports it. If it does not within REPORTER_S, the next one
+does. The reporter collects the stacks of all ranks, and the process states of missing ranks from other ranks on their
+machines. It prints the report and waits until the checkpoint being written is complete. Then every rank ends its process.
+A missing rank cannot end itself, so ranks of the same machine and parent process kill it. In a run of one process the
+watchdog only prints a warning: no other rank waits, and the user may want to debug the process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from yolofleet.errors import ClusterError
 from yolofleet.files.atomic import open_append
 from yolofleet.parallel.stacks import dumped_stack, main_stack
 from yolofleet.parallel.stall import (
-    Beat,
+    ActivityMonitor,
     Evidence,
-    Findings,
-    Member,
-    Progress,
+    Heartbeat,
+    RankInfo,
+    RankSnapshot,
     Verdict,
     judge,
     parsed,
@@ -45,17 +45,17 @@ from yolofleet.parallel.world import Store, World
 from yolofleet.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
 from yolofleet.text import echo
 
-LOOK_S = 1.0
-RANKS_PER_S = 16  # beats are exchanged each second by that few ranks, more rarely by more
-BEATS_MISSED = 4  # at least, before a rank counts as silent: its beats are stored and fetched at that pace
-MEET_S = 0.2  # until it is known who they are
-CLOCK_JUMP_S = 3.0  # no more than this is counted for one look: this process was stopped, or starved
-DUMP_AT = 0.7  # of the permitted silence: the stack of a process whose Python is locked goes to its log
+INTERVAL_S = 1.0
+HEARTBEATS_PER_S = 16  # in the whole run: with more ranks each one publishes less often
+HEARTBEATS_MISSED = 4  # a rank is silent only after this many, because heartbeats travel through the store
+MEET_INTERVAL_S = 0.2  # between two looks for the other ranks at the start
+CLOCK_JUMP_S = 3.0  # count at most this for one interval: in a longer one this process did not run
+DUMP_AT = 0.7  # fraction of the permitted silence after which faulthandler dumps the stack into the log
 ANSWER_WAIT_S = 5.0
 REPORTER_S = 10.0  # until the next rank reports a stall
-SETTLE_WAIT_S = 60.0  # for a checkpoint being written
+WRITING_WAIT_S = 60.0  # for a checkpoint being written
 CLOSE_WAIT_S = 2.0
-KINDS = ("silent", "stuck", "waiting", "left", "blind")  # of a verdict
+KINDS = ("silent", "stuck", "waiting", "left", "store-lost")  # see Verdict
 DEAD = ("T", "t", "X", "Z")  # states of a process that will not answer
 
 
@@ -65,12 +65,12 @@ class Watchdog:
     Collective: every rank enters.
 
     Args:
-        stall_s: shortest time without progress that is a stall; 0 = no watchdog.
-        timeout_s: after which a collective fails.
+        stall_s: smallest time without progress that counts as a stall; 0: no watchdog.
+        timeout_s: deadline of a collective.
         log: this rank's log file.
-        checkpoints: where they lie.
-        resume: the command that continues the run from one of them, "" = it cannot be.
-        say: shows the report. Called in one rank; right after it, every process ends with exit code 4.
+        checkpoints: their folder.
+        resume: the command that resumes the run; "" if it cannot be resumed.
+        say: prints the report. One rank calls it; then every process ends with exit code 4.
     """
 
     def __init__(
@@ -87,13 +87,15 @@ class Watchdog:
         self.world, self.timeout_s, self.log, self.checkpoints = world, timeout_s, log, checkpoints
         self.resume, self.say = resume, say
         self.stall_s = stall_s
-        self.members: dict[int, Member] = {}
-        self.beats: dict[int, Beat] = {}
-        self._silent_s = dict.fromkeys(range(world.size), 0.0)  # since a rank's last new beat
-        self._seen: dict[int, int] = {}  # numbers of beats
-        self._blind_s = 0.0  # since the store answered
-        self._every_s = max(LOOK_S, world.size / RANKS_PER_S)
-        self._progress = Progress(world.activity, stall_s, least_silence_s=BEATS_MISSED * self._every_s)
+        self.members: dict[int, RankInfo] = {}
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self._silent_s = dict.fromkeys(range(world.size), 0.0)  # since each rank's last new heartbeat
+        self._seen: dict[int, int] = {}  # number of each rank's last heartbeat
+        self._store_silent_s = 0.0  # since the store's last answer
+        self._every_s = max(INTERVAL_S, world.size / HEARTBEATS_PER_S)
+        self._monitor = ActivityMonitor(
+            world.activity, stall_s, least_silence_s=HEARTBEATS_MISSED * self._every_s
+        )
         self._failed = False
         self._closing, self._ending = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -103,10 +105,12 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         alone = self.world.size == 1
         store = None if alone else self.world.store("watchdog")
-        if self.stall_s == 0 or (store is None and not alone):  # a rank without switches it off for all
+        if self.stall_s == 0 or (
+            store is None and not alone
+        ):  # a missing rank stays missing in `members`, so no rank judges
             return self
         rank = self.world.rank
-        self._mine = Member(
+        self._mine = RankInfo(
             rank,
             self.world.host,
             str(self.world.device),
@@ -116,13 +120,13 @@ class Watchdog:
             str(self.log.resolve()),
         )
         self.members[rank] = self._mine
-        self.beats[rank] = self._progress.look(0.0)
+        self.heartbeats[rank] = self._monitor.heartbeat(0.0)
         works: list[Callable[[], None]] = [self._watch_alone]
         if store is not None:
             works = [self._watch, lambda: self._exchange(store)]
             with suppress(RuntimeError):
                 store.set(f"member/{rank}", json.dumps(vars(self._mine)))
-                store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
+                store.set(f"heartbeat/{rank}", json.dumps(vars(self.heartbeats[rank])))
             with suppress(OSError):
                 self.log.parent.mkdir(parents=True, exist_ok=True)
                 self._dump = open_append(self.log)
@@ -137,76 +141,74 @@ class Watchdog:
         self._closing.set()
         for thread in self._threads:
             thread.join(CLOSE_WAIT_S)
-        if self._ending.is_set():  # a report is on its way; it ends with the process
-            time.sleep(2 * ANSWER_WAIT_S + 2 * SETTLE_WAIT_S)
+        if self._ending.is_set():  # the report is being made, and ends the process
+            time.sleep(2 * ANSWER_WAIT_S + 2 * WRITING_WAIT_S)
         if self._dump is not None:
             faulthandler.cancel_dump_traceback_later()
             self._dump.close()
 
-    # -- looking -----------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Thread: look at this rank once a second, and count how long nothing came from the others."""
+        """Thread: measure this rank's progress, and the silence of the other ranks and of the store."""
         rank, then_s = self.world.rank, time.monotonic()
-        while not self._closing.wait(LOOK_S) and not self._ending.is_set():
+        while not self._closing.wait(INTERVAL_S) and not self._ending.is_set():
             now_s = time.monotonic()
             elapsed_s, then_s = min(now_s - then_s, CLOCK_JUMP_S), now_s
-            mine = self._progress.look(elapsed_s)
-            self.beats[rank] = mine
+            mine = self._monitor.heartbeat(elapsed_s)
+            self.heartbeats[rank] = mine
             self._rearm_dump(mine)
-            for other, beat in list(self.beats.items()):
-                if other == rank or beat.number != self._seen.get(other):
-                    self._seen[other], self._silent_s[other] = beat.number, 0.0
+            for other, heartbeat in list(self.heartbeats.items()):
+                if other == rank or heartbeat.number != self._seen.get(other):
+                    self._seen[other], self._silent_s[other] = heartbeat.number, 0.0
                 else:
                     self._silent_s[other] += elapsed_s
-            self._blind_s += elapsed_s
+            self._store_silent_s += elapsed_s
             met = len(self.members) == self.world.size
-            if met and self._blind_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
-                self._end_blind(mine)
+            if met and self._store_silent_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
+                self._end_without_store(mine)
 
     def _watch_alone(self) -> None:
-        """Thread, of a run of one process: say where it is when it gets no further."""
+        """Thread of a run of one process: print a warning when it stalls."""
         then_s, said = time.monotonic(), False
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(INTERVAL_S):
             now_s = time.monotonic()
-            mine = self._progress.look(min(now_s - then_s, CLOCK_JUMP_S))
+            mine = self._monitor.heartbeat(min(now_s - then_s, CLOCK_JUMP_S))
             then_s, stalled = now_s, mine.age_s > mine.limit_s
             if stalled and not said:
                 evidence = Evidence(
-                    self.members, {0: mine}, {0: mine.age_s}, {0: own_findings()}, time.time()
+                    self.members, {0: mine}, {0: mine.age_s}, {0: own_snapshot()}, time.time()
                 )
                 echo(f"\n{stall_note(Verdict((0,), 'stuck', mine.limit_s), evidence)}", to=sys.stderr)
             said = stalled
 
-    def _rearm_dump(self, mine: Beat) -> None:
-        """This goes on while Python's lock can be had; once it cannot, a thread of C dumps the stack."""
+    def _rearm_dump(self, mine: Heartbeat) -> None:
+        """Postpone faulthandler's dump. If another thread holds the GIL too long, nothing postpones it any more."""
         now_s = time.monotonic()
         if self._dump is not None and now_s >= self._arm_dump_at_s:
             faulthandler.dump_traceback_later(DUMP_AT * mine.silence_s, file=self._dump)
             self._arm_dump_at_s = now_s + 0.1 * mine.silence_s
 
-    # -- talking -----------------------------------------------------------------------------------------
-
     def _exchange(self, store: Store) -> None:
-        """Thread: beats out and in, and the verdict on them. The last beat says that this rank is done."""
+        """Thread: publish heartbeats, fetch those of the others and judge them. The last one has ``ended`` set."""
         rank, ranks = self.world.rank, range(self.world.size)
         verdict_at_s = math.inf
-        with suppress(RuntimeError):  # the store is gone: `_watch` counts how long nothing comes
-            every_s = MEET_S
+        with suppress(RuntimeError):  # the store is gone: `_watch` measures its silence
+            every_s = MEET_INTERVAL_S
             while not self._closing.wait(every_s):
-                store.set(f"beat/{rank}", json.dumps(vars(self.beats[rank])))
+                store.set(f"heartbeat/{rank}", json.dumps(vars(self.heartbeats[rank])))
                 if len(self.members) == len(ranks):
-                    self._fetch_beats(store)
-                elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "beat")]):
+                    self._fetch_heartbeats(store)
+                elif store.check([f"{kind}/{r}" for r in ranks for kind in ("member", "heartbeat")]):
                     texts = store.multi_get([f"member/{r}" for r in ranks])
-                    found = {r: received(Member, parsed(text)) for r, text in enumerate(texts)}
+                    found = {r: received(RankInfo, parsed(text)) for r, text in enumerate(texts)}
                     members = {r: member for r, member in found.items() if member and member.rank == r}
                     if len(members) == len(ranks):
                         self.members, every_s = members, self._every_s
-                self._blind_s = 0.0
+                self._store_silent_s = 0.0
                 if store.check(["question"]):
                     self._answer(store)
-                verdict = judge(self.beats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
+                verdict = judge(self.heartbeats, self._silent_s, size=len(ranks), timeout_s=self.timeout_s)
                 if verdict is None:
                     verdict_at_s = math.inf
                     continue
@@ -214,32 +216,35 @@ class Watchdog:
                 if time.monotonic() - verdict_at_s >= REPORTER_S * self._turn(verdict):
                     self._report(store, verdict)
             store.set(
-                f"beat/{rank}", json.dumps(vars(self._progress.look(0.0, ended=True, failed=self._failed)))
+                f"heartbeat/{rank}",
+                json.dumps(vars(self._monitor.heartbeat(0.0, ended=True, failed=self._failed))),
             )
-            store.check(["question"])  # it has been answered: the beat has arrived
+            store.check(["question"])  # the answer shows that the heartbeat has arrived
 
     def _turn(self, verdict: Verdict) -> int:
-        """Return how many ranks come before this one in reporting a stall.
+        """Return how many ranks may report the stall before this one.
 
-        Each rank counts for itself: a counter in the store could be raised by any other user of this machine.
+        Each rank computes it alone, because any other user of this machine could change a counter in the store.
         """
-        live = sorted(r for r, beat in self.beats.items() if not beat.ended)
+        live = sorted(r for r, heartbeat in self.heartbeats.items() if not heartbeat.ended)
         return sorted(live, key=lambda r: r in verdict.missing).index(self.world.rank)
 
-    def _fetch_beats(self, store: Store) -> None:
+    def _fetch_heartbeats(self, store: Store) -> None:
         others = [r for r in self.members if r != self.world.rank]
-        texts = store.multi_get([f"beat/{r}" for r in others])
-        beats = {r: received(Beat, parsed(text)) for r, text in zip(others, texts, strict=True)}
-        self.beats |= {r: beat for r, beat in beats.items() if beat}  # the last good one stays
+        texts = store.multi_get([f"heartbeat/{r}" for r in others])
+        heartbeats = {r: received(Heartbeat, parsed(text)) for r, text in zip(others, texts, strict=True)}
+        self.heartbeats |= {
+            r: heartbeat for r, heartbeat in heartbeats.items() if heartbeat
+        }  # keep the last valid one
 
-    # -- the end -----------------------------------------------------------------------------------------
+    # -- report and end ----------------------------------------------------------------------------------
 
     def _report(self, store: Store, verdict: Verdict) -> NoReturn:
-        """Ask all ranks what they see, show the report, and let every rank end its process. One rank calls this."""
+        """Collect the snapshots of all ranks, print the report, and make every rank end. One rank calls this."""
         self._ending.set()
-        found = {self.world.rank: own_findings()} | self._inspect(verdict.missing)
+        found = {self.world.rank: own_snapshot()} | self._inspect(verdict.missing)
         saved = {newest(self.checkpoints)}
-        able = {r for r, beat in self.beats.items() if not beat.ended} - {self.world.rank}
+        able = {r for r, heartbeat in self.heartbeats.items() if not heartbeat.ended} - {self.world.rank}
         if verdict.kind == "silent":
             able -= set(verdict.missing)
         with suppress(RuntimeError):
@@ -248,15 +253,15 @@ class Watchdog:
                 there_saved, there_found = answer_of(store.get(f"answer/{r}"), self.world.size)
                 saved.add(there_saved)
                 for of, what in there_found.items():
-                    if of == r or of not in found:  # what a rank says of itself counts most
+                    if of == r or of not in found:  # prefer a rank's snapshot of itself
                         found[of] = what
-        self._tell(verdict, found, max(saved))
-        self._settle()
+        self._print_report(verdict, found, max(saved))
+        self._finish_writing()
         with suppress(RuntimeError):
-            for _ in self._arrivals(store, "settled", able, SETTLE_WAIT_S):
+            for _ in self._arrivals(store, "written", able, WRITING_WAIT_S):
                 pass
             store.set("end", "")
-            store.check(["end"])  # it has been answered: it has arrived
+            store.check(["end"])  # the answer shows that the key has arrived
         self._end(verdict)
 
     def _answer(self, store: Store) -> None:
@@ -270,32 +275,32 @@ class Watchdog:
                 return
         self._ending.set()
         rank = self.world.rank
-        found = {rank: own_findings()} | self._inspect(verdict.missing)
+        found = {rank: own_snapshot()} | self._inspect(verdict.missing)
         answer = {"found": {r: vars(what) for r, what in found.items()}, "saved": newest(self.checkpoints)}
         with suppress(RuntimeError):
             store.set(f"answer/{rank}", json.dumps(answer))
-            self._settle()
-            store.set(f"settled/{rank}", "")
-            for _ in self._arrivals(store, "end", {None}, ANSWER_WAIT_S + SETTLE_WAIT_S):
+            self._finish_writing()
+            store.set(f"written/{rank}", "")
+            for _ in self._arrivals(store, "end", {None}, ANSWER_WAIT_S + WRITING_WAIT_S):
                 pass
         self._end(verdict)
 
-    def _end_blind(self, mine: Beat) -> NoReturn:
-        """Without the store: each machine's first rank tells what can be seen from there."""
+    def _end_without_store(self, mine: Heartbeat) -> NoReturn:
+        """End without the store: the first rank of each machine reports what that machine shows."""
         self._ending.set()
-        neighbours = [r for r, m in self.members.items() if r != self.world.rank and self._sees(m)]
-        found = {self.world.rank: own_findings()} | self._inspect(neighbours)
+        neighbours = [r for r, m in self.members.items() if r != self.world.rank and self._shares_machine(m)]
+        found = {self.world.rank: own_snapshot()} | self._inspect(neighbours)
         lost = tuple(r for r in neighbours if found[r].letter in DEAD)
-        verdict = Verdict(lost or (0,), "silent" if lost else "blind", mine.silence_s)
+        verdict = Verdict(lost or (0,), "silent" if lost else "store-lost", mine.silence_s)
         if self.world.rank == min(set(neighbours) - set(lost) | {self.world.rank}):
-            self._tell(verdict, found, newest(self.checkpoints))
+            self._print_report(verdict, found, newest(self.checkpoints))
         else:
-            time.sleep(ANSWER_WAIT_S)  # the other one tells it
-        self._settle()
+            time.sleep(ANSWER_WAIT_S)  # time for the reporting rank
+        self._finish_writing()
         self._end(verdict)
 
     def _arrivals(self, store: Store, kind: str, ranks: set[Any], wait_s: float) -> Iterator[Any]:
-        """Ranks as their key of a kind appears; None = the one key of that name."""
+        """Yield ranks as their key ``kind/RANK`` appears in the store; None stands for the key ``kind``."""
         deadline_s = time.monotonic() + wait_s
         expected = set(ranks)
         while expected and time.monotonic() < deadline_s:
@@ -304,65 +309,64 @@ class Watchdog:
                 yield r
             time.sleep(0.1)
 
-    def _sees(self, member: Member) -> bool:
+    def _shares_machine(self, member: RankInfo) -> bool:
         return bool(member.machine) and member.machine == self._mine.machine
 
-    def _inspect(self, ranks: Iterable[int]) -> dict[int, Findings]:
-        """What this machine shows of those of its processes."""
+    def _inspect(self, ranks: Iterable[int]) -> dict[int, RankSnapshot]:
+        """Return snapshots of those ``ranks`` that run on this machine."""
         found = {}
-        for r in set(ranks) & self.members.keys() & self.beats.keys():
+        for r in set(ranks) & self.members.keys() & self.heartbeats.keys():
             member = self.members[r]
-            if r != self.world.rank and self._sees(member):
+            if r != self.world.rank and self._shares_machine(member):
                 state = state_of(member.pid, member.started_ticks)
-                stack = dumped_stack(Path(member.log), self.beats[r].silence_s)
+                stack = dumped_stack(Path(member.log), self.heartbeats[r].silence_s)
                 children = child_states(member.pid) if state.letter not in DEAD else []
-                found[r] = Findings(
+                found[r] = RankSnapshot(
                     state.text(), state.letter, tuple(stack), tuple(child.text() for child in children)
                 )
         return found
 
-    def _tell(self, verdict: Verdict, found: Mapping[int, Findings], saved: str) -> None:
-        still_s = {r: beat.age_s + self._silent_s[r] for r, beat in self.beats.items()}
-        evidence = Evidence(self.members, self.beats, still_s, found, time.time())
+    def _print_report(self, verdict: Verdict, found: Mapping[int, RankSnapshot], saved: str) -> None:
+        stalled_s = {r: heartbeat.age_s + self._silent_s[r] for r, heartbeat in self.heartbeats.items()}
+        evidence = Evidence(self.members, self.heartbeats, stalled_s, found, time.time())
         self.say(stall_error(verdict, evidence, saved=saved, resume=self.resume))
 
-    def _settle(self) -> None:
-        """Let what is being written be written."""
-        writing = threading.Thread(target=self.world.activity.settle, daemon=True)
+    def _finish_writing(self) -> None:
+        """Wait until the checkpoint being written is complete, at most ``WRITING_WAIT_S``."""
+        writing = threading.Thread(target=self.world.activity.finish_writing, daemon=True)
         writing.start()
-        writing.join(SETTLE_WAIT_S)
+        writing.join(WRITING_WAIT_S)
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """End this process, and those of this machine that cannot do it themselves."""
+        """End this process, and kill silent ranks of this machine."""
         if verdict.kind == "silent":
             for r in set(verdict.missing) & self.members.keys():
-                if self._sees(self.members[r]):
+                if self._shares_machine(self.members[r]):
                     kill_sibling(self.members[r].pid, self.members[r].started_ticks)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(ClusterError.exit_code)  # the main thread waits where no exception reaches it
+        os._exit(
+            ClusterError.exit_code
+        )  # no exception can reach the main thread, which waits in a collective
 
 
-def own_findings() -> Findings:
-    """Of a process that runs this."""
+def own_snapshot() -> RankSnapshot:
+    """Return the snapshot of this process."""
     pid = os.getpid()
     state = state_of(pid, started_ticks(pid))
     children = tuple(child.text() for child in child_states(pid))
-    return Findings(state.text(), state.letter, tuple(main_stack()), children)
+    return RankSnapshot(state.text(), state.letter, tuple(main_stack()), children)
 
 
-def answer_of(text: bytes, size: int) -> tuple[str, dict[int, Findings]]:
-    """Return another rank's newest checkpoint, and what it found about which of ``size`` ranks.
-
-    Nothing if that is no answer.
-    """
+def answer_of(text: bytes, size: int) -> tuple[str, dict[int, RankSnapshot]]:
+    """Return another rank's newest checkpoint, and its snapshots of ranks below ``size``; both empty if not valid."""
     match parsed(text):
         case {"saved": str(saved), "found": dict(found)}:
-            known = {r: received(Findings, found.get(str(r))) for r in range(size)}
+            known = {r: received(RankSnapshot, found.get(str(r))) for r in range(size)}
             return saved, {r: what for r, what in known.items() if what}
     return "", {}
 
 
 def newest(checkpoints: Path) -> str:
-    """File name of the newest whole checkpoint here, or ""."""
+    """Return the file name of the newest complete checkpoint of this machine, or ""."""
     return max((path.name for path in checkpoints.glob("step-*.safetensors")), default="")

@@ -1,8 +1,8 @@
-"""Who am I and how do we talk: the processes of one run.
+"""The process group of a run: this rank's identity, and its collectives.
 
-``World`` is built once, in ``worker.py``, from the place that ``place.py`` reads in the environment. The training and
-validation of a run communicate through it alone. Each communicating method is a collective: all ranks call it, in the
-same order, and it ends within ``timeout_s`` or raises ``ClusterError``.
+``worker.py`` builds ``World`` once, from the place that ``place.py`` reads from the environment. Training and validation
+communicate only through it. Each communicating method is a collective: all ranks call it in the same order, and it ends
+within ``timeout_s`` or raises ``ClusterError``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from yolofleet.parallel.place import Place
 from yolofleet.parallel.store import connect_store, has_libuv, host_store
 from yolofleet.text import echo, listed
 
-SAY_MISSING_S = 20.0  # importing torch takes up to that on a network disk
-STORE_ANSWER_S = 300.0  # torch's default for a store
+PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
+STORE_TIMEOUT_S = 300.0  # torch's default
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
 )
 
 
 class Store(Protocol):
-    """What is used of torch's key-value stores; calls raise RuntimeError when it is gone."""
+    """The methods that this package uses of torch's key-value store; they raise RuntimeError if the store is gone."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -47,10 +47,10 @@ class Store(Protocol):
 
 
 def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
-    """Return the store where the ranks meet: that of torchrun's agent, else one that rank 0 starts.
+    """Return the rendezvous store: that of torchrun's agent, else one that rank 0 starts.
 
     Raises:
-        RuntimeError: it cannot be reached. OSError: the port is taken.
+        RuntimeError: the store does not answer. OSError: the port is in use.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank or by_agent:
@@ -74,33 +74,33 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
 def _missing_ranks(
     store: dist.Store, place: Place, where: str, backend: str, only_device: str, timeout_s: float
 ) -> str:
-    """Wait until every rank has published its backend and device; return the names of those that are late, else "".
+    """Wait until every rank has published its backend and device; return the names of missing ranks, else "".
 
-    Rank 0 prints whom it waits for when that takes long.
+    Rank 0 prints the missing ranks after ``PRINT_MISSING_S``.
     """
     store.set(f"here/{place.rank}", f"{backend} {only_device}")
     keys = {rank: f"here/{rank}" for rank in range(place.size)}
-    for wait_s in (min(SAY_MISSING_S, timeout_s), max(timeout_s - SAY_MISSING_S, 0.1)):
+    for wait_s in (min(PRINT_MISSING_S, timeout_s), max(timeout_s - PRINT_MISSING_S, 0.1)):
         try:
             store.wait(list(keys.values()), timedelta(seconds=wait_s))
             return ""
         except RuntimeError:
             late = [str(rank) for rank, key in keys.items() if not store.check([key])]
-        if not late:  # they have come in this moment
+        if not late:  # the last ranks published after the timeout
             return ""
         names = f"rank{'s' if len(late) > 1 else ''} {listed(late)}"
-        if place.rank == 0 and wait_s == SAY_MISSING_S:
+        if place.rank == 0 and wait_s == PRINT_MISSING_S:
             echo(f"waiting at {where} for {names} of {place.size}", to=sys.stderr)
     return names
 
 
 def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
-    """Return the backend that every rank can use: its own if all have the same, else gloo.
+    """Return the backend that every rank can use: ``mine`` if all ranks have the same, else gloo.
 
-    GPUs that sum through NCCL and CPUs that sum through gloo would wait for each other for ever.
+    Ranks that reduce through NCCL and ranks that reduce through gloo would wait for each other for ever.
 
     Raises:
-        ClusterError: two ranks see the same single GPU.
+        ClusterError: two ranks see the same single device.
     """
     texts = store.multi_get([f"here/{rank}" for rank in range(place.size)])
     published = [text.decode("utf-8", "replace").partition(" ") for text in texts]
@@ -114,18 +114,18 @@ def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
     if {backend for backend, _, _ in published} == {mine}:
         return mine
     if place.rank == 0:
-        echo("ranks have different kinds of devices: all sums go through gloo", to=sys.stderr)
+        echo("ranks have different kinds of devices: all reductions use gloo", to=sys.stderr)
     return "gloo"
 
 
-# In torch 2.6, the destructor of a gloo group holds Python's lock while it waits for gloo's threads, and they may need
-# the lock to let go of the last collective's tensor: a deadlock. Groups that ranks have left are therefore kept.
+# In torch 2.6, the destructor of a gloo group holds the GIL while it waits for gloo's threads, which may need the GIL to
+# release the last collective's tensor: a deadlock. So this list keeps closed groups alive.
 _LEFT_GROUPS: list[Any] = []
 
 
 @dataclass
 class World:
-    """One process among ``size``; ``rank`` 0 is the one that writes and prints."""
+    """This process among ``size``. Rank 0 writes the files of the run and prints."""
 
     rank: int
     size: int
@@ -147,7 +147,7 @@ class World:
 
     @classmethod
     def join(cls, place: Place, device: torch.device, timeout_s: float) -> World:
-        """Meet the others: NCCL, or what the device has in its place, for its tensors; gloo for the rest.
+        """Join the process group. NCCL, or the device's own backend, reduces device tensors; gloo reduces CPU tensors.
 
         Collective: every rank, once, at most ``timeout_s``.
 
@@ -155,7 +155,7 @@ class World:
             ClusterError: a rank is missing.
         """
         devices.select(device)
-        is_guest = dist.is_initialized()  # Ray has met them already
+        is_guest = dist.is_initialized()  # Ray has made the group
         if place.size > 1 and not is_guest:
             backend = devices.collective_backend(device)
             shares_host = place.only_device and not devices.is_host(device)
@@ -176,75 +176,76 @@ class World:
                     )
             except (OSError, RuntimeError, ValueError) as problem:
                 raise ClusterError(
-                    f"rank {place.rank} could not meet the others at {where} within {timeout_s:.0f} s",
+                    f"rank {place.rank} could not join the other ranks at {where} within {timeout_s:.0f} s",
                     source=str(problem).splitlines()[0],
-                    hint="is the address reachable from every machine, and the port open?",
+                    hint="check that every machine can reach the address and that the port is open",
                 ) from None
             if missing:
                 raise ClusterError(
-                    f"{missing} did not come to {where} within {timeout_s:.0f} s",
-                    hint="was it started, with the same address and port, and do its logs say why not? "
+                    f"{missing} did not connect to {where} within {timeout_s:.0f} s",
+                    hint="check that it was started with the same address and port, and read its logs; "
                     "--timeout-s waits longer",
                 )
         rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
         return cls(rank, size, local_rank, local_size, device, place.source, is_guest=is_guest)
 
     def connect(self) -> None:
-        """Sum one number on the device: NCCL connects at its first collective, and may fail or hang there.
+        """Run a first collective on the device: NCCL connects in it, and may fail or hang.
 
         Collective: every rank, once, after :meth:`join`, under the watchdog.
 
         Raises:
-            ClusterError: the device's collectives do not work.
+            ClusterError: the collective failed.
         """
         if self.size == 1 or devices.is_host(self.device):
             return
         with self.activity.doing("connecting"):
             self.all_reduce_(torch.zeros(1, device=self.device))
             with self._cluster_errors(f"sum a number on {self.device}"):
-                devices.synchronize(self.device)  # waiting for NCCL does not wait for the device
+                devices.synchronize(self.device)  # NCCL's wait() returns before the device has finished
 
     def store(self, name: str) -> Store | None:
-        """A connection of one's own to the store where the ranks met, under a name that only they know; None
-        when they met otherwise. It talks beside the collectives and answers while they hang.
+        """Open a separate connection to the rendezvous store; return None if it is not a TCPStore.
+
+        It works while collectives hang. A random prefix keeps its keys apart from those of other programs.
 
         Collective: every rank.
         """
         token = self.broadcast_bytes(os.urandom(8).hex().encode()).decode()
-        met: Any = dist.distributed_c10d._get_default_store()  # torch has no public way to it
-        while isinstance(met, dist.PrefixStore):
-            met = met.underlying_store
-        if not isinstance(met, dist.TCPStore):
+        found: Any = dist.distributed_c10d._get_default_store()  # torch has no public function for it
+        while isinstance(found, dist.PrefixStore):
+            found = found.underlying_store
+        if not isinstance(found, dist.TCPStore):
             return None
         try:
-            own = connect_store(met.host, met.port, STORE_ANSWER_S)
+            own = connect_store(found.host, found.port, STORE_TIMEOUT_S)
         except RuntimeError:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
 
     @property
     def ends_by_exit(self) -> bool:
-        """Whether this process must not leave the group after a failure, but end at once.
+        """Whether this process must call ``os._exit`` after a failure instead of closing the group.
 
-        Both the orderly end of NCCL and its abort may wait for ranks that never come to them.
+        Both the shutdown of NCCL and its abort may wait for ranks that never call them.
         """
         return self.size > 1 and not devices.is_host(self.device) and not self.is_guest
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the others. After a failure NCCL is aborted: its orderly end would wait for ranks that never come."""
+        """Close the group. After a failure abort NCCL, because its shutdown would wait for ranks that never call it."""
         if self.size == 1 or not dist.is_initialized():
             return
         if failed and not devices.is_host(self.device):
-            with suppress(Exception):  # experimental in torch; what is left open ends with the process
+            with suppress(Exception):  # experimental in torch; the end of the process closes the rest
                 dist.distributed_c10d._abort_process_group()
         else:
             _LEFT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
-    # -- talking -----------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce_async(self, tensor: Tensor) -> Any:
-        """Start summing ``tensor`` over all ranks in place; the result has ``wait()``, or None alone.
+        """Start to sum ``tensor`` over all ranks in place; return a handle for :meth:`wait` (None if size is 1).
 
         Collective: every rank, same shapes and order.
         """
@@ -253,19 +254,19 @@ class World:
         return self._start("all_reduce", tensor, lambda: dist.all_reduce(tensor, async_op=True))
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place. Collective: every rank."""
+        """Sum ``tensor`` over all ranks in place, and return it. Collective: every rank."""
         self.wait(self.all_reduce_async(tensor))
         return tensor
 
     def _start(self, name: str, tensor: Tensor, collective: Callable[[], Any]) -> Any:
-        """Call an asynchronous collective; NCCL connects, and may fail, in the first one of its kind."""
+        """Start an asynchronous collective; NCCL connects, and may fail, in the first one of its kind."""
         self.activity.started(name, tensor.shape, tensor.dtype)
         with self._cluster_errors(f"start {self.activity.last_text()} on {tensor.device}"):
             return collective()
 
     @contextmanager
     def _cluster_errors(self, what: str) -> Iterator[None]:
-        """Raise the collective library's errors as ClusterError; too little memory stays what it is."""
+        """Raise errors of the collective library as ClusterError, except out-of-memory errors."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -278,7 +279,11 @@ class World:
             ) from None
 
     def wait(self, work: Any) -> None:
-        """End an asynchronous collective; a lost peer is a ClusterError."""
+        """Wait for an asynchronous collective.
+
+        Raises:
+            ClusterError: another rank is gone, or the deadline has passed.
+        """
         if work is None:
             return
         self.activity.waiting = True
@@ -286,15 +291,15 @@ class World:
             work.wait()
         except RuntimeError as problem:
             raise ClusterError(
-                f"rank {self.rank} lost the others in a collective",
+                f"rank {self.rank} lost the other ranks in a collective",
                 source=str(problem).splitlines()[0][:300],
-                hint="the first rank that failed says why; see logs/rank-*.log of the run",
+                hint="read the message of the first rank that failed, in logs/rank-*.log of the run",
             ) from None
         finally:
             self.activity.waiting = False
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order (text or numbers, never pickles). Collective: every rank."""
+        """Return every rank's bytes, in rank order (text or numbers, never pickles). Collective: every rank."""
         if self.size == 1:
             return [payload]
         lengths = torch.zeros(self.size, dtype=torch.int64)
@@ -311,7 +316,7 @@ class World:
         return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
-        """Rank 0's bytes on every rank; others pass anything. Collective: every rank."""
+        """Return rank 0's ``payload`` on every rank; that of other ranks is ignored. Collective: every rank."""
         if self.size == 1:
             return payload
         length = torch.tensor([len(payload) if self.is_main else 0], dtype=torch.int64)
@@ -323,7 +328,7 @@ class World:
         return data.numpy().tobytes()
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Rank 0's values into every rank's tensor. Collective: every rank."""
+        """Copy rank 0's values into every rank's tensor. Collective: every rank."""
         if self.size > 1:
             self.wait(self._start("broadcast", tensor, lambda: dist.broadcast(tensor, 0, async_op=True)))
 
@@ -332,7 +337,7 @@ class World:
         self.all_reduce_(torch.zeros(1))
 
     def sum_rows(self, row: list[float]) -> list[float]:
-        """Element-wise sum of every rank's floats, added in rank order. Collective: every rank."""
+        """Return the element-wise sum of all ranks' floats, added in rank order. Collective: every rank."""
         rows = [
             struct.unpack(f"<{len(row)}d", packed)
             for packed in self.all_gather_bytes(struct.pack(f"<{len(row)}d", *row))

@@ -36,7 +36,7 @@ from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import (
-    agree,
+    check_equal,
     fleet_precision,
     loader_processes,
     place_text,
@@ -126,7 +126,7 @@ def _train(
             dataset_images=len(data.train),
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
-        world.activity.settle = store.settle
+        world.activity.finish_writing = store.finish_writing
         splitter = _splitter(config, network, len(data.train), world)
         splitter.check()
         training = TrainingRun(
@@ -180,7 +180,7 @@ def _data(config: TrainConfig, world: World) -> _Data:
     with world.activity.doing("indexing"):
         index = build_index(spec, "train", single_cls=config.single_cls)
         val_index = build_index(spec, "val", single_cls=config.single_cls)
-    agree(world, "the data set", f"{index.digest} {val_index.digest}")
+    check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
     return _Data(index, val_index, spec.notes)
 
 

@@ -19,7 +19,7 @@ from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
-from yolofleet.parallel.process import agree, fleet_precision, loader_processes, place_text
+from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
@@ -55,7 +55,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         spec = load_dataset(config.data)
     with world.activity.doing("indexing"):
         index = build_index(spec, config.split, single_cls=config.single_cls)
-    agree(world, "the data set", index.digest)
+    check_equal(world, "the data set", index.digest)
     model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else world.device)
     device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
     if isinstance(model, Runtime):

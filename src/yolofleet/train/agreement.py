@@ -115,4 +115,4 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, eq
     )
     for t in state.all_tensors():
         world.broadcast_(t)
-    state.replicas.spread()
+    state.replicas.copy_to_devices()

@@ -270,7 +270,7 @@ class TrainingRun:
                 self.store.flush()
         finally:
             self.micro_batches.close()
-            self.store.settle()
+            self.store.finish_writing()
 
     def _restore_tally(self) -> None:
         stored = self.state.progress

@@ -152,7 +152,7 @@ class TrainState:
                 self.optimizer.state[p][slot] = empty.copy_(t)
         if grid is not None and len(grid_of(self.buckets)) == len(grid):
             restore_grid(self.buckets, grid)
-        self.replicas.spread()
+        self.replicas.copy_to_devices()
         values = snapshot.values
         self.step, self.images_seen = snapshot.step, int(values["images_seen"])
         self.statistics.batches = int(values["bn_batches"])

@@ -129,7 +129,7 @@ def train_step(
         state.buckets.scale_((clip_norm / (norm + 1e-6)).clamp(max=1.0))
     update_if_finite(state.optimizer, finite)
     state.scaler.update(finite)
-    state.replicas.spread()
+    state.replicas.copy_to_devices()
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
     state.step = plan.step + 1
@@ -183,10 +183,10 @@ def pass_micro_batches(
         replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches)
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
-            replica.buckets.arm()
+            replica.buckets.start_reducing()
         scaler.scale((sums * weights).sum() * scale).backward()
         if not (is_last and is_alone):
-            replica.buckets.absorb()
+            replica.buckets.accumulate()
         terms += sums.detach() * weights
     return LocalSums(terms, divisor)
 

@@ -678,7 +678,7 @@ ENDS = (
 RENDEZVOUS = (
     Rule(
         "rendezvous-timeout",
-        ("rendezvoustimeouterror", "waiting for clients", "members to join", "could not meet the others", "timed out waiting for clients"),
+        ("rendezvoustimeouterror", "waiting for clients", "members to join", "could not join the other ranks", "timed out waiting for clients"),
         "Not all machines or processes came: one was not started, cannot reach the first, or another number was asked for.",
         "the same --nnodes, --master_addr (--rdzv_endpoint) and --rdzv_id everywhere; nc -zv ADDRESS PORT from each of them",
         order=UNNAMED,
@@ -725,7 +725,7 @@ RENDEZVOUS = (
             "tcpstore server has shut down",
             "should dump\" flag on tcpstore",
             "socket closed",
-            "lost the others in a collective",
+            "lost the other ranks in a collective",
             "connection closed. localrank",
             "socket recv failed while polling",
         ),
