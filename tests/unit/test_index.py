@@ -340,7 +340,7 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
     text = index.problems_text()
     assert "annotations/instances_val2017.json: annotation 8 of x.jpg: box" in text
     assert "annotation 9 of x.jpg: box" in text
-    assert "2 annotations have no usable bbox or are of no listed image" in text
+    assert "2 annotations have no usable bbox or belong to no listed image" in text
     assert "val2017/y.jpg: is 64 x 48 pixels" in text
 
 
@@ -405,7 +405,7 @@ def test_voc_files_that_cannot_be_used_take_their_image_along(tmp_path):
     index = index_of(root)
     assert len(index) == 5
     text = index.problems_text()
-    assert "a.xml: has a document type (DOCTYPE), which is refused -> image left out" in text
+    assert "a.xml: has a document type (DOCTYPE), which is not allowed: remove it -> image left out" in text
     assert "b.xml: is not XML" in text
     assert "d.xml:1: object 2 (dog) has no complete bndbox -> dropped" in text
 
@@ -513,7 +513,7 @@ def test_another_process_gets_the_file_not_the_arrays(tmp_path):
     assert again.labels(1).tolist() == index.labels(1).tolist()
     assert again.problems == index.problems
     index.file.unlink()
-    with pytest.raises(DataError, match="has gone"):
+    with pytest.raises(DataError, match="was deleted during the run"):
         pickle.loads(sent)
 
 

@@ -14,7 +14,7 @@ import pytest
 from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
-from yolofleet.datasets import vocxml, yolotxt
+from yolofleet.datasets import reader, vocxml, yolotxt
 from yolofleet.datasets.labels import ProblemLog
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
@@ -46,7 +46,7 @@ LIMITS = {
     "settings, recipes, data sets (YAML)": mib(yaml_lines.MAX_BYTES),
     "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
-    "lists of images": mib(yolotxt.MAX_LIST_BYTES),
+    "lists of images": mib(reader.MAX_LIST_BYTES),
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
     "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
     "images": f"file {gib(decode.MAX_FILE_BYTES)}, {header.MAX_PIXELS:,} pixels",
@@ -80,7 +80,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.yaml", yaml_lines.MAX_BYTES, yaml_lines.read_yaml),
     ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
     ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
-    ("list.txt", yolotxt.MAX_LIST_BYTES, lambda path: list(yolotxt._listed(path))),
+    ("list.txt", reader.MAX_LIST_BYTES, lambda path: list(yolotxt._listed(path))),
     ("label.txt", yolotxt._MAX_LABEL_BYTES, _labels),
     ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),

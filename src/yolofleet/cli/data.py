@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
     from yolofleet.datasets.index import DataIndex
     from yolofleet.datasets.labels import Problem
-    from yolofleet.datasets.sources import DatasetSpec
+    from yolofleet.datasets.spec import DatasetSpec
     from yolofleet.datasets.stats import SplitFigures
     from yolofleet.report.console import ScreenTable
 

@@ -1,10 +1,10 @@
 # Paths are strings here: there may be millions.
 # ruff: noqa: PTH118
-"""COCO's instances JSON -> flat arrays, parsed once per machine and kept under the cache folder.
+"""COCO's instances JSON as flat arrays, parsed once per machine and stored in the cache folder.
 
-Parsing takes 10 s for a million boxes, so what is needed is stored as arrays; the key is the file's path, size and
-modification time. The file is read entry by entry (``bigjson``): 200 bytes of memory a box at most, where the file
-itself has some hundred to thousands. Format: cocodataset.org/#format-data.
+Parsing takes 10 s for a million boxes, so the arrays are stored under a hash of the file's path, size and modification
+time. ``bigjson`` reads the file entry by entry and takes at most 200 bytes of memory a box; in the file, a box with
+its outline takes hundreds to thousands of bytes. Format: cocodataset.org/#format-data.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ import numpy as np
 
 from yolofleet.datasets.bigjson import JsonFault, read_lists
 from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
-from yolofleet.datasets.yolotxt import ABSENT, Stamp, stamp
+from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
 
 _FORMAT = 1
 _NO_CATEGORY = -(1 << 63)
-_HINT = "is it an instances_*.json, with images, annotations and categories?"
+_HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
 
 
 @dataclass(frozen=True)
 class CocoTable:
-    """One JSON file. Legend: N images by id, M annotations by image.
+    """The content of one JSON file. Legend: N images ordered by id, M annotations ordered by image.
 
     Attributes:
-        categories: (id, name), by id.
+        categories: (id, name), ordered by id.
         image_ids: int64 [N].
-        sizes_wh: int32 [N, 2] pixels as the file says; 0 where it does not.
-        file_names: N names, relative to a folder that the file does not say.
+        sizes_wh: int32 [N, 2] pixels as the file states them; 0 where it does not.
+        file_names: N names, relative to a folder that the file does not name.
         offsets: int64 [N + 1]: annotations of image i are offsets[i]:offsets[i + 1].
         annotation_ids, category_ids: int64 [M].
         boxes_xywh_px: float64 [M, 4].
         crowd: bool [M].
         area_px: float64 [M], NaN where not given.
-        stray: annotations that were unusable or of no listed image.
+        stray: number of annotations that have no usable box or belong to no listed image.
     """
 
     path: str
@@ -66,43 +66,48 @@ class CocoTable:
 
 
 class CocoFiles:
-    """Images and labels of one JSON file, in the order of image ids.
+    """Images and labels of one JSON file, ordered by image id."""
 
-    Attributes:
-        images, stamps: as found under one of the folders; ``ABSENT`` where not found.
-        table_stamp: of the JSON file.
-        image_ids: int64 [N].
-    """
+    label_columns = ()
+    repeats_are_duplicates = False  # each annotation has an id of its own
 
     def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
-        """
+        """Find the images.
+
         Args:
-            roots: folders that may hold the images; see ``_found``.
+            roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number.
         """
         self.table = table
-        self.table_stamp = stamp(table.path)
-        self.images = _found(table.file_names, roots)
+        self.images = _image_paths(table.file_names, roots)
         self.stamps: list[Stamp] = [stamp(image) for image in self.images]
-        self.image_ids = self.table.image_ids
+        self.image_ids: np.ndarray | None = table.image_ids
+        self.key_text = repr((table.path, stamp(table.path)))
         known = {category: number for number, category in enumerate(category_ids)}
         categories, which = np.unique(self.table.category_ids, return_inverse=True)
         self._classes = np.array([known.get(i, -1) for i in categories.tolist()], np.float64)[which]
 
-    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Labels of images start:stop.
+    @property
+    def stray_labels(self) -> tuple[Problem, int] | None:
+        if not self.table.stray:
+            return None
+        what = f"{self.table.stray} annotations have no usable bbox or belong to no listed image"
+        return Problem(self.table.path, None, what, "label-stray"), self.table.stray
 
-        Args:
-            sizes_wh: int32 [stop - start, 2], as the image files say; 0 for unusable ones.
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows``.
+
+        Boxes are divided by the size that the JSON states, because their coordinates refer to it.
         """
         table = self.table
-        said = table.sizes_wh[start:stop]
-        differs = (said > 0).all(1) & (sizes_wh > 0).all(1) & (said != sizes_wh).any(1)
+        stated = table.sizes_wh[start:stop]
+        differs = (stated > 0).all(1) & (sizes_wh > 0).all(1) & (stated != sizes_wh).any(1)
         for at in np.flatnonzero(differs).tolist():
-            (width, height), (said_width, said_height) = sizes_wh[at], said[at]
-            what = f"is {width} x {height} pixels; the annotations say {said_width} x {said_height}"
+            (width, height), (stated_width, stated_height) = sizes_wh[at], stated[at]
+            what = f"is {width} x {height} pixels; the annotations say {stated_width} x {stated_height}"
             log.add(Problem(self.images[start + at], None, what, "size-differs"))
-        sizes = np.where((said > 0).all(1, keepdims=True), said, np.maximum(sizes_wh, 1)).astype(np.float64)
+        is_stated = (stated > 0).all(1, keepdims=True)
+        sizes = np.where(is_stated, stated, np.maximum(sizes_wh, 1)).astype(np.float64)
 
         first, last = int(table.offsets[start]), int(table.offsets[stop])
         image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
@@ -121,32 +126,43 @@ class CocoFiles:
             int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
         )
 
-    def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
-        """File, line and opening words for a message about a label."""
-        return self.table.path, None, f"annotation {mark} of {self.table.file_names[at]}: "
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
+
+    def label_file(self, image: int) -> None:
+        return None
+
+    def without(self, images: Iterable[int]) -> SplitReader:
+        raise AssertionError("images with ids of their own are never dropped as repeats")
 
 
-def _found(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
-    """Paths of images: the first folder is used that holds one of ten names, as they are or without their first
-    folders (Objects365 says ``images/v1/patch8/x.jpg`` of what lies in ``train/patch8/x.jpg``)."""
-    some = (
-        [file_names[at] for at in np.linspace(0, len(file_names) - 1, 10).astype(int)] if file_names else []
-    )
+def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
+    """Return the path of each image in the first folder that holds at least one of ten sampled names.
+
+    A name is tried whole, then without its first folders: Objects365 writes ``images/v1/patch8/x.jpg`` for a file that
+    lies in ``train/patch8/x.jpg``.
+    """
+    sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
     for parts in (0, 2, 1):
         for root in map(str, roots):
-            if any(stamp(os.path.join(root, _last_parts(name, parts))) != ABSENT for name in some):
+            if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample):
                 return [os.path.join(root, _last_parts(name, parts)) for name in file_names]
     return [os.path.join(str(roots[0]), name) for name in file_names]
 
 
 def _last_parts(name: str, parts: int) -> str:
-    """The last ``parts`` of a path; all of it for 0."""
+    """Return the last ``parts`` components of a path; 0 means all of it."""
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
 def load_table(path: Path, parse: Callable[[str], CocoTable] | None = None) -> CocoTable:
-    """From the cache folder where possible; ``parse`` reads another format than COCO's. Raises DataError for a file
-    that is missing or not of that form."""
+    """Return the table of an annotation file, from the cache folder if it is stored there.
+
+    Args:
+        parse: reads the file; default: ``parse_json``.
+    Raises:
+        DataError: the file is missing or has another form.
+    """
     try:
         about = path.stat()
     except (OSError, ValueError) as error:
@@ -168,7 +184,7 @@ def _load_table(
     try:
         write_arrays(stored, *_pack(table))
     except OSError:
-        pass  # slower next time, nothing else
+        pass  # without a cache folder, the next start parses the file again
     return table
 
 
@@ -202,16 +218,16 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
 
 
 def parse_json(path: str) -> CocoTable:
-    """Raises DataError."""
+    """Parse a COCO instances file. Raises DataError."""
     builder = TableBuilder()
     categories: dict[int, str] = {}
     seen: set[str] = set()
     try:
         for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
-            if entry is None and key not in seen:  # the list begins
+            if entry is None and key not in seen:  # read_lists yields None once, before the entries of a list
                 seen.add(key)
             elif not isinstance(entry, dict):
-                raise DataError(f"annotations {path} have no usable list of {key}", hint=_HINT)
+                raise DataError(f"annotations {path}: {key} is not a list of objects", hint=_HINT)
             elif key == "annotations":
                 _add_annotation(builder, entry)
             elif key == "images":
@@ -230,18 +246,18 @@ def parse_json(path: str) -> CocoTable:
 
 
 class TableBuilder:
-    """Images and annotations in any order -> ``CocoTable``; about 65 bytes an annotation."""
+    """Collects images and annotations in any order; takes about 65 bytes an annotation."""
 
     def __init__(self) -> None:
         self._image_ids, self._sizes_wh = array("q"), array("i")
         self._file_names: list[str] = []
         self._of_image, self._ids, self._categories = array("q"), array("q"), array("q")
         self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
-        self._odd_categories: dict[int, str] = {}  # by row; the first ones that are no whole numbers
+        self._odd_categories: dict[int, str] = {}  # by row: the first 1000 that are not whole numbers
         self.stray = 0
 
     def add_image(self, number: int, name: str, width: int, height: int) -> None:
-        """Sizes in pixels, 0 where not known."""
+        """Add an image; sizes in pixels, 0 if unknown."""
         self._image_ids.append(number)
         self._file_names.append(name)
         self._sizes_wh.extend((width, height))
@@ -249,11 +265,12 @@ class TableBuilder:
     def add_box(
         self, image: int, number: int, category: Any, box: Iterable[float], crowd: bool, area: float
     ) -> None:
-        """
+        """Add an annotation.
+
         Args:
-            category: an unusable one is reported by ``table``.
-            box: x, y, width, height, pixels.
-            area: pixels; NaN where not known.
+            category: of any type; ``table`` reports one that is not a whole number.
+            box: x, y, width, height in pixels.
+            area: square pixels; NaN if unknown.
         """
         if type(category) is not int or abs(category) >= 1 << 63:
             if len(self._odd_categories) < 1000:
@@ -267,7 +284,7 @@ class TableBuilder:
         self._area_px.append(area)
 
     def table(self, path: str, categories: Mapping[int, str]) -> CocoTable:
-        """Raises DataError: an image id twice, or annotations of unknown categories."""
+        """Return the sorted table. Raises DataError if an image id occurs twice or a category is not listed."""
         image_ids = np.frombuffer(self._image_ids, np.int64)
         by_id = np.argsort(image_ids, kind="stable")
         image_ids = image_ids[by_id]
@@ -304,13 +321,14 @@ class TableBuilder:
     def _check_categories(
         self, path: str, category_ids: np.ndarray, known: np.ndarray, categories: Mapping[int, str]
     ) -> None:
+        """Raise DataError if annotations of listed images have categories that are not listed."""
         unknown = np.flatnonzero(known & ~np.isin(category_ids, np.array(list(categories), np.int64)))
         if len(unknown):
             shown = "\n  ".join(
                 f"annotation {self._ids[row]}: category {self._odd_categories.get(row, category_ids[row])}"
                 for row in unknown[:10].tolist()
             )
-            what = f"{len(unknown)} annotations are of categories that it does not list\n  {shown}"
+            what = f"{len(unknown)} annotations have categories that it does not list\n  {shown}"
             raise DataError(f"{path}: {what}", hint=_HINT)
 
 
@@ -341,6 +359,7 @@ def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
 
 
 def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
+    """Return a value of an entry; raise DataError unless it is a whole number of at most 64 bits."""
     value = entry.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
         raise DataError(f"{owner} has {key} {value!r:.40}, not a whole number", hint=_HINT)
@@ -348,7 +367,7 @@ def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
 
 
 def number_of(value: Any) -> float:
-    """NaN for anything that is no number."""
+    """Return a JSON value as a float; NaN if it is not a number or too large."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -27,11 +27,13 @@ from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets import cocojson, odgt
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import ProblemLog, clean
-from yolofleet.datasets.sources import DatasetSpec
+from yolofleet.datasets.reader import ABSENT, SplitReader
+from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.datasets.vocxml import VocFiles
 from yolofleet.datasets.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
-from yolofleet.datasets.yolotxt import ABSENT, IMAGE_SUFFIXES, YoloFiles
+from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, StorageError
+from yolofleet.images.header import IMAGE_SUFFIXES
 from yolofleet.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]
@@ -83,7 +85,7 @@ def convert(
     """
     assert target in get_args(Target) and images in get_args(Images)
     _check_free(out)
-    if names and spec.splits and _is_crowdhuman(spec):
+    if names and spec.has("odgt"):
         spec = replace(spec, names=odgt.chosen_names(tuple(names), "--names"))
     for split in splits:
         spec.sources(split)
@@ -126,10 +128,6 @@ def _check_free(out: Path) -> None:
         raise ConfigError(f"--out {out} cannot be used: {problem}", source="command line") from None
 
 
-def _is_crowdhuman(spec: DatasetSpec) -> bool:
-    return any(source.kind == "odgt" for sources in spec.splits.values() for source in sources)
-
-
 @dataclass
 class _Work:
     """One conversion, step by step. Splits of the same files are written once.
@@ -167,7 +165,7 @@ class _Work:
                 )
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
-        if names and not _is_crowdhuman(self.spec):
+        if names and not self.spec.has("odgt"):
             keep = [self._class_number(name, names) for name in names]
             ids = tuple(ids[number] for number in keep)
             self.indexes = {split: _selected(index, keep) for split, index in self.indexes.items()}
@@ -302,7 +300,7 @@ class _Work:
             here = order[start : start + _CHUNK]
             log = ProblemLog()
             raw = group.rows(start, start + len(here), index.sizes_wh[here], log)
-            found = clean(raw, len(index.names), drop_duplicates=self.target == "yolo")
+            found = clean(raw, len(index.names), drop_duplicates=group.repeats_are_duplicates)
             complaints = [what for _, what, kind in found.complaints if kind != "box-sticks-out"]
             if log.kept or complaints:
                 return str(log.kept[0]) if log.kept else complaints[0]
@@ -316,16 +314,14 @@ class _Work:
                 return f"boxes of {group.images[start]} to {group.images[start + len(here) - 1]}"
         return None
 
-    def _reader(
-        self, folder: Path, split: str, index: DataIndex
-    ) -> tuple[YoloFiles | VocFiles | cocojson.CocoFiles, np.ndarray]:
+    def _reader(self, folder: Path, split: str, index: DataIndex) -> tuple[SplitReader, np.ndarray]:
         """The split as it lies in ``folder``, and the image of ``index`` that each of its images is."""
-        group: YoloFiles | VocFiles | cocojson.CocoFiles
+        group: SplitReader
         if self.target == "coco":
             table = cocojson.parse_json(str(folder / "annotations" / f"instances_{split}.json"))
             group = cocojson.CocoFiles(table, (folder / "images" / split,), self.category_ids)
             by_id = np.argsort(index.image_ids)
-            same = np.array_equal(group.image_ids, index.image_ids[by_id])
+            same = np.array_equal(table.image_ids, index.image_ids[by_id])
             return group, by_id if same else by_id[:0]
         if self.target == "voc":
             group = VocFiles(folder / "ImageSets" / "Main" / f"{split}.txt", index.names)

@@ -1,8 +1,8 @@
 """CrowdHuman's ``.odgt``: one JSON object a line, ``{"ID": ..., "gtboxes": [{"tag", "fbox", "vbox", "hbox", ...}]}``.
 
-A person has three boxes (x, y, w, h pixels), so class names choose: ``person`` is the full body (may reach out of
-the image, where it is cut), ``visible`` the visible part, ``head`` the head. Objects that are no person (``mask``),
-and those with ``ignore``, become crowd regions, as the benchmark has it (arXiv:1805.00123).
+Each person has three boxes (x, y, w, h in pixels), and the class names choose among them: ``person`` is the full body
+(clipped to the image), ``visible`` its visible part, ``head`` the head. Objects that are not persons (``mask``), and
+those marked ``ignore``, become crowd regions, as in the benchmark (arXiv:1805.00123).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from yolofleet.files.foreign import open_foreign
 BOXES = {"person": "fbox", "visible": "vbox", "head": "hbox"}
 NAMES = tuple(BOXES)
 _MAX_LINE_BYTES = 16 << 20
-_HINT = "is it CrowdHuman's annotation_train.odgt or annotation_val.odgt?"
+_HINT = "use CrowdHuman's annotation_train.odgt or annotation_val.odgt"
 
 
 class OdgtFiles(CocoFiles):
-    """Images and labels of one file, in its order; an image's id is its line."""
+    """Images and labels of one file, in its order. The id of an image is its line number."""
 
     def __init__(self, path: Path, roots: tuple[Path, ...], names: tuple[str, ...]) -> None:
+        """Find the images; ``names`` are the classes, of ``NAMES``. Raises DataError if the file is not usable."""
         super().__init__(load_table(path, parse_odgt), roots, tuple(NAMES.index(name) for name in names))
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """As there; boxes of other kinds than the names ask for are left out, the others end at the image's border."""
+        """Read the labels of images ``start:stop``: only boxes of the chosen classes, clipped to the image."""
         raw = super().rows(start, stop, sizes_wh, log)
         mine = raw.values[:, 0] >= 0
         values = raw.values[mine]
         low, high = values[:, 1:3] - values[:, 3:] / 2, values[:, 1:3] + values[:, 3:] / 2
-        inside = (high > np.maximum(low, 0)).all(1) & (low < 1).all(
-            1
-        )  # False for NaN too; those are reported
+        # False for NaN, too: such a box stays as it is, and the index reports it.
+        inside = (high > np.maximum(low, 0)).all(1) & (low < 1).all(1)
         low, high = low[inside].clip(0, 1), high[inside].clip(0, 1)
         values[inside, 1:] = np.concatenate([(low + high) / 2, high - low], axis=1)
         return RawLabels(
@@ -52,12 +52,12 @@ class OdgtFiles(CocoFiles):
             int((np.bincount(raw.image[mine], minlength=stop - start) == 0).sum()),
         )
 
-    def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
-        return self.table.path, int(self.image_ids[at]), f"object {mark}: "
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.table.path, int(self.table.image_ids[image]), f"object {mark}: "
 
 
 def chosen_names(names: tuple[str, ...], source: str | None) -> tuple[str, ...]:
-    """The classes of a data set: ``person`` where it does not say. Raises ConfigError for others than NAMES."""
+    """Return the class names of a data set; default: ``person``. Raises ConfigError for a name not in ``NAMES``."""
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"CrowdHuman has no class {name!r:.60}", source=source, hint=", ".join(NAMES))
@@ -65,7 +65,7 @@ def chosen_names(names: tuple[str, ...], source: str | None) -> tuple[str, ...]:
 
 
 def parse_odgt(path: str) -> CocoTable:
-    """All three boxes of every object; the category is the number of ``NAMES``. Raises DataError."""
+    """Parse all three boxes of every object; the category is the position in ``NAMES``. Raises DataError."""
     builder = TableBuilder()
     try:
         with open_foreign(path) as file:
@@ -86,10 +86,10 @@ def _add_line(builder: TableBuilder, line: bytes, number: int, place: str) -> No
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not JSON: {error}", hint=_HINT) from None
     if not isinstance(entry, dict) or not isinstance(entry.get("ID"), str) or not entry["ID"]:
-        raise DataError(f"{place} is no object with an ID", hint=_HINT)
+        raise DataError(f"{place} is not an object with an ID", hint=_HINT)
     objects = entry.get("gtboxes", [])
     if not isinstance(objects, list) or not all(isinstance(thing, dict) for thing in objects):
-        raise DataError(f"{place} has no usable list of gtboxes", hint=_HINT)
+        raise DataError(f"{place} has a gtboxes that is not a list of objects", hint=_HINT)
     builder.add_image(number, f"{entry['ID']}.jpg", 0, 0)
     for at, thing in enumerate(objects, 1):
         is_person = thing.get("tag") == "person"
@@ -105,7 +105,7 @@ def _flag(thing: dict[str, Any], key: str) -> bool:
 
 
 def _box(values: Any) -> list[float]:
-    """NaN where there is no box; it is reported when the box is asked for."""
+    """Return x, y, w, h; NaN if there is no box, so that it is reported only if its class is chosen."""
     if not isinstance(values, list) or len(values) != 4:
         return [math.nan] * 4
     return [number_of(value) for value in values]

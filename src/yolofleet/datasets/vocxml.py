@@ -2,8 +2,10 @@
 """Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``.
 
 Coordinates are pixel numbers from 1, both ends included (VOC2012 devkit, section 4): xmin 1, xmax W is the full
-width. ``difficult`` objects become crowd regions. XML with a document type is refused, so nothing is expanded
-or fetched.
+width. ``difficult`` objects become crowd regions.
+
+Expat is used directly, because messages need the line of each object, which ``xml.etree`` does not keep. A file with
+a document type (DOCTYPE) is refused, so no entity is expanded and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
-from yolofleet.datasets.yolotxt import ABSENT, IMAGE_SUFFIXES, MAX_LIST_BYTES, Stamp, stamp
+from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import read_foreign
+from yolofleet.images.header import IMAGE_SUFFIXES
 from yolofleet.text import nearest
 
 _MAX_XML_BYTES = 16 << 20
@@ -31,12 +34,12 @@ _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
 class VocError(ValueError):
-    """An annotation file that is not usable; says why."""
+    """Why an annotation file is not usable."""
 
 
 @dataclass
 class VocObject:
-    """``line``: where it begins in its file."""
+    """One ``<object>`` of an annotation file; ``line`` is where it begins."""
 
     line: int = 0
     name: str = ""
@@ -44,14 +47,11 @@ class VocObject:
     corners: dict[str, float] = field(default_factory=dict)
 
 
-class VocFiles:
-    """Images and labels of one ``ImageSets/Main`` list.
-
-    Attributes:
-        images, labels: paths; stamps are ``ABSENT`` where there is no such file.
-    """
+class VocFiles(LabelFiles):
+    """Images and labels of one ``ImageSets/Main`` list."""
 
     def __init__(self, listing: Path, names: tuple[str, ...]) -> None:
+        """Find the files that a list names. Raises DataError if the list or the image folder cannot be read."""
         root = voc_root(listing)
         try:
             text = read_foreign(listing, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
@@ -66,13 +66,13 @@ class VocFiles:
         stems = [_stem(line.strip(), by_stem, root) for line in text.split("\n") if line.strip()]
         self.images = [str(root / "JPEGImages" / by_stem.get(stem, f"{stem}.jpg")) for stem in stems]
         self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
-        self.stamps: list[Stamp] = [stamp(image) for image in self.images]
-        self.label_stamps: list[Stamp] = [stamp(label) for label in self.labels]
+        self.stamps = [stamp(image) for image in self.images]
+        self.label_stamps = [stamp(label) for label in self.labels]
         self._names = names
         self._classes = {name: number for number, name in enumerate(names)}
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Labels of images start:stop; ``sizes_wh``: int32 [stop - start, 2], 0 for unusable images."""
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
         image: list[int] = []
         mark: list[int] = []
         values: list[list[float]] = []
@@ -108,31 +108,35 @@ class VocFiles:
         raw = RawLabels.of_rows(image, mark, values, unlabelled, unusable)
         return replace(raw, crowd=np.array(crowd, bool))
 
-    def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
-        """File, line and opening words for a message about a label."""
-        return self.labels[at], read_objects(self.labels[at])[mark - 1].line, f"object {mark}: "
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        label = self.labels[image]
+        return label, read_objects(label)[mark - 1].line, f"object {mark}: "
 
 
 def _stem(line: str, by_stem: Mapping[str, str], root: Path) -> str:
-    """Lists of one class have ``stem 1`` and ``stem -1``; but a file name may have a space, too."""
+    """Return the file name (without suffix) that a line of a list names.
+
+    Lists of one class have lines such as ``stem 1`` and ``stem -1``, but a file name may contain a space, too.
+    """
     is_whole = line in by_stem or not any(c.isspace() for c in line)
     return line if is_whole or (root / "Annotations" / f"{line}.xml").is_file() else line.split()[0]
 
 
 def voc_root(listing: Path) -> Path:
-    """``<root>/ImageSets/Main/train.txt`` -> ``<root>``."""
+    """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``."""
     return listing.parent.parent.parent
 
 
 def is_voc_listing(path: Path) -> bool:
+    """Return whether a path is that of a list in ``ImageSets/Main``."""
     return path.suffix == ".txt" and path.parent.name == "Main" and path.parent.parent.name == "ImageSets"
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """Names of all objects under ``root``, in alphabetical order (which is VOC's own order of its 20).
+    """Return the names of all objects below ``root`` in alphabetical order, which is VOC's own order of its 20 classes.
 
-    Reads every annotation once per machine; kept under the cache folder. Unusable files are passed over
-    here: the split that uses them reports them.
+    Every annotation is read once per machine, and the names are stored in the cache folder. Unusable files are
+    skipped here; the index of the split that uses them reports them. Raises DataError if the folder cannot be listed.
     """
     try:
         files = sorted(
@@ -155,12 +159,12 @@ def class_names(root: Path) -> tuple[str, ...]:
     try:
         write_arrays(stored, {}, {"names": json.dumps(sorted(names))})
     except OSError:
-        pass  # slower next time, nothing else
+        pass  # without a cache folder, the next start reads the annotations again
     return tuple(sorted(names))
 
 
 def read_objects(path: str) -> list[VocObject]:
-    """Objects of one annotation file, some perhaps without all corners. Raises VocError."""
+    """Return the objects of one annotation file; some may lack corners. Raises VocError."""
     try:
         data = read_foreign(path, limit_bytes=_MAX_XML_BYTES)
     except OSError as error:
@@ -171,7 +175,7 @@ def read_objects(path: str) -> list[VocObject]:
     text: list[str] = []
 
     def refuse(*_: object) -> None:
-        raise VocError("has a document type (DOCTYPE), which is refused")
+        raise VocError("has a document type (DOCTYPE), which is not allowed: remove it")
 
     def enter(tag: str, _: dict[str, str]) -> None:
         where.append(tag)
@@ -210,12 +214,13 @@ def read_objects(path: str) -> list[VocObject]:
         ValueError,
         LookupError,
         TypeError,
-    ) as error:  # the file names an unknown encoding, or one that is not for text
+    ) as error:  # the encoding that the file names is unknown or not for text
         raise VocError(f"is not readable XML ({error})") from None
     return objects
 
 
 def _unit_box(corners: dict[str, float], width: int, height: int) -> list[float]:
+    """Return cx, cy, w, h as fractions of an image of this size in pixels."""
     left, top = (corners["xmin"] - 1) / width, (corners["ymin"] - 1) / height
     right, bottom = corners["xmax"] / width, corners["ymax"] / height
     return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

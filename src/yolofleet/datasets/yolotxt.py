@@ -1,10 +1,10 @@
 # Paths are strings here: there may be millions.
 # ruff: noqa: PTH116, PTH117, PTH118, PTH122
-"""YOLO labels: one ``.txt`` beside each image, ``class cx cy w h`` or ``class x1 y1 x2 y2 x3 y3 ...`` a line,
-fractions of the image.
+"""YOLO labels: a text file per image. A line is ``class cx cy w h`` (box) or ``class x1 y1 x2 y2 x3 y3 ...`` (polygon).
 
-Which file belongs to an image: the last ``images`` folder of its path becomes ``labels``. Where that finds no
-labels: a ``labels`` folder beside the image's folder, then the image's own folder.
+Coordinates are fractions of the image. The label file of an image is found by replacing the last ``images`` folder of
+its path with ``labels``. If that folder has no labels, the reader tries a ``labels`` folder beside the image's folder,
+then the image's own folder.
 """
 
 from __future__ import annotations
@@ -17,30 +17,24 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
+from yolofleet.images.header import IMAGE_SUFFIXES
 
-IMAGE_SUFFIXES = {
-    *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
-    *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
-}
 _MAX_LABEL_BYTES = 64 << 20
-MAX_LIST_BYTES = 256 << 20  # the text is held twice, and its lines once
-
-Stamp = tuple[int, int]  # size in bytes, modification time in ns
-ABSENT: Stamp = (-1, -1)
 
 
-class YoloFiles:
+class YoloFiles(LabelFiles):
     """The images of a folder (with its sub-folders) or of a list file, and their label files.
 
-    Attributes:
-        images: paths, sorted within a folder, in file order in a list.
-        stamps, label_stamps: ``ABSENT`` where there is no such file.
+    Images of a folder are sorted by path; images of a list keep its order.
     """
 
+    repeats_are_duplicates = True
+
     def __init__(self, path: Path) -> None:
-        """Raises DataError when ``path`` cannot be read."""
+        """List images and label files. Raises DataError if ``path`` cannot be read."""
         self._folders: dict[str, dict[str, Stamp]] = {}
         self._label_folders: dict[str, str] = {}
         try:
@@ -59,7 +53,7 @@ class YoloFiles:
             self.label_stamps.append(self._folder(label_folder).get(label, ABSENT))
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Labels of images start:stop; ``sizes_wh`` is not needed here."""
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows``. ``sizes_wh`` is not used."""
         image: list[int] = []
         mark: list[int] = []
         values: list[list[float]] = []
@@ -79,12 +73,11 @@ class YoloFiles:
                 values.append(row)
         return RawLabels.of_rows(image, mark, values, unlabelled, unusable)
 
-    def place(self, at: int, mark: int) -> tuple[str, int | None, str]:
-        """File, line and opening words for a message about a label."""
-        return self.labels[at], mark, ""
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.labels[image], mark, ""
 
     def _folder(self, folder: str) -> dict[str, Stamp]:
-        """Names and stamps of the ``.txt`` files in a folder; empty when there is none."""
+        """Return names and stamps of the ``.txt`` files in a folder; empty if there is no such folder."""
         if folder not in self._folders:
             files: dict[str, Stamp] = {}
             try:
@@ -92,12 +85,13 @@ class YoloFiles:
                     for entry in entries:
                         if entry.name.endswith(".txt"):
                             files[entry.name] = _stamp_of_label(entry)
-            except (OSError, ValueError):  # a list may name a folder with a NUL character
+            except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
                 pass
             self._folders[folder] = files
         return self._folders[folder]
 
     def _label_folder(self, folder: str) -> str:
+        """Return the folder of the label files of the images in ``folder``."""
         if folder not in self._label_folders:
             path = Path(folder)
             parts = list(path.parts)
@@ -112,7 +106,7 @@ class YoloFiles:
 
 
 def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
-    """Images under ``root``, links followed once, in an order that is the same wherever the folder lies."""
+    """Yield images below ``root``, sorted by path, so the order does not depend on the disk. Links are followed once."""
     seen: set[tuple[int, int]] = set()
     found: list[tuple[str, Stamp]] = []
     waiting = [root]
@@ -120,11 +114,11 @@ def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
         folder = waiting.pop()
         about = os.stat(folder)
         if (about.st_dev, about.st_ino) in seen and about.st_ino:
-            continue  # a link that leads back
+            continue  # a link to a folder that was visited already
         seen.add((about.st_dev, about.st_ino))
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):  # macOS leaves ._name.jpg files that are no images
+                if entry.name.startswith("."):  # macOS writes ._name.jpg files that are not images
                     continue
                 if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:
                     found.append((entry.path, stamp(entry.path)))
@@ -135,7 +129,7 @@ def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
-    """Images named by a list file: absolute, or relative to the file's folder or that folder's parent."""
+    """Yield the images that a list file names: absolute, or relative to the list's folder or that folder's parent."""
     text = read_foreign(path, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
     folders = [str(path.parent), str(path.parent.parent)]
     for line in text.split("\n"):  # not splitlines: a name may hold a form feed or U+2028
@@ -149,28 +143,22 @@ def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
         stamps = [stamp(option) for option in options]
         best = 1 if stamps[0] == ABSENT and stamps[1] != ABSENT else 0
         if best == 1:
-            folders.reverse()  # the next line is most likely the same
+            folders.reverse()  # the next image is most likely in the same folder, so it is tried first
         yield options[best], stamps[best]
-
-
-def stamp(path: str) -> Stamp:
-    try:
-        about = os.stat(path)
-    except (OSError, ValueError):  # ValueError: a NUL character in a name from a file
-        return ABSENT
-    return about.st_size, about.st_mtime_ns
 
 
 def _stamp_of_label(entry: os.DirEntry[str]) -> Stamp:
     try:
         about = entry.stat()
-    except OSError:  # a link that leads nowhere: reported when it is read, the other labels count
+    except (
+        OSError
+    ):  # a link whose target is gone; reading it reports that, and the other labels are still used
         return 0, 0
     return about.st_size, about.st_mtime_ns
 
 
 def _read(path: str, log: ProblemLog) -> bytes | None:
-    """None, reported, when the file is no readable label file."""
+    """Return the content of a label file; add a problem and return None if it cannot be read."""
     try:
         return read_foreign(path, limit_bytes=_MAX_LABEL_BYTES)
     except OSError as error:
@@ -180,7 +168,7 @@ def _read(path: str, log: ProblemLog) -> bytes | None:
 
 
 def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[float]]]:
-    """(line, [class, cx, cy, w, h]) of each readable row."""
+    """Yield (line, [class, cx, cy, w, h]) of each readable row; add a problem for each other row."""
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
     has_underscore = b"_" in data
@@ -189,7 +177,7 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
         if not columns:
             continue
         try:
-            if has_underscore and b"_" in text:  # float() reads 0.5_0; other programs do not
+            if has_underscore and b"_" in text:  # float() accepts 0.5_0; other programs do not
                 raise ValueError
             numbers = list(map(float, columns))
         except ValueError:
@@ -201,12 +189,13 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
         elif len(numbers) >= 7 and len(numbers) % 2:
             yield line, [numbers[0], *_box_of_polygon(numbers[1::2], numbers[2::2])]
         else:
-            what = f"{len(numbers)} columns; 5 are a box (class cx cy w h), 7, 9, ... a polygon"
+            what = f"has {len(numbers)} columns; expected 5 (class cx cy w h), or 7, 9, ... for a polygon"
             log.add(Problem(path, line, what, "label-unreadable"))
 
 
 def _box_of_polygon(x: list[float], y: list[float]) -> list[float]:
-    if not math.isfinite(sum(x) + sum(y)):  # min and max would pass over a NaN
+    """Return cx, cy, w, h of the box around the corners of a polygon; NaN if a coordinate is not finite."""
+    if not math.isfinite(sum(x) + sum(y)):  # min and max ignore a NaN that is not the first value
         return [math.nan] * 4
     left, right, top, bottom = min(x), max(x), min(y), max(y)
     return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

@@ -17,6 +17,10 @@ from functools import partial
 
 from yolofleet.files.foreign import open_descriptor, read_at
 
+IMAGE_SUFFIXES = {
+    *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
+    *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
+}
 MAX_PIXELS = 1 << 28  # 0.8 GB decoded, twice that while it is rotated; 16384 x 16384
 # A file of a few bytes can claim any size. Blank images compress best: up to 341 pixels a byte as JPEG, 344 as PNG.
 _ANY_FILE_PIXELS = 1 << 26  # 0.2 GB decoded: allowed whatever the file's length

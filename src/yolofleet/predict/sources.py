@@ -12,10 +12,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.datasets.yolotxt import IMAGE_SUFFIXES, MAX_LIST_BYTES
+from yolofleet.datasets.reader import MAX_LIST_BYTES
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import open_foreign, read_foreign_text
 from yolofleet.images.decode import read_image
+from yolofleet.images.header import IMAGE_SUFFIXES
 
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),

@@ -1,0 +1,175 @@
+"""The YAML description of a data set, as YOLOv5 has it: path, train, val, test, names, nc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, voc_listing
+from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, some, with_class_names
+from yolofleet.datasets.vocxml import is_voc_listing
+from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.text import nearest, shown
+
+_KEYS = ("path", *SPLITS, "names", "nc", "download")
+
+
+class _Description:
+    """The values of a YAML file, and the line of each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = read_yaml(path)
+
+    def get(self, key: str) -> Any:
+        return self.content[key].value if key in self.content else None
+
+    def at(self, key: str) -> str:
+        """Return ``file:line`` of a key."""
+        return f"{self.path}:{self.content[key].line}" if key in self.content else str(self.path)
+
+    def texts(self, key: str) -> list[str]:
+        """Return a value that is one string or a list of strings; [] if it is absent or empty."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        for item in values:
+            if not isinstance(item, str):
+                raise ConfigError(
+                    f"{key} is {shown(item)}, not a path or a list of paths", source=self.at(key)
+                )
+        return [item for item in values if item]
+
+
+def read_description(path: Path, *, name: str = "", built_in: str = "") -> DatasetSpec:
+    """Read a YAML description and find the files that it names.
+
+    Args:
+        name: of the data set; default: the file's.
+        built_in: the description of this package that the file is, or is a copy of.
+    Raises:
+        ConfigError: the file contradicts itself, or names no images or no classes.
+        DataError: no split has its files.
+    """
+    file = _Description(path)
+    _check_keys(file)
+    notes: list[str] = []
+    if "download" in file.content:
+        notes.append("download: is not executed; yolofleet never runs code from a data set")
+    bases = _bases(file, is_built_in=bool(built_in))
+
+    splits: dict[str, tuple[SplitSource, ...]] = {}
+    missing: dict[str, YolofleetError] = {}
+    for split in SPLITS:
+        try:
+            found = tuple(_source(entry, split, bases, file) for entry in file.texts(split))
+        except DataError as error:
+            if built_in:
+                error.hint = f"yolofleet data download {built_in}, or --download; {error.hint}"
+            missing[split] = error
+            continue
+        if found:
+            splits[split] = found
+    if not splits:
+        raise next(iter(missing.values()), None) or ConfigError(
+            "names no images: train, val and test are missing", source=str(path), hint="train: images/train"
+        )
+    spec = DatasetSpec(
+        name=name or (path.absolute().parent.name if path.stem in ("data", "dataset") else path.stem),
+        names=_class_names(file),
+        splits=splits,
+        origin=str(path),
+        root=bases[0],
+        missing=missing,
+        notes=tuple(notes),
+    )
+    remark = f", only nc: {shown(file.get('nc'))}" if "nc" in file.content else ""
+    return with_class_names(spec, names_at=file.at("names"), remark=remark)
+
+
+def _check_keys(file: _Description) -> None:
+    """Raise ConfigError for a key that resembles one of ours; other keys belong to other programs."""
+    for key in file.content:
+        near = get_close_matches(key, _KEYS, 1, cutoff=0.75)
+        if near and key not in _KEYS and near[0] not in file.content:
+            raise ConfigError(
+                f"unknown key {shown(key)}", source=file.at(key), hint=f"did you mean {near[0]}?"
+            )
+
+
+def _bases(file: _Description, *, is_built_in: bool) -> list[Path]:
+    """Return the folders that relative entries may start from, ``path`` first if that folder exists."""
+    here = file.path.absolute().parent
+    texts = file.texts("path")
+    if len(texts) > 1:
+        raise ConfigError("path names more than one folder", source=file.at("path"))
+    base = Path(texts[0]).expanduser() if texts else Path()
+    if is_built_in:  # the package's folder holds no data, so look below the working folder and beside it
+        return [Path.cwd() / base, Path.cwd().parent / base]
+    tried = list(dict.fromkeys([here / base, Path.cwd() / base]))
+    existing = [folder for folder in tried if folder.is_dir()]
+    return list(dict.fromkeys([*(existing or tried[:1]), here, Path.cwd()]))
+
+
+def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -> SplitSource:
+    """Return the source that an entry of a split names. Raises DataError if it does not exist."""
+    relative = Path(entry).expanduser()
+    tried = [base / relative for base in bases]
+    if relative.parts[:1] == ("..",):  # Roboflow writes ../train/images where train/images is meant
+        tried += [base / Path(*relative.parts[1:]) for base in bases]
+    tried = list(dict.fromkeys(Path(os.path.normpath(path)) for path in tried))
+    place = file.at(split)
+    try:
+        path = next((path for path in tried if path.exists()), None)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{split} {entry!r} is not a usable path: {error}", source=place) from None
+    if path is None:
+        near = nearest(tried[0].name, _names_in(tried[0].parent))
+        what = f"{split} images {entry} do not exist"
+        hint = f"{tried[0].parent / near}?" if near else "looked for " + ", ".join(map(str, tried[:3]))
+        raise DataError(what, source=place, hint=hint)
+    if path.is_dir():
+        is_voc = (path / "Annotations").is_dir() and (path / "ImageSets" / "Main").is_dir()
+        return SplitSource("voc", voc_listing(path, split)) if is_voc else SplitSource("yolo", path)
+    if path.suffix.lower() in ANNOTATION_KINDS:
+        return annotation_source(path, bases[0])
+    if path.suffix.lower() == ".txt":
+        return SplitSource("voc" if is_voc_listing(path) else "yolo", path)
+    raise DataError(f"{split} {path} is neither a folder nor a .txt, .json or .odgt file", source=place)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())[:1000]
+    except (OSError, ValueError):
+        return []
+
+
+def _class_names(file: _Description) -> tuple[str, ...]:
+    """Return the class names of the description, () if it has none. Raises ConfigError for unusable ones."""
+    given, place = file.get("names"), file.at("names")
+    if isinstance(given, dict):
+        numbers = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in given]
+        if sorted(numbers) != list(range(len(numbers))):
+            what = f"names has the numbers {some(given)}, not 0..{len(given) - 1}"
+            raise ConfigError(what, source=place, hint="number them from 0")
+        ordered = sorted(zip(numbers, given.values(), strict=True), key=lambda item: item[0])
+        given = [name.value for _, name in ordered]
+    if given is not None and not isinstance(given, list):
+        what = f"names is {shown(given)}, not a list or a table of numbers and names"
+        raise ConfigError(what, source=place, hint="names: [cat, dog]")
+    for number, name in enumerate(given or ()):
+        if isinstance(name, bool) or not isinstance(name, str | int | float) or name == "":
+            hint = "write it in quotes" if isinstance(name, bool) else None
+            raise ConfigError(f"names[{number}] is {shown(name)}, not a name", source=place, hint=hint)
+    names = tuple(map(str, given or ()))
+    count = file.get("nc")
+    if count is not None and (type(count) is not int or count < 1):
+        raise ConfigError(f"nc is {shown(count)}, not a number of classes", source=file.at("nc"))
+    if names and count is not None and count != len(names):
+        what = f"nc is {count} but names has {len(names)}: {some(names)}"
+        raise ConfigError(what, source=file.at("nc"), hint="correct one of them, or leave nc out")
+    return names

@@ -1,0 +1,100 @@
+"""Recognise data sets without a YAML description by the names of their files and folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.errors import ConfigError, DataError, YolofleetError
+
+ANNOTATION_KINDS: dict[str, Kind] = {".json": "coco", ".odgt": "odgt"}
+
+
+def from_annotations(path: Path) -> DatasetSpec:
+    """Return the data set of one annotation file; a file named alike with val instead of train is its val split."""
+    other = path.with_name(path.name.replace("train", "val"))
+    if other != path and other.is_file():
+        note = f"{other.name} is val"
+    else:
+        other, note = path, f"{path.name} is both train and val"
+    splits: dict[str, tuple[SplitSource, ...]] = {
+        "train": (annotation_source(path),),
+        "val": (annotation_source(other),),
+    }
+    folder = path.absolute().parent
+    root = folder.parent if folder.name == "annotations" else folder
+    spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=(note,))
+    return with_class_names(spec, names_at=str(path))
+
+
+def annotation_source(path: Path, *folders: Path) -> SplitSource:
+    """Return a COCO or CrowdHuman file with the folders that may hold its images.
+
+    Args:
+        folders: where to look beside the file's own folder and its parent.
+    """
+    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2|annotation)_", "", path.stem)
+    parent = path.absolute().parent
+    below = ("", "images", "Images", part, f"images/{part}", f"{part}/images")  # part: for example train2017
+    roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
+    return SplitSource(ANNOTATION_KINDS[path.suffix.lower()], path, tuple(roots))
+
+
+def from_folder(folder: Path) -> DatasetSpec:
+    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or CrowdHuman.
+
+    Raises:
+        ConfigError: the folder has none of these layouts.
+        DataError: a VOC folder without lists of images.
+    """
+    name, root = folder.resolve().name, folder.absolute()
+    splits: dict[str, tuple[SplitSource, ...]] = {}
+    missing: dict[str, YolofleetError] = {}
+    if (folder / "Annotations").is_dir() and (folder / "JPEGImages").is_dir():
+        for split in SPLITS:
+            try:
+                splits[split] = (SplitSource("voc", voc_listing(root, split)),)
+            except DataError as error:
+                if split != "test":  # VOC2012 has no list of test images
+                    missing[split] = error
+        if not splits:
+            raise missing["train"]
+        spec = DatasetSpec(name, (), splits, str(folder), root, missing=missing)
+        return with_class_names(spec, names_at=str(folder))
+    for split in SPLITS:
+        objects365 = (folder / place / f"zhiyuan_objv2_{split}.json" for place in ("", "annotations", split))
+        files = [
+            *folder.glob(f"annotations/instances_{split}*.json"),
+            *folder.glob(f"{split}*/_annotations.coco.json"),
+            *(file for file in objects365 if file.is_file()),
+            *folder.glob(f"annotation_{split}.odgt"),
+        ]
+        if files:
+            splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
+    if splits:
+        return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
+    raise ConfigError(
+        f"folder {folder} is not a data set in a known layout",
+        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
+        "COCO (annotations/instances_*.json) or CrowdHuman (annotation_train.odgt)",
+    )
+
+
+def voc_listing(root: Path, split: str) -> Path:
+    """Return the list of a split of a VOC folder. Raises DataError if there is none.
+
+    train is train.txt, or trainval.txt if there is no train.txt; val is val.txt, or test.txt.
+    """
+    folder = root / "ImageSets" / "Main"
+    choices: Sequence[str] = {"train": ("train", "trainval"), "val": ("val", "test"), "test": ("test",)}[
+        split
+    ]
+    for choice in choices:
+        if (folder / f"{choice}.txt").is_file():
+            return folder / f"{choice}.txt"
+    raise DataError(
+        f"VOC folder {root} has no list of its {split} images",
+        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line",
+    )

@@ -1,0 +1,124 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH116
+"""The interface between the index and the label formats.
+
+Each format implements ``SplitReader``: YOLO, Pascal VOC, COCO and CrowdHuman. The index names none of them.
+
+Legend: N images, M label rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+
+MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
+
+Stamp = tuple[int, int]  # size in bytes, modification time in ns
+ABSENT: Stamp = (-1, -1)  # the file does not exist
+
+_Files = TypeVar("_Files", bound="LabelFiles")
+
+
+class SplitReader(Protocol):
+    """The images and labels of one source of a split (one folder, list or annotation file)."""
+
+    @property
+    def images(self) -> Sequence[str]:
+        """N paths, in the order of the index."""
+
+    @property
+    def stamps(self) -> Sequence[Stamp]:
+        """The stamp of each image; ``ABSENT`` if there is no such file."""
+
+    @property
+    def image_ids(self) -> np.ndarray | None:
+        """int64 [N] numbers that the annotations give to images; None if the format has none.
+
+        Two entries with the same path are a mistake only in a format without such numbers.
+        """
+
+    @property
+    def key_text(self) -> str:
+        """Text that the key of the index must depend on, beside paths and stamps."""
+
+    @property
+    def label_columns(self) -> Sequence[Sequence[object]]:
+        """Columns of N values each (label files, their stamps) that the key of the index must depend on."""
+
+    @property
+    def repeats_are_duplicates(self) -> bool:
+        """Whether a second row with the class and box of an earlier one is a mistake.
+
+        True where rows have no identity of their own; False where each is an object or annotation with a number.
+        """
+
+    @property
+    def stray_labels(self) -> tuple[Problem, int] | None:
+        """The problem of labels that belong to no image, and how many they are."""
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop`` and add unreadable ones to ``log``.
+
+        Args:
+            sizes_wh: int32 [stop - start, 2] pixels, from the image files; 0 for unusable images.
+        """
+
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        """Return file, line and opening words for a message about the row ``mark`` of an image."""
+
+    def label_file(self, image: int) -> str | None:
+        """Return the file where the labels of an image are expected; None if all share one file."""
+
+    def without(self, images: Iterable[int]) -> SplitReader:
+        """Return this reader without these images. Called only if ``image_ids`` is None."""
+
+
+class LabelFiles:
+    """The part of a reader that formats with one label file per image share.
+
+    Attributes:
+        images, stamps: as in ``SplitReader``.
+        labels, label_stamps: the label file of each image and its stamp; ``ABSENT`` if there is no such file.
+    """
+
+    image_ids = None
+    key_text = ""
+    repeats_are_duplicates = False
+    stray_labels = None
+
+    images: list[str]
+    stamps: list[Stamp]
+    labels: list[str]
+    label_stamps: list[Stamp]
+
+    @property
+    def label_columns(self) -> Sequence[Sequence[object]]:
+        return self.labels, self.label_stamps
+
+    def label_file(self, image: int) -> str:
+        return self.labels[image]
+
+    def without(self: _Files, images: Iterable[int]) -> _Files:
+        dropped, fewer = set(images), copy(self)
+        kept = [image for image in range(len(self.images)) if image not in dropped]
+        fewer.images = [self.images[image] for image in kept]
+        fewer.stamps = [self.stamps[image] for image in kept]
+        fewer.labels = [self.labels[image] for image in kept]
+        fewer.label_stamps = [self.label_stamps[image] for image in kept]
+        return fewer
+
+
+def stamp(path: str) -> Stamp:
+    """Return size and modification time of a file, or ``ABSENT``."""
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a name from a list may hold a NUL character
+        return ABSENT
+    return about.st_size, about.st_mtime_ns

@@ -1,0 +1,120 @@
+"""Read a range of images of a split: headers and labels, without decoding.
+
+Threads of ``build_index`` call ``scan`` for ranges of 512 images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from yolofleet.datasets.labels import Problem, ProblemLog, clean
+from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
+from yolofleet.errors import DataError
+from yolofleet.images.decode import unreadable
+from yolofleet.images.header import header_of_file
+
+
+@dataclass
+class Scanned:
+    """The usable images of one range, and their labels. The arrays are those of ``DataIndex``.
+
+    Attributes:
+        images_read: all images of the range.
+        image_ids: None if the annotations give images no numbers.
+        counts: labels of each usable image.
+        rows_read: all label rows of the range.
+        unlabelled: images without a label file.
+    """
+
+    images_read: int
+    paths: list[str]
+    image_ids: np.ndarray | None
+    sizes_wh: np.ndarray
+    counts: np.ndarray
+    classes: np.ndarray
+    boxes_cxcywh_unit: np.ndarray
+    crowd: np.ndarray
+    area_px: np.ndarray
+    rows_read: int
+    unlabelled: int
+    log: ProblemLog
+
+
+def scan(
+    reader: SplitReader,
+    start: int,
+    stop: int,
+    *,
+    class_count: int,
+    single_cls: bool,
+    problems_kept: int,
+    root: Path,
+) -> Scanned:
+    """Read images ``start:stop``; report unusable images and labels in the log of the result.
+
+    Args:
+        single_cls: all classes become class 0.
+        problems_kept: problems to keep in full; all are counted.
+        root: paths of problems are relative to it.
+    """
+    log = ProblemLog(problems_kept)
+    sizes = np.zeros((stop - start, 2), np.int32)
+    for at in range(start, stop):
+        path, stamp = reader.images[at], reader.stamps[at]
+        try:
+            sizes[at - start] = _size_of(path, stamp)
+        except DataError as error:
+            kind = "image-missing" if stamp == ABSENT else "image-unreadable"
+            log.add(Problem(path, None, error.what.removeprefix(f"image {path} "), kind))
+    raw = reader.rows(start, stop, sizes, log)
+    rows_read = len(raw.image) + log.rows_dropped
+    if single_cls:
+        raw.values[:, 0] = np.where(np.isfinite(raw.values[:, 0]), 0, np.nan)
+    cleaned = clean(raw, 1 if single_cls else class_count, drop_duplicates=reader.repeats_are_duplicates)
+    for row, what, kind in cleaned.complaints:
+        file, line, opening = reader.place(start + int(raw.image[row]), int(raw.mark[row]))
+        log.add(Problem(file, line, opening + what, kind))
+
+    usable = np.asarray((sizes > 0).all(1))
+    usable[list(raw.unusable)] = False
+    keep = cleaned.keep & usable[raw.image]
+    kept_images = start + np.flatnonzero(usable)
+    boxes = cleaned.boxes_cxcywh_unit[keep]
+    size = sizes[raw.image[keep]].astype(np.float64)
+    box_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
+    area = raw.area_px[keep]
+    log.kept = [problem.below(root) for problem in log.kept]
+    log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
+    return Scanned(
+        images_read=stop - start,
+        paths=[reader.images[at] for at in kept_images.tolist()],
+        image_ids=None if reader.image_ids is None else reader.image_ids[kept_images],
+        sizes_wh=sizes[usable],
+        counts=np.bincount(raw.image[keep], minlength=stop - start)[usable],
+        classes=raw.values[keep, 0].astype(np.int32),
+        boxes_cxcywh_unit=boxes,
+        crowd=raw.crowd[keep],
+        area_px=np.where(np.isfinite(area), area, box_area),
+        rows_read=rows_read,
+        unlabelled=raw.unlabelled,
+        log=log,
+    )
+
+
+def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
+    """Return width and height in pixels after rotation. Raise the DataError that decoding would raise."""
+    if stamp == ABSENT:
+        raise DataError(f"image {path} does not exist")
+    try:
+        header = header_of_file(path)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    if header is None:
+        what = "is of no known image format" if stamp[0] else "is empty (0 bytes)"
+        raise DataError(f"image {path} {what}")
+    if header.fault:
+        raise DataError(f"image {path} {header.fault}")
+    return header.size_wh

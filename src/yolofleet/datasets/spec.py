@@ -1,0 +1,155 @@
+"""A data set whose description was checked: class names, and the files of each split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from yolofleet.datasets import cocojson, odgt, vocxml
+from yolofleet.datasets.cocojson import CocoFiles
+from yolofleet.datasets.odgt import OdgtFiles
+from yolofleet.datasets.reader import SplitReader
+from yolofleet.datasets.vocxml import VocFiles
+from yolofleet.datasets.yolotxt import YoloFiles
+from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.text import nearest
+
+SPLITS = ("train", "val", "test")
+Kind = Literal["yolo", "coco", "voc", "odgt"]
+
+
+@dataclass(frozen=True)
+class SplitSource:
+    """Where the images and labels of a split, or of a part of it, are.
+
+    Attributes:
+        kind: yolo (a folder, or a .txt list of images), coco (a JSON file), voc (an ImageSets/Main list) or odgt
+            (CrowdHuman's file).
+        path: that folder or file.
+        image_roots: coco, odgt: folders that may hold the images, most likely first.
+    """
+
+    kind: Kind
+    path: Path
+    image_roots: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set whose files were found.
+
+    Attributes:
+        name: short, for folders and tables.
+        names: of the classes, by number.
+        splits: the splits whose files exist.
+        origin: the file or folder that the description was read from.
+        root: paths in messages are relative to it.
+        category_ids: COCO's category of each class; None if the data set is not COCO.
+        missing: why a split that the description names is not in ``splits``.
+        notes: what a person should know that is not an error.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    splits: dict[str, tuple[SplitSource, ...]]
+    origin: str
+    root: Path
+    category_ids: tuple[int, ...] | None = None
+    missing: dict[str, YolofleetError] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def sources(self, split: str) -> tuple[SplitSource, ...]:
+        """Return the sources of a split. Raise the error met when its files were looked for, or ConfigError."""
+        if split in self.missing:
+            raise self.missing[split]
+        if split not in self.splits:
+            has = ", ".join(self.splits) or "none"
+            raise ConfigError(
+                f"data set {self.name} has no split {split!r} (it has: {has})",
+                source=self.origin,
+                hint=f"{split}: images/{split}"
+                if self.origin.endswith((".yaml", ".yml"))
+                else f"add a list or annotations of the {split} images",
+            )
+        return self.splits[split]
+
+    def readers(self, split: str) -> list[SplitReader]:
+        """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
+        return [_READERS[source.kind](source, self) for source in self.sources(split)]
+
+    def has(self, kind: Kind) -> bool:
+        """Return whether a source of any split has this format."""
+        return any(source.kind == kind for sources in self.splits.values() for source in sources)
+
+
+# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
+_READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
+    "yolo": lambda source, spec: YoloFiles(source.path),
+    "voc": lambda source, spec: VocFiles(source.path, spec.names),
+    "coco": lambda source, spec: CocoFiles(
+        cocojson.load_table(source.path), source.image_roots, spec.category_ids or ()
+    ),
+    "odgt": lambda source, spec: OdgtFiles(source.path, source.image_roots, spec.names),
+}
+
+
+def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> DatasetSpec:
+    """Take class names that the description lacks from the annotations, and find COCO's category of each class.
+
+    Args:
+        names_at: where the names of the description stand, for messages.
+        remark: what the message about missing names should add.
+    Raises:
+        ConfigError: no names, names that the annotations do not have, or formats that cannot be mixed.
+        DataError: annotations cannot be read.
+    """
+    sources = [source for group in spec.splits.values() for source in group]
+    if spec.has("odgt"):
+        if any(source.kind != "odgt" for source in sources):
+            raise ConfigError("CrowdHuman's files cannot be mixed with other formats", source=spec.origin)
+        return replace(spec, names=odgt.chosen_names(spec.names, names_at))
+    coco = [source.path for source in sources if source.kind == "coco"]
+    voc = [source.path for source in sources if source.kind == "voc"]
+    categories: dict[int, str] = {}
+    for path in dict.fromkeys(coco):
+        for number, name in cocojson.load_table(path).categories:
+            if categories.setdefault(number, name) != name:
+                raise ConfigError(
+                    f"category {number} is {categories[number]!r} in one file and {name!r} in another",
+                    source=str(path),
+                )
+    names, category_ids = spec.names, None
+    if not names and coco:
+        names = tuple(name for _, name in sorted(categories.items()))
+        category_ids = tuple(sorted(categories))
+    elif coco:
+        category_ids = _ids_of_names(names, categories, names_at)
+    if not names and voc:
+        roots = dict.fromkeys(map(vocxml.voc_root, voc))
+        names = tuple(sorted({name for root in roots for name in vocxml.class_names(root)}))
+    if not names:
+        what = f"data set {spec.name} has no class names{remark}"
+        raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")
+    return replace(spec, names=names, category_ids=category_ids)
+
+
+def _ids_of_names(names: Sequence[str], categories: dict[int, str], names_at: str) -> tuple[int, ...]:
+    """Return the category of each class, -1 for a class without one; the lowest number if two share a name."""
+    by_name = {name: number for number, name in sorted(categories.items(), reverse=True)}
+    for name in by_name:
+        if name not in names:
+            near = nearest(name, names)
+            raise ConfigError(
+                f"category {name!r} of the annotations is not in names ({some(names)})",
+                source=names_at,
+                hint=f"nearest: {near}" if near else "leave names out to take the annotations' own",
+            )
+    return tuple(by_name.get(name, -1) for name in names)
+
+
+def some(values: Iterable[object]) -> str:
+    """Return the first eight values as a list for a message, with the number of all if there are more."""
+    listed = [str(value)[:40] for value in values]
+    return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")
