@@ -7,23 +7,26 @@ import copy
 import io
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+import yolofleet
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
-from yolofleet.config.resource_estimate import Need, estimate_of
+from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.findings import LEVELS, Finding, finding, kinds
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
+from yolofleet.fleet.doctor.host_facts import Attempt, HostFacts, Interface
+from yolofleet.fleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.doctor.local import judge_host
 from yolofleet.fleet.doctor.network import judge_network
-from yolofleet.fleet.doctor.network_interfaces import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
 from yolofleet.fleet.hosts.remote import REASONS
 from yolofleet.runs.plan import NO_SUCH_GPU
@@ -40,6 +43,14 @@ def card(name: str, *addresses: str, up: bool = True, kind: str = "", mtu: int =
         "kind": kind,
         "speed_mbit": None,
     }
+
+
+def interface(*arguments: Any, **named: Any) -> Interface:
+    return Interface.model_validate(card(*arguments, **named))
+
+
+def models(*cards: dict[str, Any]) -> list[Interface]:
+    return [Interface.model_validate(one) for one in cards]
 
 
 LO, ETH0 = card("lo", "127.0.0.1/8", "::1/128"), card("eth0", "10.0.0.1/24", "fe80::1/64")
@@ -77,7 +88,7 @@ HEALTHY: dict[str, Any] = {
     "clock": {"time_s": 0.0, "synchronised": True},
     "disks": [{"folder": "runs", "below": "/", "size": 999 * GIB, "free": 99 * GIB, "write_bytes_per_s": 1e9, "problem": None}],
 }  # fmt: skip
-NEED = Need(ranks=2, workers=4, prefetch=4, micro_batch=16, val_batch=32, img=640, on_gpu=True)
+NEED = ResourceEstimate(ranks=2, workers=4, prefetch=4, micro_batch=16, val_batch=32, img=640, on_gpu=True)
 
 
 def sick(**changes: Any) -> dict[str, Any]:
@@ -92,16 +103,18 @@ def sick(**changes: Any) -> dict[str, Any]:
     return facts
 
 
-def findings(facts: dict[str, Any], need: Need = NEED) -> dict[str, Finding]:
+def findings(facts: dict[str, Any], need: ResourceEstimate = NEED) -> dict[str, Finding]:
     """By code; those that are not in order."""
-    found = [*judge_host(facts, need, "a"), *judge_network(facts, "a")]
+    model = HostFacts.model_validate(facts)
+    found = [*judge_host(model, need, "a"), *judge_network(model, "a")]
     assert {finding.where for finding in found} == {"a"}
     return {finding.code: finding for finding in found if finding.level != "ok"}
 
 
 def test_a_healthy_machine_has_nothing_but_order() -> None:
     assert findings(sick()) == {}
-    in_order = [*judge_host(HEALTHY, NEED), *judge_network(HEALTHY)]
+    healthy = HostFacts.model_validate(HEALTHY)
+    in_order = [*judge_host(healthy, NEED), *judge_network(healthy)]
     assert {"versions", "gpus", "cores", "memory", "shm", "disk", "cards", "port"} <= {
         f.code for f in in_order
     }
@@ -139,7 +152,7 @@ def test_one_sick_organ_is_named_with_what_to_type(code, level, changes, words) 
 
 def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
     small = sick(shm__free=64 * MIB, shm__size=64 * MIB)
-    without = Need(2, 0, 4, 16, 32, 640, on_gpu=True)
+    without = ResourceEstimate(2, 0, 4, 16, 32, 640, on_gpu=True)
     assert findings(small, without)["shm-default"].level == "warn"  # NCCL wants some
     # 2 ranks x 4 loader processes x (4 ahead + 1) x (16 + 32) images x 3 x 640 x 640 bytes
     assert NEED.shm_bytes == 2 * 4 * 5 * 48 * 3 * 640 * 640
@@ -193,7 +206,7 @@ def test_gpus(code, level, changes, words) -> None:
 def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
     found = findings(
         sick(gpus__gpus=[], gpus__state="none", libraries__torch={**TORCH, "cuda": None, "devices": []}),
-        Need(2, 0, 4, 16, 32, 64, on_gpu=False),
+        ResourceEstimate(2, 0, 4, 16, 32, 64, on_gpu=False),
     )
     assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
 
@@ -219,8 +232,8 @@ def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
         assert {f.level for f in findings(sick(**changes), on_cpu).values()} == {"note"}
 
 
-def asking_for(*gpu_ids: int) -> Need:
-    return Need(len(gpu_ids), 4, 4, 16, 32, 640, on_gpu=True, gpu_ids=gpu_ids)
+def asking_for(*gpu_ids: int) -> ResourceEstimate:
+    return ResourceEstimate(len(gpu_ids), 4, 4, 16, 32, 640, on_gpu=True, gpu_ids=gpu_ids)
 
 
 def quick(count: int | None, setting: str | None = None, version: str = "2.13.0") -> dict[str, Any]:
@@ -276,7 +289,7 @@ def test_gpus_that_are_asked_for_are_there_before_anything_is_started(facts, ids
     assert all(finding.level == "fault" and words in finding.seen for finding in found.values())
 
 
-XPU = {"version": "2.13.0+xpu", "cuda": None, "hip": None, "devices": [], "problem": ""}
+XPU = {**TORCH, "version": "2.13.0+xpu", "cuda": None, "devices": []}
 
 
 @pytest.mark.parametrize(
@@ -308,8 +321,9 @@ def test_gpus_that_only_torch_can_count_refuse_no_run(facts) -> None:
 def test_what_to_ask_for_instead_is_said_in_the_form_in_which_it_was_asked(
     ids, count, here, of_a_host
 ) -> None:
-    [alone] = [f for f in judge_host(quick(count), asking_for(*ids)) if f.level == "fault"]
-    [one_of_several] = [f for f in judge_host(quick(count), asking_for(*ids), "a") if f.level == "fault"]
+    facts = HostFacts.model_validate(quick(count))
+    [alone] = [f for f in judge_host(facts, asking_for(*ids)) if f.level == "fault"]
+    [one_of_several] = [f for f in judge_host(facts, asking_for(*ids), "a") if f.level == "fault"]
     assert alone.fix.startswith(here) and one_of_several.fix.startswith(of_a_host)
 
 
@@ -381,30 +395,32 @@ def test_variables_that_name_a_card_that_is_not_there(name, value, wrong) -> Non
     ["lo", "docker0", "br-0123456789ab", "veth1a2b", "virbr0", "vmnet8", "tailscale0", "tun0", "wg0", "wlp3s0", "cni0"],
 )  # fmt: skip
 def test_cards_on_which_machines_should_not_meet(name) -> None:
-    assert wrong_kind(card(name))
+    assert wrong_kind(interface(name))
 
 
 @pytest.mark.parametrize("name", ["eth0", "enp3s0f1", "eno1", "ib0", "bond0", "br0", "ens5", "hsn0", "team0"])
 def test_cards_on_which_machines_meet(name) -> None:
-    assert not wrong_kind(card(name))
-    assert usable([card(name, "10.0.0.1/24")]) and not usable([card(name, "10.0.0.1/24", up=False)])
+    assert not wrong_kind(interface(name))
+    assert usable([interface(name, "10.0.0.1/24")])
+    assert not usable([interface(name, "10.0.0.1/24", up=False)])
 
 
 def test_a_wireless_card_will_do_where_there_is_no_other() -> None:
     wireless, vpn = card("wlp3s0", "192.168.0.7/24"), card("wg0", "10.9.0.7/24")
-    assert usable([LO, DOCKER0, wireless, vpn]) == [wireless, vpn] and usable([wireless, ETH0]) == [ETH0]
+    assert usable(models(LO, DOCKER0, wireless, vpn)) == models(wireless, vpn)
+    assert usable(models(wireless, ETH0)) == models(ETH0)
     found = findings(sick(cards=[LO, DOCKER0, wireless], names={"addresses": ["192.168.0.7"], "problem": ""}))
     assert set(found) == {"cards-wrong-kind"} and "docker0" in found["cards-wrong-kind"].seen
     assert "wlp3s0" not in found["cards-wrong-kind"].seen
 
 
 def test_which_card_nccl_takes() -> None:
-    found = [LO, DOCKER0, card("virbr0", "192.168.122.1/24"), ETH0, card("ib0", "10.1.0.1/24")]
+    found = models(LO, DOCKER0, card("virbr0", "192.168.122.1/24"), ETH0, card("ib0", "10.1.0.1/24"))
     assert nccl_choice(found, {}) == "ib0"
     assert nccl_choice(found[:-1], {}) == "eth0"
     assert nccl_choice(found[:3], {}) == "docker0" and nccl_choice(found[:1], {}) == "lo"
     bridge = card("br-0123456789ab", "172.18.0.1/16")  # Docker's, by its address; NCCL goes by the name
-    assert nccl_choice([LO, bridge, ETH0], {}) == "br-0123456789ab"
+    assert nccl_choice(models(LO, bridge, ETH0), {}) == "br-0123456789ab"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "=eth0"}) == "eth0"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "^ib,virbr,lo,docker"}) == "eth0"
     assert nccl_choice(found, {"NCCL_SOCKET_IFNAME": "none"}) is None
@@ -412,7 +428,7 @@ def test_which_card_nccl_takes() -> None:
 
 
 def test_which_card_gloo_takes() -> None:
-    found = [LO, DOCKER0, ETH0]
+    found = models(LO, DOCKER0, ETH0)
     assert gloo_choice(found, {}, ["10.0.0.1"]) == "eth0"
     assert gloo_choice(found, {}, ["127.0.1.1"]) == "lo"
     assert gloo_choice(found, {}, []) == "lo"
@@ -460,10 +476,10 @@ def test_a_busy_port_says_by_whom() -> None:
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
-    unseen = {"cards": None, "shm": None, "memory__available": None, "infiniband": []}
+    unseen: dict[str, Any] = {"cards": None, "shm": None, "memory__available": None, "infiniband": []}
     found = findings(sick(platform=platform, **unseen))
     assert set(found) == {"unseen"}
-    assert "network cards" in found["unseen"].seen and "gloo" in found["unseen"].why
+    assert "network interfaces" in found["unseen"].seen and "gloo" in found["unseen"].why
 
 
 # -- the verb ------------------------------------------------------------------------------------------------
@@ -559,22 +575,39 @@ def test_settings_that_contradict_each_other(given, words) -> None:
 # -- the page ------------------------------------------------------------------------------------------------
 
 
-def test_every_finding_stands_in_the_documents() -> None:
-    root = Path(__file__).resolve().parents[2]
-    page = (root / "docs" / "doctor.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
-    assert len(documented) == len(set(documented)), "a code stands there twice"
-    codes = set()
-    for source in (root / "src" / "yolofleet").rglob("*.py"):
-        if source.name != "logs.py":  # those stand in doctor-logs.md
-            for call in calls(source, "Finding"):
-                codes |= texts(call.args[0]) or assigned(source, getattr(call.args[0], "id", ""))
-    assert codes >= {*QUICK, *NO_SUCH_GPU}
-    codes -= {"ssh-"}  # the start of the following
-    for call in calls(root / "src" / "yolofleet" / "fleet" / "hosts" / "remote.py", "Unreachable"):
+def test_every_finding_that_is_reported_has_a_row_and_every_row_is_reported() -> None:
+    source = Path(yolofleet.__file__).resolve().parent
+    codes = {f"ssh-{kind}" for _, kind, *_ in REASONS}
+    codes |= {f"way-{outcome}" for outcome in get_args(Attempt.model_fields["outcome"].annotation)}
+    for path in source.rglob("*.py"):
+        for call in calls(path, "finding"):
+            codes |= texts(call.args[0]) or assigned(path, getattr(call.args[0], "id", ""))
+    for call in calls(source / "fleet" / "hosts" / "remote.py", "Unreachable"):
         codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
-    codes |= {f"ssh-{kind}" for _, kind, *_ in REASONS}
-    assert codes == set(documented)
+    assert codes - {"ssh-", "way-", "way-connected"} == set(kinds())
+    assert {*QUICK, *NO_SUCH_GPU} <= set(kinds())
+
+
+def test_a_finding_has_the_levels_and_texts_of_its_row() -> None:
+    assert finding("threads", "a", threads=3).seen == "OMP_NUM_THREADS=3"
+    assert finding("gpu-none", level="fault", instead="--device cpu").why == "the run asks for one"
+    with pytest.raises(AssertionError, match="no level fault"):
+        finding("threads", level="fault", threads=3)
+    with pytest.raises(KeyError):
+        finding("threads")
+    for kind in kinds().values():
+        assert kind.meaning and set(kind.levels) <= set(LEVELS), kind.code
+        for text in (kind.seen, kind.why, kind.fix):
+            assert isinstance(text, str) or set(text) == set(kind.levels), kind.code
+
+
+def test_the_pages_have_the_tables_of_the_package() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    made = runpy.run_path(str(docs / "doctor_tables.py"))
+    for name, table in made["PAGES"].items():
+        assert (docs / name).read_text(encoding="utf-8") == made["page"](name, table), (
+            "run: python docs/doctor_tables.py"
+        )
 
 
 def assigned(source: Path, name: str) -> set[str]:

@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 
 from yolofleet.fleet.doctor import machine, machine_facts, probes
+from yolofleet.fleet.doctor.host_facts import Firewall
 from yolofleet.fleet.doctor.machine import Answer, Machine
-from yolofleet.fleet.doctor.network_interfaces import cards, resolve, route_to
-from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, opening, port_facts
+from yolofleet.fleet.doctor.network import opening
+from yolofleet.fleet.doctor.network_interfaces import interfaces, resolve, route_to
+from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
 from yolofleet.fleet.doctor.probes import run_probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
@@ -337,7 +339,10 @@ def test_rules_of_nft_that_keep_others_out_are_found_through_jumps(computer: Com
     )
     found = firewall(computer.machine())
     assert (found["kind"], found["rules"]) == ("nft", ["inet own in: drop"])
-    assert opening(found, "10.0.0.0/24") == "sudo nft insert rule inet own in ip saddr 10.0.0.0/24 accept"
+    assert (
+        opening(Firewall(**found), "10.0.0.0/24")
+        == "sudo nft insert rule inet own in ip saddr 10.0.0.0/24 accept"
+    )
 
 
 def test_rules_that_iptables_made_are_opened_with_iptables(computer: Computer) -> None:
@@ -346,7 +351,7 @@ def test_rules_that_iptables_made_are_opened_with_iptables(computer: Computer) -
     computer.says("nft", nft(chain(*base, hook="input", policy="accept"), rule(*base, reject)))
     found = firewall(computer.machine())
     assert (found["kind"], found["rules"]) == ("iptables", ["ip filter INPUT: reject"])
-    assert opening(found, "10.0.0.0/24") == "sudo iptables -I INPUT -s 10.0.0.0/24 -j ACCEPT"
+    assert opening(Firewall(**found), "10.0.0.0/24") == "sudo iptables -I INPUT -s 10.0.0.0/24 -j ACCEPT"
 
 
 def test_without_nft_the_rules_are_those_of_iptables(computer: Computer) -> None:
@@ -360,13 +365,15 @@ def test_without_nft_the_rules_are_those_of_iptables(computer: Computer) -> None
 def test_firewalld_and_ufw_are_asked_for_by_name(computer: Computer) -> None:
     assert firewall(computer.machine()) == {"kind": "", "readable": False, "rules": [], "chains": []}
     computer.file("etc/ufw/ufw.conf", "# on\nENABLED=yes\n")
-    assert opening(firewall(computer.machine()), "10.0.0.0/24") == "sudo ufw allow from 10.0.0.0/24"
+    assert (
+        opening(Firewall(**firewall(computer.machine())), "10.0.0.0/24") == "sudo ufw allow from 10.0.0.0/24"
+    )
     computer.says("firewall-cmd", "running\n")
-    assert "--add-source=10.0.0.0/24" in opening(firewall(computer.machine()), "10.0.0.0/24")
+    assert "--add-source=10.0.0.0/24" in opening(Firewall(**firewall(computer.machine())), "10.0.0.0/24")
 
 
 def test_an_unknown_firewall_has_a_line_for_each_kind() -> None:
-    lines = opening({"kind": "", "chains": []}, "10.0.0.0/24").splitlines()
+    lines = opening(Firewall(), "10.0.0.0/24").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["firewalld", "ufw", "nft", "iptables"]
 
 
@@ -375,7 +382,7 @@ def test_an_unknown_firewall_has_a_line_for_each_kind() -> None:
 
 @linux
 def test_the_kernel_lists_loopback() -> None:
-    found = cards(Machine())
+    found = interfaces(Machine())
     assert found is not None
     lo = next(card for card in found if card["name"] == "lo")
     assert "127.0.0.1/8" in lo["addresses"] and lo["mtu"] > 1000

@@ -17,8 +17,9 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
+from yolofleet.fleet.doctor.host_facts import Attempt, DataAnswer, Firewall, HostFacts, Measured, Summed
 from yolofleet.fleet.doctor.hosts import Peer, examine
-from yolofleet.fleet.doctor.network import Meeting, judge_way
+from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.fleet.hosts.remote import Refused
 
@@ -78,6 +79,10 @@ class Host:
         return {**target, "outcome": outcome, "own": own, "card": "eth0", "said": "said", "elapsed_s": 0.0}
 
 
+def models(made: Mapping[str, dict[str, Any]]) -> dict[str, HostFacts]:
+    return {name: HostFacts.model_validate(facts) for name, facts in made.items()}
+
+
 def hosts(count: int = 3) -> list[Host]:
     return [Host(f"m{number}", number) for number in range(1, count + 1)]
 
@@ -97,7 +102,7 @@ def test_a_healthy_fleet_is_measured_and_nothing_is_wrong() -> None:
     peers = [Peer(host.name, host.ask, "cpu") for host in made]
     found = examine(peers, CPU, port=29500)
     assert {f.code for f in found.findings if f.level != "ok"} == {"package-differs"}
-    assert found.meetings == {f"m{n}": Meeting(f"10.0.0.{n}", "eth0") for n in (1, 2, 3)}
+    assert found.endpoints == {f"m{n}": Endpoint(f"10.0.0.{n}", "eth0") for n in (1, 2, 3)}
     assert {"ways", "speed", "all-reduce", "clocks"} <= {f.code for f in found.findings}
     assert [host.asked.count("measure") for host in made] == [2, 2, 2]
     assert all(host.asked[-2:] == ["unlisten", "all_reduce"] or host is made[0] for host in made)
@@ -109,7 +114,7 @@ def test_a_healthy_fleet_is_measured_and_nothing_is_wrong() -> None:
         ("refused", "way-refused", "ufw allow from 10.0.0.0/24"),
         ("prohibited", "way-prohibited", "ufw allow from 10.0.0.0/24"),
         ("dropped", "way-dropped", "ufw allow from 10.0.0.0/24"),
-        ("silent", "way-silent", "interface: CARD"),
+        ("silent", "way-silent", "interface: INTERFACE"),
         ("no-route", "way-no-route", "ip route get 10.0.0.3"),
         ("self", "way-self", "address: ADDRESS of m3"),
         ("other", "way-other", "ip neigh"),
@@ -128,16 +133,11 @@ def test_each_way_that_is_closed_is_told_apart(outcome, code, words) -> None:
 
 
 def test_the_address_that_is_let_in_is_the_one_behind_a_router() -> None:
-    attempt = {
-        "address": "10.0.0.3",
-        "port": 1,
-        "own": "10.9.0.2",
-        "card": "eth0",
-        "outcome": "dropped",
-        "said": "x",
-    }
-    target = Host("m3", 3).facts | {"firewall": {"kind": "ufw", "chains": []}}
-    assert judge_way("m2", "m3", attempt, target, "x").fix.endswith("ufw allow from 10.9.0.2")
+    attempt = Attempt(own="10.9.0.2", interface="eth0", outcome="dropped", said="x")
+    facts = HostFacts.model_validate(Host("m3", 3).facts)
+    target = Target("m3", "10.0.0.3", 1, "x")
+    fix = judge_way("m2", target, attempt, facts, Firewall(kind="ufw")).fix
+    assert fix.endswith("ufw allow from 10.9.0.2")
 
 
 def test_a_card_that_others_do_not_share_is_passed_over_and_named() -> None:
@@ -191,21 +191,23 @@ def test_a_busy_rendezvous_matters_on_the_first_host_alone() -> None:
 def test_software_that_differs() -> None:
     made = {host.name: host.facts for host in hosts()}
     same = {"yolofleet": "0.1.0", "package_sha256": "0" * 64}
-    assert [f.code for f in differences(made, same)] == ["same-software"]
-    assert [f.code for f in differences(made, {**same, "package_sha256": "1" * 64})] == ["package-differs"]
+    assert [f.code for f in differences(models(made), same)] == ["same-software"]
+    assert [f.code for f in differences(models(made), {**same, "package_sha256": "1" * 64})] == [
+        "package-differs"
+    ]
     made["m3"]["software"] |= {"torch": "2.6.0", "cv2": "4.9", "python": "3.11.9"}  # a patch level is none
     made["m3"]["libraries"] = {"problems": {}, "torch": {**HEALTHY["libraries"]["torch"], "nccl": "2.21"}}
     made["m3"]["gpus"] = {**HEALTHY["gpus"], "driver": "535"}
-    found = {f.code: f for f in differences(made, same)}
+    found = {f.code: f for f in differences(models(made), same)}
     assert set(found) == {"torch-differs", "libraries-differ", "nccl-differs", "drivers-differ"}
     assert found["torch-differs"].seen == "torch is not the same: m1, m2: 2.13.0+cu128; m3: 2.6.0"
     assert found["torch-differs"].fix == "pip install torch==2.13.0 on every host"
     made["m3"]["software"]["torch"] = "2.13.0+cu126"
-    [build] = [f for f in differences(made, same) if f.code == "torch-differs"]
+    [build] = [f for f in differences(models(made), same) if f.code == "torch-differs"]
     assert build.level == "warn" and "--index-url" in build.fix, "they meet"
     [package] = [
         f
-        for f in differences(made, {"yolofleet": "0.2.0", "package_sha256": "1"})
+        for f in differences(models(made), {"yolofleet": "0.2.0", "package_sha256": "1"})
         if f.code == "package-differs"
     ]
     assert package.fix.endswith("yolofleet==0.2.0"), "this machine's"
@@ -228,12 +230,12 @@ def test_machines_that_only_look_alike_are_several() -> None:
     made = {host.name: host.facts for host in hosts(2)}
     for facts in made.values():
         facts["network_id"] = "boot net:[1]"
-    assert not same_machines(made), "a copy of a running virtual machine has an address of its own"
+    assert not same_machines(models(made)), "a copy of a running virtual machine has an address of its own"
     made["m2"]["cards"] = made["m1"]["cards"]
-    assert same_machines(made)
+    assert same_machines(models(made))
     for facts in made.values():
         facts["network_id"] = ""
-    assert not same_machines(made), "it cannot be seen"
+    assert not same_machines(models(made)), "it cannot be seen"
 
 
 def test_clocks() -> None:
@@ -247,16 +249,22 @@ def test_clocks() -> None:
     ]  # a slow answer proves nothing
 
 
+def digests(digest: str, images: int, labels: int) -> DataAnswer:
+    split = {"digest": digest, "images": images, "labels": labels}
+    return DataAnswer.model_validate({"splits": {"train": split}, "problem": ""})
+
+
 def test_data_sets() -> None:
-    same = {"splits": {"train": {"digest": "a" * 32, "images": 8, "labels": 20}}, "problem": ""}
-    other = {"splits": {"train": {"digest": "b" * 32, "images": 7, "labels": 18}}, "problem": ""}
+    same = digests("a" * 32, 8, 20)
+    other = digests("b" * 32, 7, 18)
     chosen = {name: "set.yaml" for name in "abc"}
     assert [f.code for f in judge_data({"a": same, "b": same}, chosen)] == ["data"]
     [wrong] = judge_data({"a": same, "b": other, "c": same}, chosen)
     assert wrong.code == "data-differs"
     assert wrong.seen.endswith("a, c: 8 images, 20 labels (aaaaaaaa); b: 7 images, 18 labels (bbbbbbbb)")
-    missing = {"splits": {}, "problem": "data set set.yaml does not exist"}
-    found = judge_data({"a": same, "b": missing, "c": {"problem": "no answer", "late": True}}, chosen)
+    missing = DataAnswer(problem="data set set.yaml does not exist")
+    late = DataAnswer(problem="no answer", late=True)
+    found = judge_data({"a": same, "b": missing, "c": late}, chosen)
     assert [(f.code, f.level, f.where) for f in found] == [
         ("data-missing", "fault", "b"),
         ("data-unknown", "note", "c"),
@@ -291,18 +299,18 @@ def test_hosts_that_all_call_themselves_localhost_need_no_line_for_it() -> None:
 
 
 def test_speeds() -> None:
-    good = {"round_trip_s": 1e-4, "bytes_per_s": 1e9, "problem": "", "stalled": False}
-    meetings = {name: Meeting(f"10.0.0.{name}", "eth0") for name in "123"}
+    good = Measured(round_trip_s=1e-4, bytes_per_s=1e9, stalled=False)
+    endpoints = {name: Endpoint(f"10.0.0.{name}", "eth0") for name in "123"}
     ways = [(a, b) for a in "123" for b in "123" if a != b]
-    assert [f.code for f in judge_speeds(dict.fromkeys(ways, good), meetings)] == ["speed"]
-    measured = {**dict.fromkeys(ways, good), ("1", "2"): {**good, "bytes_per_s": 1e8}}
-    assert [f.code for f in judge_speeds(measured, meetings)] == ["way-slow", "speed"]
-    measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "timed out", "stalled": True}
-    [stalls, _] = judge_speeds(measured, meetings)
+    assert [f.code for f in judge_speeds(dict.fromkeys(ways, good), endpoints)] == ["speed"]
+    measured = {**dict.fromkeys(ways, good), ("1", "2"): good.model_copy(update={"bytes_per_s": 1e8})}
+    assert [f.code for f in judge_speeds(measured, endpoints)] == ["way-slow", "speed"]
+    measured["1", "2"] = Measured(bytes_per_s=None, problem="timed out", stalled=True)
+    [stalls, _] = judge_speeds(measured, endpoints)
     assert stalls.code == "way-stalls" and "mtu 1400" in stalls.fix
     assert stalls.fix.startswith("on 1: ping -c 3 -M do -s 1472 10.0.0.2\n"), "it ends by itself"
-    measured["1", "2"] = {**good, "bytes_per_s": None, "problem": "Connection reset by peer"}
-    assert judge_speeds(measured, meetings)[0].code == "way-breaks"
+    measured["1", "2"] = Measured(bytes_per_s=None, problem="Connection reset by peer", stalled=False)
+    assert judge_speeds(measured, endpoints)[0].code == "way-breaks"
 
 
 def test_cards_with_packets_of_unequal_size() -> None:
@@ -314,12 +322,7 @@ def test_cards_with_packets_of_unequal_size() -> None:
 
 
 def test_a_sum_that_fails_is_a_fault() -> None:
-    assert (
-        judge_all_reduce({"a": {"seconds": None, "barrier_s": None, "problem": "Connection refused"}})[
-            0
-        ].level
-        == "fault"
-    )
+    assert judge_all_reduce({"a": Summed(problem="Connection refused")})[0].level == "fault"
 
 
 def test_the_order_of_measuring_leaves_each_host_to_one_other() -> None:

@@ -39,6 +39,7 @@ MAY_OPEN = {
     ),
     "datasets/convert.py:_place": "copies an image that the index has opened; the copy is new",
     "datasets/sources.py:_copied": "a description that comes with this package",
+    "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),

@@ -18,12 +18,13 @@ from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.fleet.description import Fleet, Host, load_fleet, parse_hosts
+from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.host_agent import ASKED, RECALLED
 from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, host_agent_argv
 from yolofleet.fleet.hosts.requests import claim
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import Ending, tell
-from yolofleet.fleet.launch.preflight import Plan, Spot
+from yolofleet.fleet.launch.preflight import Plan
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import fleet_of
@@ -181,7 +182,7 @@ def test_figures_that_cannot_be_written_are_no_success(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "file").touch()
-    spot = Spot("127.0.0.1", "lo")
+    spot = Endpoint("127.0.0.1", "lo")
     monkeypatch.setattr("yolofleet.fleet.launch.on_hosts.check", lambda *_: Plan((spot,), 29500))
     monkeypatch.setattr(Watch, "follow", follow)
     monkeypatch.setattr(Watch, "explain", lambda *_: 0)

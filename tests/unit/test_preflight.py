@@ -24,9 +24,10 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import Host, parse_hosts
 from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.requests import reserve_port
-from yolofleet.fleet.launch.preflight import Plan, Spot, enter_folders, files, free_port, inspect
+from yolofleet.fleet.launch.preflight import Plan, enter_folders, files, free_port, inspect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -208,7 +209,7 @@ def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[
 
 
 def test_the_firewall_line_covers_every_port_that_may_be_taken() -> None:
-    plan = Plan((Spot("10.0.0.1", "eth0"), Spot("10.0.0.2", "eth0")), 29507)
+    plan = Plan((Endpoint("10.0.0.1", "eth0"), Endpoint("10.0.0.2", "eth0")), 29507)
     line = firewall_line(parse_hosts("node-a:8,node-b:8"), plan).splitlines()[-1]
     page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
     assert "dport 29500-29599 " in line and line.strip() in page

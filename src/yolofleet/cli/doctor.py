@@ -100,27 +100,30 @@ def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Findin
 
 
 def unreached(problem: Unreachable) -> Finding:
-    from yolofleet.fleet.doctor.findings import Finding
+    from yolofleet.fleet.doctor.findings import finding
 
     what = problem.what.removeprefix(f"{problem.host}: ")
-    return Finding(f"ssh-{problem.kind}", "fault", problem.host, what, problem.source or "", problem.hint)
+    return finding(
+        f"ssh-{problem.kind}", problem.host, seen=what, why=problem.source or "", fix=problem.hint or ""
+    )
 
 
 def enter(remote: Remote) -> Finding | None:
     """Work in the host's folder; or why that cannot be."""
     from yolofleet.errors import ClusterError
-    from yolofleet.fleet.doctor.findings import Finding
+    from yolofleet.fleet.doctor.findings import finding
     from yolofleet.fleet.hosts.remote import Refused
 
     folder = remote.host.folder or str(Path.cwd())
     try:
         remote.ask("enter", folder=folder)
     except Refused as problem:
-        what = f"it has no folder {folder}: {problem.what.removeprefix(f'{remote.name}: ')}"
-        fix = "make it there, or say folder: for this host (fleet.yaml)"
-        return Finding("folder-missing", "fault", remote.name, what, "a run works there", fix)
+        said = problem.what.removeprefix(f"{remote.name}: ")
+        return finding("folder-missing", remote.name, folder=folder, problem=said)
     except ClusterError as problem:
-        return Finding("host-lost", "fault", remote.name, problem.what, "asked for its folder", problem.hint)
+        return finding(
+            "host-lost", remote.name, seen=problem.what, why="asked for its folder", fix=problem.hint or ""
+        )
     return None
 
 

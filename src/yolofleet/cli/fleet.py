@@ -75,10 +75,10 @@ def firewall_line(fleet: Fleet, plan: Plan) -> str:
     """Return a firewall rule for the port where other hosts reach the run's store."""
     from yolofleet.fleet.launch.preflight import ports_of
 
-    members = ", ".join(spot.address for spot in plan.spots)
+    members = ", ".join(endpoint.address for endpoint in plan.endpoints)
     ports = ports_of(fleet)
     return (
-        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.spots[0].address}, on the first free port of {ports[0]} to "
+        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.endpoints[0].address}, on the first free port of {ports[0]} to "
         f"{ports[-1]}, for hosts that know the run's secret; to keep others away from it, there:\n"
         f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
     )

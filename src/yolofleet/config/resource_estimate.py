@@ -1,10 +1,8 @@
-"""What a run needs of one machine, roughly: processes, shared memory, main memory, open files."""
+"""Estimate what a run needs of one machine: processes, shared memory, main memory, open files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resources import RunResources
@@ -19,18 +17,18 @@ OPEN_FILES = 256  # libraries, logs, sockets
 
 
 @dataclass(frozen=True)
-class Need:
-    """Of one machine.
+class ResourceEstimate:
+    """What a run needs of one machine.
 
     Attributes:
         ranks: processes that train.
         workers: loader processes of each.
-        waiting: micro-batches that wait in shared memory for one rank, at most.
+        prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
-        img: side, pixels.
-        on_gpu: it trains on CUDA devices.
-        on_cpu: the CPU is asked for.
-        gpu_ids: those of them that are asked for by number.
+        img: side of an image, pixels.
+        on_gpu: the run uses CUDA devices.
+        on_cpu: the run asks for the CPU.
+        gpu_ids: CUDA devices that the run names by number.
     """
 
     ranks: int
@@ -45,21 +43,22 @@ class Need:
 
     @property
     def waiting(self) -> int:
-        return self.workers * (self.prefetch + 1)  # one is being made
+        """Micro-batches that wait in shared memory for one rank, at most."""
+        return self.workers * (self.prefetch + 1)  # each process is making one
 
     @property
     def train_shm_bytes(self) -> int:
-        """Images that loader processes have ready, as many as there can be."""
+        """Bytes of the images that loader processes of a training have ready, at most."""
         return self.ranks * self.waiting * self.micro_batch * 3 * self.img**2
 
     @property
     def shm_bytes(self) -> int:
-        """With those of validation: both wait at the same time."""
+        """The same with those of a validation: both wait at the same time."""
         return self.train_shm_bytes + self.ranks * self.waiting * self.val_batch * 3 * self.img**2
 
     @property
     def memory_bytes(self) -> int:
-        """Including shared memory, which counts too; without a cache of images, which takes what is left."""
+        """Bytes of main memory, with shared memory, but without a cache of images, which takes what is left."""
         process = PROCESS_BYTES + (
             CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.micro_batch * self.img**2
         )
@@ -67,12 +66,12 @@ class Need:
 
     @property
     def open_files(self) -> int:
-        """Of one process: every tensor from a loader process is an open file."""
+        """Open files of one process: every tensor from a loader process is one."""
         return OPEN_FILES + 4 * self.waiting
 
     @property
     def text(self) -> str:
-        """``2 processes x 16 images of 640 px, 4 loader processes each``."""
+        """Such as ``2 processes x 16 images of 640 px, 4 loader processes each``."""
         processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
         text = f"{processes} x {self.micro_batch} images of {self.img} px"
         if self.workers:
@@ -81,18 +80,19 @@ class Need:
         return text
 
 
-def estimate_of(wanted: RunResources, cores: int, gpus: int) -> Need:
-    """
+def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate:
+    """Return what a run needs of one machine.
+
     Args:
-        cores, gpus: that this machine has for us.
+        cores, gpus: of that machine.
     Raises:
-        ConfigError: the device cannot be.
+        ConfigError: ``--device`` is not valid.
     """
     ranks = 1 if wanted.one_process else processes_of(wanted.device)
     gpu_ids = tuple(map(int, wanted.device.split(","))) if by_number(wanted.device) else ()
     on_gpu = bool(gpu_ids) or (wanted.device == "auto" and gpus > 0)
     by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
-    return Need(
+    return ResourceEstimate(
         ranks=ranks,
         workers=wanted.workers if wanted.workers >= 0 else by_cores,
         prefetch=wanted.prefetch,
@@ -105,12 +105,6 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> Need:
     )
 
 
-def estimate_here(wanted: RunResources, facts: Mapping[str, Any]) -> Need:
-    """Of a machine of which ``machine_facts.py`` saw this."""
-    cores = facts["cores"]["usable"] or facts["cores"]["visible"] or 1
-    return estimate_of(wanted, cores, gpus=len(facts.get("gpus", {}).get("gpus", ())))
-
-
 def by_number(device: str) -> bool:
-    """``--device`` names GPUs, as ``0,1``."""
+    """Return whether ``--device`` names GPUs by number, as ``0,1``."""
     return device[0].isdecimal()

@@ -1,13 +1,19 @@
-"""What the doctor says: one finding is what was seen, why it matters and what to type."""
+"""Findings of the doctor: what it saw, why that matters and what to type. ``findings.yaml`` declares all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
 
 Level = Literal["ok", "note", "warn", "fault"]
 LEVELS: tuple[Level, ...] = get_args(Level)  # from healthy to broken
+TABLE = Path(__file__).with_name("findings.yaml")
+Text = str | Mapping[str, str]  # the same for all levels, or one for each
 
 
 @dataclass(frozen=True)
@@ -17,11 +23,11 @@ class Finding:
     Attributes:
         code: stable name for programs and documents, such as ``port-busy``.
         level: ``ok``: as it should be; ``note``: worth knowing; ``warn``: works, but slower or not for long;
-            ``fault``: a run cannot start or go on.
-        where: host, pair of hosts, rank or line that it is about; "" = here.
+            ``fault``: a run cannot start or continue.
+        where: the host, pair of hosts, rank or line that it is about; "" = this machine.
         seen: what was measured or read, with the values.
         why: what it means for a run; "" = nothing to add.
-        fix: a command that one can type, or a sentence; "" = nothing to do.
+        fix: a command to type, or a sentence; "" = nothing to do.
     """
 
     code: str
@@ -32,28 +38,84 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        """Names, variables and logs hold anything: nothing of it is obeyed by a terminal, or refused by a file."""
+        """Replace control characters: names, variables and logs may hold them, and a terminal would obey them."""
         for name, text in asdict(self).items():
             object.__setattr__(self, name, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
     def to_dict(self) -> dict[str, str]:
-        """For JSON: the attributes by name."""
+        """Return the attributes by name, for JSON."""
         return asdict(self)
 
     def render(self) -> str:
-        """As a person reads it: one line, then ``why`` and ``try`` where there is something to say."""
+        """Return the text for a person: one line, then ``why`` and ``try`` if they are not empty."""
         where = f"{self.where}: " if self.where else ""
-        seen = " ".join(self.seen.splitlines())
-        lines = [f"{self.level:<5} {self.code}: {where}{seen}"]
-        lines += [
-            f"  why : {line}" if i == 0 else f"        {line}" for i, line in enumerate(self.why.splitlines())
-        ]
-        lines += [
-            f"  try : {line}" if i == 0 else f"        {line}" for i, line in enumerate(self.fix.splitlines())
-        ]
+        lines = [f"{self.level:<5} {self.code}: {where}{' '.join(self.seen.splitlines())}"]
+        for label, text in (("why", self.why), ("try", self.fix)):
+            lines += [
+                f"  {label if i == 0 else '':<3} {':' if i == 0 else ' '} {line}"
+                for i, line in enumerate(text.splitlines())
+            ]
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A row of ``findings.yaml``, which describes the fields. The first level is the default.
+
+    Attributes:
+        section: the heading above the row.
+    """
+
+    section: str
+    code: str
+    levels: tuple[Level, ...]
+    meaning: str
+    seen: Text
+    why: Text = ""
+    fix: Text = ""
+    advice: str = ""
+
+    def text(self, name: str, level: Level, values: Mapping[str, Any]) -> str:
+        """Return one of its texts at a level, filled with values."""
+        template = getattr(self, name)
+        if not isinstance(template, str):
+            template = template[level]
+        return str(template.format_map(values))
+
+
+@lru_cache(maxsize=1)
+def kinds() -> dict[str, Kind]:
+    """Return all kinds of findings but those of logs, by code."""
+    found = {}
+    for section, rows in load_table(TABLE).items():
+        for code, row in rows.items():
+            level = row.pop("level")
+            levels = tuple(level) if isinstance(level, list) else (level,)
+            assert set(levels) <= set(LEVELS), f"{TABLE}: {code}: level {level}"
+            found[code] = Kind(section, code, levels, **row)
+    return found
+
+
+def load_table(path: Path) -> Any:
+    """Return a YAML file of this package, read by the fast loader if PyYAML was built with it."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_bytes(), Loader=loader)
+
+
+def finding(code: str, where: str = "", *, level: str | None = None, **values: Any) -> Finding:
+    """Return a finding of ``findings.yaml``.
+
+    Args:
+        level: one of the row's levels; by default its first.
+        values: for the row's texts.
+    """
+    kind = kinds()[code]
+    chosen = next((one for one in kind.levels if level in (None, one)), None)
+    assert chosen is not None, f"{code} has no level {level}"
+    seen, why, fix = (kind.text(name, chosen, values) for name in ("seen", "why", "fix"))
+    return Finding(code, chosen, where, seen, why, fix)
+
+
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level among them; ``ok`` for none."""
+    """Return the worst level of the findings; ``ok`` for none."""
     return max((f.level for f in findings), key=LEVELS.index, default="ok")

@@ -24,19 +24,18 @@ from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.foreign import open_foreign
 from yolofleet.fleet.doctor.findings import LEVELS, Finding, Level
 from yolofleet.fleet.doctor.log_rules import (
-    EXPLAINED,
+    BY_CODE,
     MET,
     NCCL_ERROR,
-    OWN_ERROR,
-    PYTHON_ERROR,
+    ORDERS,
     RULES,
     SIGNAL_NAMES,
     SIGNALS,
-    WORKER_FAILED,
     Rule,
 )
 from yolofleet.text import size_text
 
+OWN_ERROR = "yolofleet-error"
 LONGEST = 1 << 14  # characters of a line that are looked at: half from its start, half from its end
 SHOWN = 240  # characters of a line in a finding
 MOST_RANKS = 16  # named in a finding
@@ -404,7 +403,7 @@ class _Reader:
         if signal is None or not (signal in SIGNALS or any(word in low for word in _OF_A_RUN)):
             return
         root = self.summary_left > 0
-        seen = self._hit(SIGNALS.get(signal, WORKER_FAILED), text, low, number, root=root)
+        seen = self._hit(SIGNALS.get(signal, BY_CODE["worker-failed"]), text, low, number, root=root)
         if root:
             seen.root, seen.host = True, self.summary.get("host", "")
             if self.summary.get("rank", "").isdigit():
@@ -420,10 +419,10 @@ class _Reader:
             return False
         name = match[1].rsplit(".", 1)[-1]
         if name in _OWN and match[1] == name:
-            self._hit(OWN_ERROR, text, low, number)
+            self._hit(BY_CODE[OWN_ERROR], text, low, number)
             self.own_left = 4
         elif name not in _NOT_OURS:
-            self._hit(PYTHON_ERROR, text, low, number)
+            self._hit(BY_CODE["python-error"], text, low, number)
         return True
 
     def _is_ignored(self, text: str) -> bool:
@@ -436,7 +435,7 @@ class _Reader:
         """A ``try`` line of one of our errors."""
         key, _, value = text.partition(":")
         if key.strip() == "try":
-            seen = self.seen[OWN_ERROR.code]
+            seen = self.seen[OWN_ERROR]
             seen.fix = seen.fix or value.strip()
             self.own_left = 0
 
@@ -478,7 +477,7 @@ class _Reader:
 
 def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
     """Sorts what explains most to the front."""
-    order = EXPLAINED if seen.explained else seen.rule.order
+    order = ORDERS.index("explained") if seen.explained else seen.rule.rank
     return -LEVELS.index(level), order, not seen.root, seen.line
 
 

@@ -166,30 +166,3 @@ def _iptables(machine: Machine) -> dict[str, Any] | None:
         "rules": rules[:RULES_SHOWN],
         "chains": [["ip", "filter", "INPUT"]] if rules else [],
     }
-
-
-def opening(found: dict[str, Any], network: str) -> str:
-    """What to type so that everything from ``network`` comes in: a line, or one for each firewall it may be.
-
-    A whole network and not a port: gloo and NCCL listen on ports that the kernel chooses.
-
-    Args:
-        found: by :func:`firewall` on the machine that does not let others in.
-    """
-    lines = {
-        "firewalld": f"sudo firewall-cmd --permanent --zone=trusted --add-source={network} && "
-        "sudo firewall-cmd --reload",
-        "ufw": f"sudo ufw allow from {network}",
-        "nft": f"sudo nft insert rule inet filter input ip saddr {network} accept",
-        "iptables": f"sudo iptables -I INPUT -s {network} -j ACCEPT",
-    }
-    if found["kind"] == "nft":  # a drop of any chain is final, so each one needs its line
-        return "\n".join(
-            lines["iptables"]
-            if chain == ["ip", "filter", "INPUT"]
-            else f"sudo nft insert rule {' '.join(chain)} ip saddr {network} accept"
-            for chain in found["chains"]
-        )
-    if found["kind"] in lines:
-        return lines[found["kind"]]
-    return "\n".join(f"{name}: {line}" for name, line in lines.items())

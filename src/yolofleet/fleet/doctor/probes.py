@@ -25,7 +25,7 @@ from typing import Any
 
 from yolofleet.fleet.doctor import machine_facts as seen
 from yolofleet.fleet.doctor.machine import Machine, run_for, within
-from yolofleet.fleet.doctor.network_interfaces import card_with, cards, neighbour_state, resolve, route_to
+from yolofleet.fleet.doctor.network_interfaces import interfaces, neighbour_state, resolve, route_to
 from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
 from yolofleet.parallel.listener import open_listener
 from yolofleet.system.children import module_argv, module_environment
@@ -96,7 +96,7 @@ def all_facts(arguments: Mapping[str, Any]) -> Json:
             "cores": seen.cores(machine),
             "limits": seen.limits(),
             "variables": seen.variables(machine.environment),
-            "cards": cards(machine),
+            "cards": interfaces(machine),
             "port": port_facts(machine, port) if port else None,
             "ephemeral_ports": ephemeral_ports(machine),
         }
@@ -383,8 +383,11 @@ def reach_one(address: str, port: int, token: str) -> Json:
     """
     machine = Machine()
     own, no_way = route_to(address)
-    card = card_with(cards(machine) or [], own)
-    found = {"address": address, "port": port, "own": own, "card": card and card["name"], "said": no_way}
+    name = next(
+        (i["name"] for i in interfaces(machine) or () for a in i["addresses"] if a.partition("/")[0] == own),
+        None,
+    )
+    found = {"address": address, "port": port, "own": own, "card": name, "said": no_way}
     if no_way:
         return {**found, "outcome": "no-route", "elapsed_s": 0.0}
     if own == address:

@@ -1,4 +1,4 @@
-"""This machine, what a run on it wants to know before it starts, and how findings are told. Several: ``fleet.py``."""
+"""Examine this machine, and print findings. ``hosts.py`` examines several machines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
-from yolofleet.config.resource_estimate import by_number, estimate_here
+from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.doctor.findings import LEVELS, Finding, worst
+from yolofleet.fleet.doctor.host_facts import HERE, read_answer
+from yolofleet.fleet.doctor.hosts import estimate_for
 from yolofleet.fleet.doctor.local import judge_host
 from yolofleet.fleet.doctor.network import judge_network
 from yolofleet.fleet.doctor.probes import run_probe
@@ -34,31 +36,31 @@ PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faul
 
 
 def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) -> list[Finding]:
-    """This machine alone.
+    """Examine this machine alone.
 
     Args:
         port: that a rendezvous would use here; 0 = none.
-        quick: only what takes a tenth of a second; two where GPUs are asked for.
+        quick: only what takes a tenth of a second; two seconds if the run asks for GPUs.
     """
     folders = [str(wanted.results)]
     wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
-    facts = run_probe("facts", wishes)
-    return [*judge_host(facts, estimate_here(wanted, facts)), *judge_network(facts)]
+    facts = read_answer(HERE, "facts", wishes, run_probe("facts", wishes))
+    return [*judge_host(facts, estimate_for(wanted, facts)), *judge_network(facts)]
 
 
 def preflight(wanted: RunResources) -> list[Finding]:
-    """What would end a run on this machine, or hurt it, as far as that shows in a tenth of a second."""
-    return [f for f in examine_here(wanted, quick=True) if f.code in QUICK]
+    """Return what would end or slow a run on this machine, as far as a tenth of a second shows it."""
+    return [one for one in examine_here(wanted, quick=True) if one.code in QUICK]
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:
-    """The worst comes last, next to the verdict; what is the same on several hosts is said once."""
+    """Print findings, the worst last, then their numbers. Equal findings of several hosts are printed once."""
     wheres: dict[Finding, list[str]] = {}
-    for finding in findings:
-        wheres.setdefault(replace(finding, where=""), []).append(finding.where)
-    for finding, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
-        echo(replace(finding, where=", ".join(where)).render(), to=stream)
-    counts = Counter(finding.level for finding in wheres)
+    for one in findings:
+        wheres.setdefault(replace(one, where=""), []).append(one.where)
+    for one, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
+        echo(replace(one, where=", ".join(where)).render(), to=stream)
+    counts = Counter(one.level for one in wheres)
     told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
     echo(f"\n{', '.join(told) or 'nothing found'}", to=stream)
 
@@ -68,13 +70,15 @@ def _plural(level: str, count: int) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    return {"worst": worst(findings), "findings": [finding.to_dict() for finding in findings]}
+    """Return findings for JSON."""
+    return {"worst": worst(findings), "findings": [one.to_dict() for one in findings]}
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 4 if there is a fault, else 0."""
     return ClusterError.exit_code if worst(findings) == "fault" else 0
 
 
 def stream_for(json_out: str) -> TextIO:
-    """Where to tell: what reads the JSON on standard output reads nothing else."""
+    """Return where to print findings: standard error if JSON goes to standard output."""
     return sys.stderr if json_out == "-" else sys.stdout

@@ -178,12 +178,12 @@ def describe(fleet: Fleet, plan: Plan) -> str:
     """Return lines that name each host's processes and the address where the hosts meet."""
     rows = [
         f"  {host.name}: {host.processes} process{'es' if host.processes > 1 else ''} on {host.device}, "
-        f"{spot.address} ({spot.card})"
-        for host, spot in zip(fleet.hosts, plan.spots, strict=True)
+        f"{endpoint}"
+        for host, endpoint in zip(fleet.hosts, plan.endpoints, strict=True)
     ]
     many = f"{len(fleet.hosts)} host{'s' if len(fleet.hosts) > 1 else ''}"
     ranks = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
-    return "\n".join([f"fleet: {many}, {ranks}, meeting at {plan.spots[0].address}:{plan.port}", *rows])
+    return "\n".join([f"fleet: {many}, {ranks}, meeting at {plan.endpoints[0].address}:{plan.port}", *rows])
 
 
 def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
         "meeting": {
             "node": node,
             "nodes": len(fleet.hosts),
-            "address": plan.spots[0].address,
+            "address": plan.endpoints[0].address,
             "port": plan.port,
-            "card": plan.spots[node].card,
+            "card": plan.endpoints[node].interface,
         },
         "first_rank": fleet.first_rank(node),
         "processes": host.processes,

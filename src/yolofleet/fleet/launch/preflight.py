@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from yolofleet.config.resources import RunResources
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import HERE, Fleet
-from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.remote import Refused, Remote
 from yolofleet.fleet.hosts.requests import hash_files
 
@@ -26,22 +27,14 @@ PROBE_S = 60.0  # longer than any probe takes
 HASH_S = 120.0
 
 
-@dataclass(frozen=True)
-class Spot:
-    """Where one host is reached by all others."""
-
-    address: str
-    card: str
-
-
-ALONE = Spot("127.0.0.1", "lo")
+ALONE = Endpoint("127.0.0.1", "lo")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the hosts meet: a spot of each, and the port on the first."""
+    """Where the hosts meet: an endpoint of each, and the port on the first."""
 
-    spots: tuple[Spot, ...]
+    endpoints: tuple[Endpoint, ...]
     port: int
 
 
@@ -94,9 +87,7 @@ def inspect(
         findings = [*seen.findings, *hashing.result()]
     finally:  # Ctrl-C does not wait for answers
         beside.shutdown(wait=False, cancel_futures=True)
-    met = seen.meetings
-    spots = [Spot(met[r.name].address, met[r.name].card) if r.name in met else ALONE for r in remotes]
-    return findings, Plan(tuple(spots), port)
+    return findings, Plan(tuple(seen.endpoints.get(remote.name, ALONE) for remote in remotes), port)
 
 
 def peer_of(remote: Remote) -> Peer:
@@ -140,16 +131,12 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
         usual = Counter(known).most_common(1)[0][0] if known else None
         for remote, there in zip(remotes, every, strict=True):
             if there.get(name) != usual:
-                code, seen = (
-                    ("file-differs", "is another file") if name in there else ("file-missing", "is not there")
-                )
+                code = "file-differs" if name in there else "file-missing"
                 right = (
                     None if here.get(name) == usual else remotes[[p.get(name) for p in every].index(usual)]
                 )
                 fix = copy_command(name, right, remote)
-                found.append(
-                    Finding(code, "fault", remote.name, f"{name} {seen}", "every rank reads it", fix)
-                )
+                found.append(finding(code, remote.name, name=name, fix=fix))
     return found
 
 
