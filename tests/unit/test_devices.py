@@ -176,7 +176,7 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
             assert now() == [True, False], "nothing to say on a CPU"
     finally:
         devices.allow_tf32(*before)
-    with pytest.raises(ConfigError, match="--precision tf32: cpu has no TensorFloat-32"):
+    with pytest.raises(ConfigError, match="--precision tf32: cpu does not support TensorFloat-32"):
         resolve_precision("tf32", CPU)
 
 

@@ -69,7 +69,7 @@ def test_spellings(spelling, name):
         ({"width_multiple": True}, "width_multiple is True"),
         ({"plus": 1}, "plus is 1"),
         ({"plus": "yes"}, "plus is 'yes'"),
-        ({"normalise": [0.5, 0.5]}, "normalise is a mapping"),
+        ({"normalise": [0.5, 0.5]}, "normalise must be a mapping"),
         ({"normalise": {"mean": [0, 0, 0]}}, "key std is missing"),
         ({"normalise": {"mean": [0, 0], "std": [1, 1, 1]}}, "normalise.mean is [0, 0]"),
         ({"normalise": {"mean": [0, 0, 0], "std": [1, 1, 0]}}, "normalise.std is 0"),
@@ -86,7 +86,7 @@ def test_a_wrong_description_names_key_and_source(change, word):
 
 @pytest.mark.parametrize("values", [None, [], "ppyoloe-s"])
 def test_a_description_is_a_mapping(values):
-    with pytest.raises(ConfigError, match="is a mapping"):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         PpyoloeDescription.from_dict(values)
 
 

@@ -1,7 +1,7 @@
-"""How four raw values of an anchor in a grid cell become a box.
+"""Convert the four raw values of an anchor in a grid cell to a box.
 
-Shared by losses (matched rows) and decoding (whole maps). Centres come out in cells relative to the cell's corner,
-sizes in the unit of the anchors.
+Losses (matched rows) and decoding (whole maps) use it. Centres are in cells relative to the cell's corner, sizes in the
+unit of the anchors.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 MAX_LOG_SIZE = (
-    10.0  # e^10 = 22,026 anchors: no picture has such a box, and float32 neither overflows nor reaches 0
+    10.0  # e^10 = 22,026 anchors: larger than any image, and float32 neither overflows nor reaches 0
 )
 
 
 @dataclass(frozen=True)
 class SquaredSigmoid:
-    """YOLOv5's: centre = 2 sigmoid(t) - 0.5, size = (2 sigmoid(t))^2 anchor.
+    """YOLOv5's coding: centre = 2 sigmoid(t) - 0.5, size = (2 sigmoid(t))^2 anchor.
 
-    Centres reach half a cell beyond the cell, so the nearest neighbours of a label's cell may predict it, too.
+    Centres reach half a cell beyond the cell, so the nearest neighbours of a label's cell may predict it too.
     """
 
     neighbours = True
 
     def boxes(self, raw: Tensor, anchors_wh: Tensor) -> Tensor:
-        """[..., 4] raw x, y, w, h and [..., 2] anchors that go with them -> [..., 4] cx, cy, w, h."""
+        """Return [..., 4] cx, cy, w, h from [..., 4] raw x, y, w, h and their [..., 2] anchors."""
         unit = raw.sigmoid() * 2
         return torch.cat((unit[..., :2] - 0.5, unit[..., 2:].square() * anchors_wh), -1)
 
 
 @dataclass(frozen=True)
 class Exponential:
-    """Darknet's: centre = s sigmoid(t) - (s - 1) / 2, size = exp(t) anchor (arXiv:1804.02767; s: arXiv:2004.10934).
+    """Darknet's coding: centre = s sigmoid(t) - (s - 1) / 2, size = exp(t) anchor (arXiv:1804.02767; s: arXiv:2004.10934).
 
-    Centres stay in the label's own cell, or reach little beyond it.
+    Centres stay in the label's own cell, or reach a little beyond it.
 
     Attributes:
         scale_xy: s, at least 1; 1 in YOLOv3.
@@ -46,7 +46,7 @@ class Exponential:
     neighbours = False
 
     def boxes(self, raw: Tensor, anchors_wh: Tensor) -> Tensor:
-        """[..., 4] raw x, y, w, h and [..., 2] anchors that go with them -> [..., 4] cx, cy, w, h."""
+        """Return [..., 4] cx, cy, w, h from [..., 4] raw x, y, w, h and their [..., 2] anchors."""
         centres = raw[..., :2].sigmoid()
         if self.scale_xy != 1:
             centres = centres * self.scale_xy - (self.scale_xy - 1) / 2

@@ -1,6 +1,6 @@
-"""Box formats. Boxes are [..., 4] torch tensors or numpy arrays; the last axis is what the name says.
+"""Box formats. Boxes are [..., 4] torch tensors or numpy arrays; a name ends in the format of the last axis.
 
-``xyxy`` is left, top, right, bottom; ``cxcywh`` is centre and size. Units (px, grid cells, 0..1) pass through.
+``xyxy`` is left, top, right, bottom; ``cxcywh`` is centre and size. Functions keep the unit (px, grid cells, 0..1).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Boxes = TypeVar("Boxes", Tensor, np.ndarray)
 
 
 def xyxy_from_cxcywh(boxes_cxcywh: Boxes) -> Boxes:
-    """[..., 4] corners from centre and size."""
+    """Return corners [..., 4] from centre and size."""
     centre, half = boxes_cxcywh[..., :2], boxes_cxcywh[..., 2:4] / 2
     return _joined(centre - half, centre + half)
 
 
 def cxcywh_from_xyxy(boxes_xyxy: Boxes) -> Boxes:
-    """[..., 4] centre and size from corners."""
+    """Return centre and size [..., 4] from corners."""
     low, high = boxes_xyxy[..., :2], boxes_xyxy[..., 2:4]
     return _joined((low + high) / 2, high - low)
 
 
 def clip_xyxy(boxes_xyxy: Boxes, size_hw: tuple[int, int]) -> Boxes:
-    """A copy with every corner inside an image of ``size_hw`` (0..w, 0..h)."""
+    """Return a copy with every corner clipped to an image of ``size_hw`` (0..w, 0..h)."""
     height, width = size_hw
     if isinstance(boxes_xyxy, np.ndarray):
         highest = np.array([width, height, width, height], dtype=boxes_xyxy.dtype)

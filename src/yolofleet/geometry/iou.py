@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 1e-7) -> Tensor:
-    """Complete IoU of matched boxes: row i against row i (for all pairs see ``iou_matrix``).
+    """Return the complete IoU of matched boxes: row i with row i (for all pairs see ``iou_matrix``).
 
     Args:
         pred_cxcywh: [M, 4] float32, sizes above 0; gradients flow (not through the aspect weight alpha).
@@ -40,7 +40,7 @@ def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 
 
 
 def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
-    """IoU of all pairs: [A, 4] and [B, 4] in the same units -> [A, B] in 0..1; two empty boxes give NaN."""
+    """Return the IoU of all pairs: [A, 4] and [B, 4] in the same units -> [A, B] in 0..1; two empty boxes give NaN."""
     a_x1, a_y1, a_x2, a_y2 = a_xyxy.t().contiguous()[:, :, None]  # each [A, 1]
     b_x1, b_y1, b_x2, b_y2 = b_xyxy.t().contiguous()[:, None]  # each [1, B]
     width = (torch.minimum(a_x2, b_x2) - torch.maximum(a_x1, b_x1)).clamp_(min=0)

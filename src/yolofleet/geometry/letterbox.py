@@ -1,4 +1,4 @@
-"""Fit an image into a given shape: keep the aspect, pad with grey, remember how to go back."""
+"""Fit an image into a given shape: keep the aspect ratio, pad with grey, and convert boxes back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GREY = 114  # YOLOv5's padding value, all channels
 
 @dataclass(frozen=True)
 class Letterbox:
-    """How a native image lies in its letterboxed one: ``x_letterboxed = x_native * ratio + pad_left``.
+    """The transform from a native image to its letterboxed one: ``x_letterboxed = x_native * ratio + pad_left``.
 
-    The pads are half of the missing pixels and may end in .5 (the drawn border is whole: the odd pixel goes to
-    the right or the bottom). Boxes go back with the unrounded value, as YOLOv5's do.
+    The pads are half of the missing pixels and may end in .5. The drawn border has whole pixels; an odd pixel goes to the
+    right or the bottom. Boxes are converted back with the unrounded pads, as in YOLOv5.
     """
 
     ratio: float  # letterboxed px / native px
@@ -27,7 +27,7 @@ class Letterbox:
     native_hw: tuple[int, int]  # of the image as it was read
 
     def to_native(self, boxes_xyxy: Boxes) -> Boxes:
-        """[M, 4] px of the letterboxed image -> px of the native one, clipped to it. Not in place."""
+        """Return boxes [M, 4] in px of the native image, clipped to it, from px of the letterboxed one. Not in place."""
         moved = boxes_xyxy.copy() if isinstance(boxes_xyxy, np.ndarray) else boxes_xyxy.clone()
         moved[..., 0::2] -= self.pad_left
         moved[..., 1::2] -= self.pad_top
@@ -43,16 +43,16 @@ def letterbox(
     enlarge: bool = True,
     native_hw: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, Letterbox]:
-    """Resize with the aspect kept, then pad to shape.
+    """Resize an image with its aspect ratio kept, then pad it.
 
     Args:
         image: uint8 [H, W, 3] (any channel order).
         size: shape to fit in, (h, w) or one side of a square, px.
-        stride: pad only up to the next multiple of it instead of the whole of ``size`` (prediction).
-        enlarge: allow a ratio above 1 (validation: no, its images come at their size).
-        native_hw: shape of the image as it was read, when ``image`` is a resized copy.
+        stride: pad to the next multiple of the stride instead of to ``size`` (prediction).
+        enlarge: allow a ratio above 1 (not in validation, whose images are already resized).
+        native_hw: shape of the image as it was read, if ``image`` is a resized copy.
     Returns:
-        uint8 [h, w, 3] (``image`` itself when nothing changes), and the way back.
+        uint8 [h, w, 3] (``image`` itself if nothing changes), and the transform.
     Pixel-exact with YOLOv5 under equal OpenCV resizing: tests/parity/test_letterbox_parity.py.
     """
     height, width = image.shape[:2]

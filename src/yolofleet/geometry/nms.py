@@ -1,6 +1,6 @@
 """Greedy non-maximum suppression, exact, without a time limit.
 
-The outcome for an image depends on that image alone: not on its batch, the number of threads or the clock.
+The result of an image depends only on that image, not on its batch, the number of threads or the time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from yolofleet.devices import is_host
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.geometry.iou import iou_matrix
 
-MAX_CANDIDATES = 30_000  # per image, YOLOv5's limit: what an untrained model gives is cut by score
-BLOCK_CPU = 256  # candidates decided together: first blocks usually fill max_det, so small ones waste little
-BLOCK_GPU = 1024  # fewer kernels and host waits
+MAX_CANDIDATES = (
+    30_000  # per image, YOLOv5's limit; an untrained model gives more, and the lowest scores are left out
+)
+BLOCK_CPU = (
+    256  # candidates decided together; the first blocks usually fill max_det, so small blocks waste little
+)
+BLOCK_GPU = 1024  # larger blocks mean fewer kernels and host waits
 
 
 def detections(
@@ -29,18 +33,18 @@ def detections(
     agnostic: bool = False,
     classes: Sequence[int] | None = None,
 ) -> tuple[list[Tensor], int]:
-    """Boxes of each image, best first.
+    """Return the boxes of each image, highest score first.
 
     Args:
         decoded: [N, K, 5 + C] cx, cy, w, h px, objectness and class probabilities (0..1).
         conf: lowest objectness, and lowest objectness x class probability (both exclusive).
-        iou: overlap above which the lower score goes.
-        max_det: most boxes per image.
-        multi_label: a place may be several classes (validation); else its best one (prediction).
+        iou: overlap above which the box of lower score is removed.
+        max_det: maximum number of boxes per image.
+        multi_label: a prediction may give several classes (validation); else only its best one (prediction).
         agnostic: suppress over all classes together.
         classes: keep only these.
     Returns:
-        N tensors [n, 6] float32 of x1, y1, x2, y2 px, score, class; and how many candidates were cut because an
+        N tensors [n, 6] float32 of x1, y1, x2, y2 px, score, class; and the number of candidates left out because an
         image had more than ``MAX_CANDIDATES``.
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
@@ -77,13 +81,13 @@ def nms(
     groups: Tensor | None = None,
     max_det: int | None = None,
 ) -> Tensor:
-    """Rows that no kept row of a higher score overlaps by more than ``iou``.
+    """Return the rows that overlap no kept row of a higher score by more than ``iou``.
 
     Args:
         boxes_xyxy: [M, 4] any unit.
-        scores: [M]; of equal scores the earlier row goes first.
-        groups: [M] integers; only rows of one group suppress each other (all, when absent).
-        max_det: most rows kept; the search ends there.
+        scores: [M]; of equal scores the earlier row comes first.
+        groups: [M] integers; only rows of the same group suppress each other. None: all rows do.
+        max_det: maximum number of rows; the search ends there.
     Returns:
         int64 [n] kept rows, highest score first.
     """
@@ -96,11 +100,10 @@ def nms(
     positions = torch.arange(len(order), device=order.device)
     for block in positions.split(BLOCK_CPU if is_host(order.device) else BLOCK_GPU):
         block = block[~_suppresses(boxes, groups, kept, block, iou).any(0)]
-        rivals = _suppresses(boxes, groups, block, block, iou).triu(
-            1
-        )  # [b, b] row may suppress a later column
-        # "kept unless a kept one suppresses it" from a guess: each pass settles at least one more row in order,
-        # so the only fixed point is the greedy answer; a few passes in practice
+        # [b, b] a row may suppress a later column
+        rivals = _suppresses(boxes, groups, block, block, iou).triu(1)
+        # Iterate "keep a row unless a kept row suppresses it". Each pass decides at least one more row in order, so the
+        # only fixed point is the greedy result. It takes a few passes in practice.
         alive = ~rivals.any(0)
         guess = torch.ones_like(alive)
         while not torch.equal(alive, guess):
@@ -112,12 +115,12 @@ def nms(
 
 
 def _suppresses(boxes: Tensor, groups: Tensor, first: Tensor, second: Tensor, iou: float) -> Tensor:
-    """[A, B] bool: whether row ``first[a]`` would suppress row ``second[b]``."""
+    """Return [A, B] bool: whether row ``first[a]`` would suppress row ``second[b]``."""
     return (iou_matrix(boxes[first], boxes[second]) > iou) & (groups[first][:, None] == groups[second])
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """The ``count`` highest of more scores, in their own order; of equal ones the earlier."""
+    """Return the rows of the ``count`` highest of more scores, in their order; of equal scores the earlier rows."""
     border = scores.topk(count).values[-1]
     above = scores > border
     tied = (scores == border).nonzero()[:, 0]

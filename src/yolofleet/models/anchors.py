@@ -1,4 +1,7 @@
-"""How well anchors fit the labels (YOLOv5's figures), and better ones. M labels, L levels, A anchors per level."""
+"""Measure how well anchors fit the labels (as YOLOv5 does), and find better ones.
+
+M labels, L levels, A anchors per level.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ import numpy as np
 
 from yolofleet.keyed import generator
 
-GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 looks for other anchors
-MIN_SIDE_PX = (
-    2.0  # labels with smaller sides are not looked at by the search, as there; nor are anchors smaller
-)
+GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
+MIN_SIDE_PX = 2.0  # smallest side of an anchor; as in YOLOv5, the search ignores labels with smaller sides
 CHUNK = 1 << 16  # labels in memory at once
-UNIT = 1 << 16  # ratios are added as whole numbers of 1 / UNIT: sums without order, the same on all machines
+UNIT = (
+    1 << 16
+)  # ratios are summed as integers in 1 / UNIT, so sums do not depend on their order or the machine
 
-SAMPLE = 4096  # labels that the search sees; with 18 numbers to find, more of them change nothing
+SAMPLE = 4096  # labels that the search uses; it has 18 numbers to find, and more labels do not change them
 CLUSTER_ROUNDS = 30
 MUTATIONS = 3000
 MUTATION = 0.2  # largest relative change of a side
@@ -23,7 +26,7 @@ GRID_PX = 1 / 64  # of the sides found
 
 
 def anchor_fit(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float) -> tuple[float, float]:
-    """(best possible recall, anchors above threshold per label).
+    """Return (best possible recall, matching anchors per label).
 
     Args:
         sizes_wh_px: [M, 2] label sizes at the training size, above 0.
@@ -43,8 +46,10 @@ def anchor_fit(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: fl
 
 
 def anchor_fitness(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float) -> float:
-    """Mean over labels of the side ratio (0..1) to the best anchor, 0 where none is within ``threshold``: what
-    YOLOv5's search maximises. Arguments as of :func:`anchor_fit`."""
+    """Return the mean over labels of the side ratio (0..1) to the best anchor; a label without a match counts 0.
+
+    YOLOv5's search maximises it. Arguments as of :func:`anchor_fit`.
+    """
     if not len(sizes_wh_px):
         return 0.0
     total = sum(
@@ -57,18 +62,19 @@ def anchor_fitness(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold
 def better_anchors(
     sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float, seed: int
 ) -> np.ndarray:
-    """Anchors that fit the labels at least as well as the given ones: clusters of the labels' sizes, and the given
-    ones, each refined by mutation and selection; the better of both.
+    """Return anchors that fit the labels at least as well as the given ones.
 
-    Every machine finds the same: each decision rests on sums of whole numbers and on single operations of IEEE 754.
+    The search starts from clusters of the labels' sizes and from the given anchors, refines each by mutation and
+    selection, and takes the better result. It is equal on every machine, because decisions depend only on sums of integers
+    and on single operations of IEEE 754.
 
     Args:
         sizes_wh_px: [M, 2] label sizes at the training size, above 0.
         anchors_wh_px: [L, A, 2].
         threshold: largest side ratio of a match (``anchor_t``).
     Returns:
-        [L, A, 2] float64 pixels: small ones on the level that had the small ones, by area within it;
-        ``anchors_wh_px`` itself where the search finds no higher fitness with the same best possible recall.
+        [L, A, 2] float64 pixels. Small anchors are on the level that had small ones, sorted by area within it.
+        ``anchors_wh_px`` itself if the search finds no higher fitness without a loss of best possible recall.
     """
     sizes = sizes_wh_px[(sizes_wh_px >= MIN_SIDE_PX).any(1)].astype(np.float64)
     if not len(sizes):
@@ -94,15 +100,15 @@ def better_anchors(
 
 
 def _chunks(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> Iterator[np.ndarray]:
-    """:func:`_ratios` [A, m] of some labels at a time."""
+    """Yield :func:`_ratios` [A, m] for chunks of the labels."""
     for start in range(0, len(sizes_wh_px), CHUNK):
         yield _ratios(sizes_wh_px[start : start + CHUNK], anchors_wh_px)
 
 
 def _ratios(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> np.ndarray:
-    """[A, M] in 0..1: the worse of width and height ratio.
+    """Return [A, M] in 0..1: the smaller of the width ratio and the height ratio.
 
-    In float32, as YOLOv5 does it: sides of whole pixels often stand exactly at the threshold.
+    In float32, as in YOLOv5, because sides of whole pixels are often exactly at the threshold.
     """
     width, height = sizes_wh_px.astype(np.float32).T[:, None] / anchors_wh_px.astype(np.float32).T[..., None]
     ratios: np.ndarray = np.minimum(np.minimum(width, 1 / width), np.minimum(height, 1 / height))
@@ -110,13 +116,15 @@ def _ratios(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> np.ndarray:
 
 
 def _worth(ratio: np.ndarray, threshold: float) -> np.ndarray:
-    """int32, ratios in UNITs; 0 where they do not match."""
+    """Return int32 ratios in UNITs; 0 if they do not match."""
     return np.where(ratio > 1 / threshold, ratio * UNIT, 0).astype(np.int32)
 
 
 def _clusters(sizes_wh_px: np.ndarray, count: int) -> np.ndarray:
-    """[count, 2]: k-means with the overlap of boxes in one corner as nearness (arXiv:1612.08242), from quantiles of
-    the area; a cluster's middle is the median of its sides."""
+    """Return [count, 2] cluster centres of the sizes, by k-means with IoU as similarity (arXiv:1612.08242).
+
+    It starts from quantiles of the area; a centre is the median of its members' sides.
+    """
     areas = sizes_wh_px.prod(1)
     middle = ((np.arange(count) + 0.5) * len(sizes_wh_px) / count).astype(np.int64)
     centres = sizes_wh_px[np.argsort(areas, kind="stable")[middle]]
@@ -138,13 +146,13 @@ def _on_grid(anchors_wh_px: np.ndarray) -> np.ndarray:
 def _refined(
     sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """One anchor at a time is changed at random; changes for the better stay."""
+    """Return anchors after random changes of one anchor at a time, of which only improvements are kept."""
     anchors: np.ndarray = anchors_wh_px.copy()
     worth = _worth(_ratios(sizes_wh_px, anchors), threshold)  # [A, M]
     best = worth.max(0).sum(dtype=np.int64)
     for one, *sides in rng.random((MUTATIONS, 5)):
         i = int(one * len(anchors))
-        factor = 1 + MUTATION * np.subtract(sides[:2], sides[2:])  # small changes are the likelier ones
+        factor = 1 + MUTATION * np.subtract(sides[:2], sides[2:])  # small changes are more likely
         changed = _on_grid(anchors[i] * factor)
         before = worth[i].copy()
         worth[i] = _worth(_ratios(sizes_wh_px, changed[None]), threshold)[0]

@@ -1,6 +1,6 @@
 """Building blocks of YOLOv5 networks. N images, C channels, H x W map.
 
-Attribute names are those of published checkpoints (``cv1.conv.weight``): they are the file format.
+Published checkpoints fix the attribute names (``cv1.conv.weight``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ BN_MOMENTUM = 0.03
 
 
 def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution (without bias) that equals ``bn(conv(x))`` in evaluation mode.
+    """Return weight and bias of the convolution that equals ``bn(conv(x))`` in evaluation mode.
 
-    With scale g = weight / sqrt(var + eps): W' = g W and b' = bias - g mean, worked out in float64.
+    With scale g = weight / sqrt(var + eps): W' = g W and b' = bias - g mean, computed in float64. ``conv`` has no bias.
     """
     assert bn.running_mean is not None and bn.running_var is not None and conv.bias is None
     scale = bn.weight.double() / (bn.running_var.double() + bn.eps).sqrt()
@@ -43,11 +43,11 @@ class Conv(nn.Module):
         self.bn: nn.Module = nn.BatchNorm2d(out, eps=BN_EPS, momentum=BN_MOMENTUM)  # Identity once fused
 
     def forward(self, x: Tensor) -> Tensor:
-        # in place only without gradients: autograd would keep a copy of what is overwritten
+        # in place only without gradients, because autograd would copy the input
         return F.silu(self.bn(self.conv(x)), inplace=not torch.is_grad_enabled())
 
     def fold(self) -> None:
-        """Put the normalisation into the convolution."""
+        """Fold the normalisation into the convolution."""
         if isinstance(self.bn, nn.BatchNorm2d):
             weight, bias = folded(self.conv, self.bn)
             self.conv.weight.copy_(weight)
@@ -56,7 +56,7 @@ class Conv(nn.Module):
 
 
 class Focus(nn.Module):
-    """Every second pixel into channels ([N, 3, H, W] -> [N, 12, H/2, W/2]), then Conv: the stem until v5."""
+    """Moves every second pixel into channels ([N, 3, H, W] -> [N, 12, H/2, W/2]), then Conv: the stem of early YOLOv5."""
 
     def __init__(
         self, in_channels: int, out: int, kernel: int = 1, stride: int = 1, padding: int | None = None
@@ -73,7 +73,7 @@ class Focus(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 then 3x3, added to the input where channels allow (arXiv:1512.03385)."""
+    """1x1 then 3x3 convolution, added to the input if the channels are equal (arXiv:1512.03385)."""
 
     def __init__(self, in_channels: int, out: int, shortcut: bool = True, *, expansion: float = 0.5) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Cross-stage partial block: one branch through bottlenecks, one past them (arXiv:1911.11929)."""
+    """Cross-stage partial block: one branch with bottlenecks, one without (arXiv:1911.11929)."""
 
     def __init__(self, in_channels: int, out: int, shortcut: bool = True, *, repeats: int = 1) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class C3(nn.Module):
 
 
 class SPP(nn.Module):
-    """Max pools of several windows side by side (arXiv:1406.4729)."""
+    """Concatenates max pools of several windows (arXiv:1406.4729)."""
 
     def __init__(self, in_channels: int, out: int, kernels: tuple[int, ...] = (5, 9, 13)) -> None:
         super().__init__()
@@ -138,10 +138,10 @@ class SPPF(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Every pixel twice in both directions (nearest neighbour, x 2).
+    """Repeats every pixel twice in both directions (nearest neighbour, x 2).
 
-    ``F.interpolate`` would do, but its backward pass adds in no fixed order on GPUs and is slow on CPUs.
-    Here a row of pixels is joined to itself along channels, which in NHWC memory is the doubled row.
+    The backward pass of ``F.interpolate`` adds in no fixed order on GPUs and is slow on CPUs. Here a row of pixels is
+    concatenated with itself along channels, which in NHWC memory repeats each pixel.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Upsample(nn.Module):
 
 
 class Concat(nn.Module):
-    """Join maps along channels."""
+    """Concatenates maps along channels."""
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         return torch.cat(maps, 1)
@@ -182,7 +182,7 @@ class Detect(nn.Module):
         )
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """Views [N, A, H, W, 5 + C] of the convolutions' outputs; no copy."""
+        """Return views [N, A, H, W, 5 + C] of the convolutions' outputs, without a copy."""
         raws = []
         for conv, x in zip(self.m, maps, strict=True):
             y = conv(x).unflatten(1, (self.anchors_per_cell, self.values_per_anchor))  # [N, A, 5 + C, H, W]

@@ -1,4 +1,4 @@
-"""Words about values that strangers supplied. No torch here."""
+"""Texts about untrusted values, for error messages. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def known_names(value: Any, known: Sequence[str]) -> str:
 
 
 def short(value: Any) -> str:
-    """A stranger's value for a message: never long, never deep."""
+    """Return an untrusted value as a short text."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return f"[{', '.join(_word(v) for v in value)}]"
     return _word(value)

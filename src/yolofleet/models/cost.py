@@ -1,4 +1,4 @@
-"""Arithmetic of one forward pass, counted without doing it."""
+"""Count the floating-point operations of a forward pass without running it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from yolofleet.models.detector import Detector
 
 
 def gflops(model: Detector, img: int = 640) -> float:
-    """10^9 floating-point operations for one image of ``img`` x ``img`` pixels.
+    """Return 10^9 floating-point operations for one image of ``img`` x ``img`` pixels.
 
-    Counted as published YOLOv5 figures are: a multiply-add is 2; convolutions without bias; 4 multiply-adds per
-    value of a batch normalisation and 1 per value of an upsampled map; nothing for the rest.
+    The rules are those of YOLOv5's published figures: a multiply-add counts 2; convolutions count without bias; a batch
+    normalisation counts 4 multiply-adds per value, an upsampled map 1; other operations count 0.
     """
     total = 0
 

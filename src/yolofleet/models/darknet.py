@@ -1,4 +1,4 @@
-"""From a Darknet description to a network: images in, raw predictions per level out; decoding to boxes.
+"""Build a network from a Darknet description.
 
 N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
 Checked against outputs of Darknet and OpenCV in tests/parity/test_darknet_network.py.
@@ -22,7 +22,7 @@ from yolofleet.models.detector import AnchorDetector
 
 BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4
 
-# in place where autograd needs no copy of what is overwritten
+# in place where autograd needs no copy of the input
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky": lambda x: F.leaky_relu(x, 0.1, inplace=True),
     "linear": lambda x: x,
@@ -56,7 +56,7 @@ class ConvUnit(nn.Module):
         return ACTIVATIONS[self.activation](self.bn(self.conv(x)))
 
     def fold(self) -> None:
-        """Put the normalisation into the convolution."""
+        """Fold the normalisation into the convolution."""
         if isinstance(self.bn, nn.BatchNorm2d):
             weight, bias = folded(self.conv, self.bn)
             self.conv.weight.copy_(weight)
@@ -65,7 +65,7 @@ class ConvUnit(nn.Module):
 
 
 class Sum(nn.Module):
-    """Maps added up, activation (arXiv:1512.03385)."""
+    """Sum of maps, activation (arXiv:1512.03385)."""
 
     def __init__(self, section: Shortcut) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Sum(nn.Module):
 
 
 class Join(nn.Module):
-    """Part ``part`` of ``parts`` of each map's channels, side by side."""
+    """Concatenates part ``part`` of ``parts`` of each map's channels."""
 
     def __init__(self, section: Route) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Join(nn.Module):
 
 
 class Pool(nn.Module):
-    """Largest value of each window; more padding at the right and bottom than at the left and top where it is odd."""
+    """Max pooling; odd padding has its extra pixel at the right and bottom."""
 
     def __init__(self, section: Maxpool) -> None:
         super().__init__()
@@ -120,11 +120,8 @@ class Level(nn.Module):
 class DarknetNetwork(AnchorDetector):
     """A network from a ``.cfg``, for any number of classes.
 
-    Layers are numbered as Darknet does; tensors are called ``layers.0.conv.weight``, ``layers.0.bn.weight`` and so
-    on. Levels are ordered finest first whatever their order in the file.
-
-    Attributes:
-        codings: of each level's boxes.
+    Layers have Darknet's numbers; tensors have names such as ``layers.0.conv.weight`` and ``layers.0.bn.weight``. Levels
+    are ordered from fine to coarse, in any order of the file.
     """
 
     description: DarknetDescription
@@ -151,7 +148,7 @@ class DarknetNetwork(AnchorDetector):
         return torch.tensor(self._anchors_px)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Raw predictions.
+        """Return raw predictions.
 
         Args:
             images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
@@ -176,7 +173,7 @@ class DarknetNetwork(AnchorDetector):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """torch's own starting values, and priors as in YOLOv5's networks."""
+        """Draw torch's default initial weights, and set YOLOv5's priors."""
         self.draw_weights(generator)
         self.set_priors([cast(ConvUnit, self.layers[i - 1]).conv for i in self._levels])
 
@@ -197,8 +194,10 @@ def _module(layer: Layer) -> nn.Module:
 
 
 def _backbone(plan: Sequence[Layer]) -> int:
-    """How many layers come before the neck: up to the last shortcut before the first [yolo], else up to the first
-    of the widest layers; 75 of YOLOv3 (Darknet-53) and 13 of its tiny form."""
+    """Return the number of layers before the neck: 75 for YOLOv3 (Darknet-53), 13 for its tiny form.
+
+    The backbone ends at the last shortcut before the first [yolo], or without shortcuts at the first of the widest layers.
+    """
     before = plan[: next(i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)) - 1]
     shortcuts = [i for i, layer in enumerate(before) if isinstance(layer.section, Shortcut)]
     widest = max(range(len(before)), key=lambda i: before[i].out_channels, default=-1)

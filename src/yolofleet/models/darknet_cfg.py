@@ -1,7 +1,7 @@
-"""A Darknet network as data: a ``.cfg`` file read, checked, worked out, and written back; and built-in ones.
+"""Read, check and write Darknet networks (``.cfg`` files); built-in networks.
 
-Files come from strangers: nothing is evaluated, every size is bounded before anything is allocated. The
-description's form in weights files is such a text, too, so there is one reader and one set of checks. No torch here.
+Files are untrusted: nothing is evaluated, and every size is checked before memory is allocated. Weights files store the
+description as such a text too, so there is one reader and one set of checks. No torch here.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SUPPORTED = "docs/models.md lists the sections and keys of .cfg files that are u
 
 @dataclass(frozen=True)
 class DarknetDescription:
-    """A network as in a ``.cfg``.
+    """The network of a ``.cfg`` file.
 
-    The number of classes in it is a default: :meth:`with_classes` gives the network for any other.
+    Its number of classes is a default: :meth:`with_classes` returns the network for another one.
 
     Attributes:
         net: image size.
-        sections: after [net], numbered from 0 as in Darknet.
+        sections: those after [net], numbered from 0 as in Darknet.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DarknetDescription:
 
     @property
     def nc(self) -> int:
-        """Classes that the file speaks of."""
+        """Number of classes in the file."""
         return next(section.classes for section in self.sections if isinstance(section, Yolo))
 
     @property
@@ -73,7 +73,7 @@ class DarknetDescription:
         return tuple(yolo.anchors_px for _, yolo, _ in levels(layers(self)))
 
     def with_classes(self, nc: int) -> DarknetDescription:
-        """The same network for ``nc`` classes."""
+        """Return the same network for ``nc`` classes."""
         sections = list(self.sections)
         for i, section in enumerate(self.sections):
             if isinstance(section, Yolo):
@@ -82,7 +82,7 @@ class DarknetDescription:
         return replace(self, sections=tuple(sections))
 
     def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> DarknetDescription:
-        """The same network with other anchors [L][A][2], pixels, finest level first."""
+        """Return the same network with other anchors [L][A][2], pixels, finest level first."""
         flat = tuple(float(side) for level in anchors_px for anchor in level for side in anchor)
         sections = list(self.sections)
         first = 0
@@ -93,29 +93,31 @@ class DarknetDescription:
         return parse_cfg(replace(self, sections=tuple(sections)).cfg(), name=self.name, source=self.name)
 
     def cfg(self) -> str:
-        """Text of a ``.cfg`` file; :func:`parse_cfg` reads it back."""
+        """Return the text of a ``.cfg`` file; :func:`parse_cfg` reads it."""
         return "\n".join(section.text() for section in (self.net, *self.sections))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; :meth:`from_dict` reads it back."""
+        """Return values for JSON; :meth:`from_dict` reads them."""
         return {"family": self.family, "name": self.name, "cfg": self.cfg()}
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> DarknetDescription:
-        """Check everything and build.
+        """Check all values and return the description.
 
         Raises:
-            ConfigError: names the key or line that is wrong and ``source``.
+            ConfigError: names the wrong key or line, and ``source``.
         """
         known = ["family", "name", "cfg"]
         if not isinstance(values, Mapping) or values.get("family") != cls.family:
-            raise ConfigError("this is no description of a Darknet network", source=source)
+            raise ConfigError("this is not a description of a Darknet network", source=source)
         for name in values:
             if name not in known:
                 raise ConfigError(f"unknown key {short(name)}", source=source, hint=known_names(name, known))
         name, text = values.get("name"), values.get("cfg")
         if not isinstance(name, str) or len(name) > 200:
-            raise ConfigError(f"name must be a short text, not {short(name)}", source=source)
+            raise ConfigError(
+                f"name must be a text of at most 200 characters, not {short(name)}", source=source
+            )
         if not isinstance(text, str):
             raise ConfigError(f"cfg must be the text of a .cfg file, not {short(text)}", source=source)
         return parse_cfg(text, name=name, source=source)
@@ -125,10 +127,10 @@ class DarknetDescription:
 
 
 def read_cfg(path: Path) -> DarknetDescription:
-    """A ``.cfg`` file; the network is called as the file.
+    """Return the network of a ``.cfg`` file; its name is that of the file.
 
     Raises:
-        ConfigError: see :func:`parse_cfg`; or the file cannot be read.
+        ConfigError: the file cannot be read, or see :func:`parse_cfg`.
     """
     try:
         content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
@@ -140,10 +142,10 @@ def read_cfg(path: Path) -> DarknetDescription:
 
 
 def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
-    """The network that the text of a ``.cfg`` describes.
+    """Return the network that the text of a ``.cfg`` file describes.
 
     Raises:
-        ConfigError: names line, section and key that are wrong or not supported, and ``source``.
+        ConfigError: names the line, section and key that are wrong or not supported, and ``source``.
     """
     if len(text) > MAX_CFG_BYTES:
         raise _too_large(source)
@@ -159,17 +161,17 @@ def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
 
 def _too_large(source: str) -> ConfigError:
     return ConfigError(
-        f"more than {MAX_CFG_BYTES} bytes: not a network description",
+        f"a network description can have at most {MAX_CFG_BYTES} bytes, and the file is larger",
         source=source,
-        hint="is it the right file?",
+        hint="check the path",
     )
 
 
 def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, int]]]]:
-    """Kind, line, and {key: (value, line)} of each section, unread."""
+    """Return kind, line and {key: (value, line)} of each section, as texts."""
     parts: list[tuple[str, int, dict[str, tuple[str, int]]]] = []
     for number, line in enumerate(text.split("\n"), 1):
-        line = "".join(re.split("[#;\0]", line, maxsplit=1)[0].split())  # white space means nothing anywhere
+        line = "".join(re.split("[#;\0]", line, maxsplit=1)[0].split())  # Darknet ignores all white space
         if line.startswith("[") and line.endswith("]"):
             kind = SPELLINGS.get(line[1:-1], line[1:-1])
             if kind not in SECTIONS:
@@ -180,14 +182,16 @@ def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, 
                 )
             if len(parts) > MAX_SECTIONS:
                 raise ConfigError(
-                    f"line {number}: more than {MAX_SECTIONS} sections", source=source, hint=SUPPORTED
+                    f"line {number}: a network can have at most {MAX_SECTIONS} sections",
+                    source=source,
+                    hint=SUPPORTED,
                 )
             parts.append((kind, number, {}))
         elif line:
             name, equals, value = line.partition("=")
             if not equals or not parts:
                 raise ConfigError(
-                    f"line {number}: {short(line)} is neither a [section] nor key=value in one",
+                    f"line {number}: expected a [section] or key=value inside one, got {short(line)}",
                     source=source,
                     hint="is it a Darknet .cfg file?",
                 )
@@ -196,7 +200,7 @@ def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, 
                 raise ConfigError(
                     f"line {number} [{kind}]: {name} is given twice",
                     source=source,
-                    hint="leave one of them out",
+                    hint="remove one of them",
                 )
             given[name] = value, number
     return parts
@@ -214,7 +218,7 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
             except ValueError as problem:
                 raise ConfigError(f"{where}: {name}: {problem}", source=source, hint=SUPPORTED) from None
         elif kind == "net" or name in TRAINING_EVERYWHERE or name in TRAINING.get(kind, ()):
-            continue  # [net] is about training but for the image size
+            continue  # [net] has only training keys besides the image size
         elif text != SWITCHED_OFF.get(kind, {}).get(name):
             raise ConfigError(
                 f"{where}: {short(name)} with the value {short(text)} is not supported",
@@ -231,12 +235,12 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
     return SECTIONS[kind](line=line, **values)
 
 
-# -- working out inputs, channels and strides -------------------------------------------------------------------
+# -- inputs, channels and strides -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A section with everything worked out: absolute input numbers (-1 is the image), channels, stride."""
+    """A section with derived values: absolute input numbers (-1 is the image), channels, stride."""
 
     section: Section
     inputs: tuple[int, ...]
@@ -246,16 +250,16 @@ class Layer:
 
 
 def levels(plan: Sequence[Layer]) -> list[tuple[int, Yolo, int]]:
-    """(number, section, stride) of each [yolo], finest first whatever the order in the file."""
+    """Return (number, section, stride) of each [yolo], finest level first, in any order of the file."""
     found = [(i, x.section, int(x.stride)) for i, x in enumerate(plan) if isinstance(x.section, Yolo)]
     return sorted(found, key=lambda level: level[2])
 
 
 def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
-    """Inputs, channels and strides of every section.
+    """Return inputs, channels and strides of every section.
 
     Raises:
-        ConfigError: sections that do not fit together; names the line.
+        ConfigError: names the line of a section that does not fit its inputs.
     """
     sections = description.sections
     found: list[Layer] = []
@@ -276,18 +280,18 @@ def _layer(i: int, sections: Sequence[Section], found: Sequence[Layer]) -> Layer
     inputs = section.inputs(i)
     for j in inputs:
         if not (-1 if i == 0 and not isinstance(section, Route) else 0) <= j < i:
-            raise ValueError(f"it is number {i}, and number {j} does not come before it")
+            raise ValueError(f"section {i} must read earlier sections, not section {j}")
         if j >= 0 and isinstance(sections[j], Yolo):
-            raise ValueError("it would read the boxes of a [yolo]; a [route] goes past it")
+            raise ValueError("it cannot read the boxes of a [yolo]; put a [route] before it")
         if _is_detection(j, sections) and not isinstance(section, Yolo):
-            raise ValueError(f"it would read number {j}, which a [yolo] reads")
+            raise ValueError(f"it cannot read section {j}, which belongs to a [yolo]")
     if isinstance(section, Yolo) and not _is_detection(i - 1, sections):
         raise ValueError(
-            "before it must come [convolutional] with activation=linear, without groups and batch_normalize"
+            "the section before it must be [convolutional] with activation=linear, without groups and batch_normalize"
         )
     strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
     if len(set(strides)) > 1:
-        raise ValueError(f"it joins maps of strides {', '.join(str(s) for s in strides)}")
+        raise ValueError(f"it cannot join maps of strides {', '.join(str(s) for s in strides)}")
     in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
     out, stride = section.output(in_channels, strides[0])
     if (out > MAX_CHANNELS and not _is_detection(i, sections)) or not MIN_STRIDE <= stride <= MAX_STRIDE:
@@ -296,7 +300,7 @@ def _layer(i: int, sections: Sequence[Section], found: Sequence[Layer]) -> Layer
 
 
 def _is_detection(i: int, sections: Sequence[Section]) -> bool:
-    """Whether section ``i`` gives the raw predictions of the next one."""
+    """Return whether section ``i`` computes the raw predictions of a [yolo] after it."""
     conv = sections[i] if i >= 0 else None
     return (
         isinstance(conv, Convolutional)
@@ -310,9 +314,9 @@ def _check_levels(plan: Sequence[Layer], source: str) -> None:
     found = [yolo for _, yolo, _ in levels(plan)]
     if not 1 <= len(found) <= MAX_LEVELS:
         raise ConfigError(
-            f"{len(found)} [yolo] sections; 1..{MAX_LEVELS} are possible",
+            f"expected 1 to {MAX_LEVELS} [yolo] sections, got {len(found)}",
             source=source,
-            hint="networks that classify, and detectors older than YOLOv3, are not supported",
+            hint="classification networks and detectors older than YOLOv3 are not supported",
         )
     for what, values in (
         ("classes", [yolo.classes for yolo in found]),
@@ -321,7 +325,9 @@ def _check_levels(plan: Sequence[Layer], source: str) -> None:
         if len(set(values)) > 1:
             shown = ", ".join(str(value) for value in values)
             raise ConfigError(
-                f"the [yolo] sections have {shown} {what}; all need as many", source=source, hint=SUPPORTED
+                f"the [yolo] sections have {shown} {what}; all need the same number",
+                source=source,
+                hint=SUPPORTED,
             )
     wanted = {i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)}
     for i in range(len(plan) - 1, -1, -1):
@@ -330,7 +336,9 @@ def _check_levels(plan: Sequence[Layer], source: str) -> None:
         elif isinstance(plan[i].section, Convolutional):
             line = plan[i].section.line
             raise ConfigError(
-                f"line {line} [convolutional]: no [yolo] depends on it", source=source, hint="leave it out"
+                f"line {line} [convolutional]: no [yolo] depends on it",
+                source=source,
+                hint="remove the section",
             )
 
 
@@ -346,10 +354,10 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> DarknetDescription:
-    """A built-in description by name: the network of the published weights of that name.
+    """Return a built-in description by name: the network of the published weights of that name.
 
     Raises:
-        ConfigError: unknown name, with the nearest known one.
+        ConfigError: the name is unknown; the hint has the nearest known one.
     """
     if name not in PRESETS:
         raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
@@ -369,8 +377,10 @@ def _detection(mask: tuple[int, ...], anchors: tuple[int, ...]) -> list[Section]
 
 
 def _yolov3(*, spp: bool = False) -> list[Section]:
-    """Darknet-53 and three levels, coarsest first (arXiv:1804.02767); with maps pooled at three sizes before the
-    coarsest (arXiv:1406.4729)."""
+    """Return Darknet-53 and three levels, coarsest first (arXiv:1804.02767).
+
+    ``spp``: with spatial pyramid pooling before the coarsest level (arXiv:1406.4729).
+    """
     found = [_conv(32, 3)]
     stages = []  # last section of each
     for filters, blocks in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
@@ -398,8 +408,10 @@ def _yolov3(*, spp: bool = False) -> list[Section]:
 
 
 def _tiny() -> list[Section]:
-    """The finer level has the anchors 1, 2, 3: with these the published weights were trained. Files of later date
-    say 0, 1, 2, with which the same weights find much less."""
+    """Return YOLOv3-tiny. Its finer level has anchors 1, 2, 3, which the published weights were trained with.
+
+    Later files have 0, 1, 2, with which the same weights detect much less.
+    """
     found: list[Section] = []
     for filters in (16, 32, 64, 128, 256):
         found += [_conv(filters, 3), Maxpool(size=2, stride=2)]

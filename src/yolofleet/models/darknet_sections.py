@@ -1,7 +1,7 @@
-"""Sections of a Darknet ``.cfg``: their keys, and what each makes of its inputs.
+"""Sections of a Darknet ``.cfg``: their keys, and the shape of their outputs.
 
-Keys that only training in Darknet reads are passed over; a key that changes what the network computes is understood
-or refused. No torch here.
+The reader ignores keys that only Darknet's own training uses. A key that changes the network's outputs is supported or
+raises an error. No torch here.
 
 Source of meanings and defaults: arXiv:1804.02767, arXiv:2004.10934, and outputs of Darknet and OpenCV in
 tests/parity/test_darknet_network.py.
@@ -27,25 +27,26 @@ ACTIVATIONS = ("leaky", "linear", "mish", "swish", "relu", "logistic")
 
 @dataclass(frozen=True)
 class Key:
-    """How the text behind ``key =`` is read: a whole number or a number in [low, high], or one of ``words``."""
+    """The format of the text after ``key =``: a whole number or a number in [low, high], or one of ``words``."""
 
-    name: str | None  # in the file; None: as the field
+    name: str | None  # in the file; None: the name of the field
     low: float = 0
     high: float = 0
     words: tuple[str, ...] = ()
     whole: bool = True
-    many: bool = False  # numbers with commas between them
+    many: bool = False  # several numbers, separated by commas
 
     def read(self, text: str) -> Any:
-        """
+        """Return the value of ``text``.
+
         Raises:
-            ValueError: says what is expected.
+            ValueError: names the expected values.
         """
         if not self.many:
             return self._one(text)
         parts = text.removesuffix(",").split(",")
         if len(parts) > MAX_ITEMS:
-            raise ValueError(f"{len(parts)} values; at most {MAX_ITEMS} are possible")
+            raise ValueError(f"expected at most {MAX_ITEMS} values, got {len(parts)}")
         return tuple(self._one(part) for part in parts)
 
     def _one(self, text: str) -> Any:
@@ -66,7 +67,7 @@ class Key:
 def key(
     default: Any = MISSING, low: float = 0, high: float = 0, *, name: str | None = None, **how: Any
 ) -> Any:
-    """A field that stands in the file."""
+    """Return a dataclass field that is a key of the file."""
     return field(default=default, metadata={"key": Key(name, low, high, **how)})
 
 
@@ -74,7 +75,7 @@ def key(
 class Section:
     """Base of all sections. Fields are the keys of the file, with Darknet's defaults."""
 
-    line: int = field(default=0, compare=False)  # 0: in no file
+    line: int = field(default=0, compare=False)  # 0: not from a file
 
     @property
     def kind(self) -> str:
@@ -82,12 +83,12 @@ class Section:
 
     @classmethod
     def file_keys(cls) -> dict[str, tuple[str, Key]]:
-        """Key in the file -> (field, how it is read)."""
+        """Return, for each key of the file, its field and format."""
         found = [(f.name, f.metadata["key"]) for f in fields(cls) if "key" in f.metadata]
         return {how.name or name: (name, how) for name, how in found}
 
     def text(self) -> str:
-        """The section as it stands in a file."""
+        """Return the section as text of a ``.cfg`` file."""
         lines = [f"[{self.kind}]"]
         for name, (attribute, _) in self.file_keys().items():
             value = getattr(self, attribute)
@@ -97,14 +98,14 @@ class Section:
         return "\n".join(lines) + "\n"
 
     def inputs(self, i: int) -> tuple[int, ...]:
-        """Numbers of the sections that section number ``i`` reads; -1 is the image."""
+        """Return the numbers of the sections that section ``i`` reads; -1 is the image."""
         return (i - 1,)
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        """Channels and stride of the map that comes out, from those of the maps that go in.
+        """Return channels and stride of the output map from those of the input maps.
 
         Raises:
-            ValueError: they do not fit the section.
+            ValueError: the inputs do not fit the section.
         """
         return channels[0], stride
 
@@ -122,7 +123,7 @@ class Net(Section):
     channels: int = key(3, 3, 3)
 
     def inputs(self, i: int) -> tuple[int, ...]:
-        raise ValueError("only one [net] is possible, at the beginning")
+        raise ValueError("a file can have only one [net], at its beginning")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class Convolutional(Section):
 
     @property
     def padding_px(self) -> int:
-        """On each side."""
+        """Padding on each side, pixels."""
         return self.size // 2 if self.pad else self.padding
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
@@ -150,7 +151,7 @@ class Convolutional(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Shortcut(Section):
-    """The sum of the section before and ``sources``."""
+    """The sum of the outputs of the previous section and of ``sources``."""
 
     sources: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, name="from", many=True)
     activation: str = key("linear", words=ACTIVATIONS)
@@ -160,13 +161,13 @@ class Shortcut(Section):
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
         if len(set(channels)) > 1:
-            raise ValueError(f"adds maps of {', '.join(str(c) for c in channels)} channels")
+            raise ValueError(f"cannot add maps of {', '.join(str(c) for c in channels)} channels")
         return channels[0], stride
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route(Section):
-    """Maps side by side; of each, part ``group_id`` of ``groups``."""
+    """Concatenation of maps; of each map, part ``group_id`` of ``groups``."""
 
     layers: tuple[int, ...] = key(low=-MAX_SECTIONS, high=MAX_SECTIONS, many=True)
     groups: int = key(1, 1, MAX_CHANNELS)
@@ -183,13 +184,13 @@ class Route(Section):
 
 
 def _absolute(sections: tuple[int, ...], i: int) -> tuple[int, ...]:
-    """Numbers below 0 count back from section ``i``."""
+    """Return absolute section numbers; negative ones count back from section ``i``."""
     return tuple(i + j if j < 0 else j for j in sections)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maxpool(Section):
-    """``padding``: of both sides together; None is size - 1."""
+    """Max pooling. ``padding``: sum of both sides; None: size - 1."""
 
     size: int = key(low=1, high=MAX_KERNEL)
     stride: int = key(1, 1, 8)
@@ -197,7 +198,7 @@ class Maxpool(Section):
 
     @property
     def before_after_px(self) -> tuple[int, int]:
-        """Padding at the left and top, and at the right and bottom as far as windows reach."""
+        """Padding at the left and top, and at the right and bottom as far as windows reach, pixels."""
         before = (self.size - 1 if self.padding is None else self.padding) // 2
         return before, max(0, self.size - self.stride - before)
 
@@ -207,10 +208,10 @@ class Maxpool(Section):
 
 
 def _check_window(size: int, stride: int, padding: int) -> None:
-    """A map whose sides are multiples of the stride must shrink by just that."""
+    """Raise if a map whose sides are multiples of the stride does not shrink by exactly the stride."""
     if not size - stride <= padding < size:
         raise ValueError(
-            f"size {size}, stride {stride} and {padding} pixels of padding do not divide a map's sides by {stride}"
+            f"size {size}, stride {stride} and {padding} pixels of padding do not divide the sides of a map by {stride}"
         )
 
 
@@ -224,12 +225,12 @@ class Upsample(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout(Section):
-    """Does nothing, in training neither."""
+    """Has no effect, not even in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yolo(Section):
-    """A detection level. ``anchors``: width, height, width, height, ..., pixels; ``mask``: those used here."""
+    """A detection level. ``anchors``: width, height, width, height, ..., pixels; ``mask``: numbers of this level's."""
 
     mask: tuple[int, ...] | None = key(None, 0, MAX_ITEMS, many=True)
     anchors: tuple[float, ...] = key(low=1e-3, high=100_000, whole=False, many=True)
@@ -239,24 +240,26 @@ class Yolo(Section):
 
     @property
     def anchors_px(self) -> tuple[tuple[float, float], ...]:
-        """(width, height) of each anchor used here."""
+        """(width, height) of each anchor of this level."""
         mask = range(self.num) if self.mask is None else self.mask
         return tuple((self.anchors[2 * i], self.anchors[2 * i + 1]) for i in mask)
 
     @property
     def outputs(self) -> int:
-        """Channels that go in: 4 box values, objectness and classes of each anchor."""
+        """Channels of the input: 4 box values, objectness and classes of each anchor."""
         return len(self.anchors_px) * (5 + self.classes)
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
         if len(self.anchors) != 2 * self.num:
-            raise ValueError(f"num is {self.num}, but there are {len(self.anchors)} numbers in anchors")
+            raise ValueError(
+                f"num={self.num} needs {2 * self.num} numbers in anchors, got {len(self.anchors)}"
+            )
         if self.mask is not None and max(self.mask) >= self.num:
-            raise ValueError(f"mask names anchor {max(self.mask)}; there are {self.num}, counted from 0")
+            raise ValueError(f"mask names anchor {max(self.mask)}, expected 0 to {self.num - 1}")
         if channels[0] != self.outputs:
             raise ValueError(
-                f"the section before it has filters={channels[0]}; "
-                f"{len(self.anchors_px)} anchors x (5 + {self.classes} classes) are {self.outputs}"
+                f"the section before it has filters={channels[0]}, expected {self.outputs}: "
+                f"{len(self.anchors_px)} anchors x (5 + {self.classes} classes)"
             )
         if stride.denominator != 1:
             raise ValueError("its map is larger than the image")
@@ -269,7 +272,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 SPELLINGS = {"network": "net", "conv": "convolutional", "max": "maxpool"}
 
-# keys that change nothing outside Darknet's own training, or its choice of boxes afterwards
+# keys that affect only Darknet's own training, or its suppression of boxes
 TRAINING_EVERYWHERE = (
     *(
         "learning_rate",
@@ -291,7 +294,7 @@ TRAINING = {
     ),
     "dropout": ("probability", "dropblock", "dropblock_size_rel", "dropblock_size_abs"),
 }
-# keys of things that are not supported, with the value that switches them off
+# keys of features that are not supported, with the value that switches them off
 SWITCHED_OFF = {
     "convolutional": {
         **{

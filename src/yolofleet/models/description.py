@@ -1,8 +1,7 @@
-"""What a network is, as data: the forms of description that there are, and how a user names one.
+"""Descriptions of networks as data: their formats, and how a user names one.
 
-Every form is a frozen value with ``family``, ``name``, ``to_dict`` and ``from_dict``; descriptions come from
-built-in tables, from users' files and from the headers of weights files. All are untrusted, none is evaluated.
-No torch here.
+Every format is a frozen value with ``family``, ``name``, ``to_dict`` and ``from_dict``. Descriptions come from built-in
+tables, users' files and headers of weights files. All are untrusted, and none is evaluated. No torch here.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 
 
 def preset_names() -> list[str]:
-    """Built-in models of all families."""
+    """Return the names of the built-in models of all families."""
     return [name for module in PRESETS for name in module.preset_names()]
 
 
 def preset(name: str) -> ModelDescription:
-    """A built-in description by name, PP-YOLOE's also by PaddleDetection's.
+    """Return a built-in description by its name, or a PP-YOLOE by PaddleDetection's name.
 
     Raises:
-        ConfigError: unknown name, with the nearest known one.
+        ConfigError: the name is unknown; the hint has the nearest known one.
     """
     name = ppyoloe_config.canonical(name) or name
     for module in PRESETS:
@@ -49,11 +48,13 @@ def preset(name: str) -> ModelDescription:
 
 
 def describe(name_or_file: str) -> ModelDescription:
-    """A built-in name (``yolov5n``, ``yolov3-tiny``, ``ppyoloe-s``, ...), a YAML file of YOLOv5's form, or a Darknet
-    ``.cfg``. A file of the well-known guides that is not there (``yolov5s.yaml``, ``ppyoloe_crn_s_300e_coco.yml``) means its model.
+    """Return the description of a built-in name, a YAML file in YOLOv5's format, or a Darknet ``.cfg``.
+
+    Built-in names are ``yolov5n``, ``yolov3-tiny``, ``ppyoloe-s`` and so on. A missing file with the name of a published
+    configuration (``yolov5s.yaml``, ``ppyoloe_crn_s_300e_coco.yml``) means the built-in model.
 
     Raises:
-        ConfigError: neither, or the file is wrong.
+        ConfigError: the name is unknown, or the file is missing or not valid.
     """
     path = Path(name_or_file)
     if path.suffix.lower() == ".cfg":
@@ -70,18 +71,20 @@ def describe(name_or_file: str) -> ModelDescription:
 
 
 def description_from_dict(values: Any, *, source: str = "model description") -> ModelDescription:
-    """What ``to_dict`` of a description gave, checked.
+    """Return the description from the result of its ``to_dict``, after checks.
 
     Raises:
-        ConfigError: names the key that is wrong and ``source``.
+        ConfigError: names the wrong key and ``source``.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"a model description is a mapping, not {type(values).__name__}", source=source)
+        raise ConfigError(
+            f"a model description must be a mapping, not {type(values).__name__}", source=source
+        )
     family = values.get("family")
     if not isinstance(family, str) or family not in FORMS:
         raise ConfigError(
             f"unknown model family {short(family)}",
             source=source,
-            hint=f"this version knows {', '.join(FORMS)}",
+            hint=f"known families: {', '.join(FORMS)}",
         )
     return FORMS[family].from_dict(values, source=source)

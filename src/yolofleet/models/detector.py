@@ -1,4 +1,4 @@
-"""What a network of every family gives: images in, raw predictions out, and their decoding.
+"""The interface of a network of any family: images in, raw predictions out, and their decoding.
 
 N images, C classes, K predictions of an image.
 """
@@ -22,13 +22,13 @@ MAX_CLASSES = 100_000
 class Detector(nn.Module):
     """A network with its description.
 
-    Subclasses can be built on the meta device: everything with a value is set by :meth:`initialise`, too.
+    Subclasses can be built on the meta device, because :meth:`initialise` sets every value.
 
     Attributes:
-        names: class names, [C]; numbers until somebody knows better.
+        names: class names, [C]; numbers until the caller sets them.
         strides: of each level of the raw predictions, pixels per cell.
-        backbone_groups: how many of ``freeze_groups`` are the backbone.
-        pads_to_square: so does the family's own evaluation; else each image gets the least padding.
+        backbone_groups: number of ``freeze_groups`` in the backbone.
+        pads_to_square: pad images to a square, as the family's own evaluation does; else each image gets the least padding.
     """
 
     strides: tuple[int, ...]
@@ -38,18 +38,18 @@ class Detector(nn.Module):
     def __init__(self, description: ModelDescription, nc: int) -> None:
         super().__init__()
         if not 1 <= nc <= MAX_CLASSES:
-            raise ConfigError(f"{nc} classes; a detector has 1..{MAX_CLASSES}")
+            raise ConfigError(f"a detector cannot have {nc} classes; expected 1 to {MAX_CLASSES}")
         self.description = description
         self.nc = nc
         self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
 
     @property
     def anchors_px(self) -> Tensor | None:
-        """[L, A, 2] width, height, pixels, float32; None where the family has none."""
+        """[L, A, 2] width, height, pixels, float32; None if the family has no anchors."""
         return None
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Raw predictions, whose form is the family's: only its decoding and its loss look inside.
+        """Return raw predictions in the family's own format, which only its ``decode`` and its loss read.
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of the largest stride.
@@ -59,20 +59,20 @@ class Detector(nn.Module):
         raise NotImplementedError
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Raw predictions to boxes and probabilities, in float32.
+        """Convert raw predictions to boxes and probabilities, in float32.
 
         Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness (1 where a family has none), class
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness (1 if the family has none), class
             probabilities.
         """
         raise NotImplementedError
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Set every parameter and buffer to its starting value, from nothing but ``generator``."""
+        """Set every parameter and buffer to its initial value, which depends only on ``generator``."""
         raise NotImplementedError
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """torch's own starting values for convolutions and normalisations, drawn in module order."""
+        """Draw torch's default initial values of convolutions and normalisations, in module order."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
@@ -83,15 +83,15 @@ class Detector(nn.Module):
                 module.reset_parameters()
 
     def freeze_groups(self) -> list[str]:
-        """Prefixes of parameter names, such as ``model.0.``, in the order in which ``--freeze N`` counts."""
+        """Return prefixes of parameter names, such as ``model.0.``, in the order of ``--freeze N``."""
         raise NotImplementedError
 
 
 class AnchorDetector(Detector):
-    """A network that predicts from anchors: raws per level [N, A, H/s, W/s, 5 + C], views of convolutions' outputs.
+    """A network with anchors. Raw predictions per level are [N, A, H/s, W/s, 5 + C], views of convolutions' outputs.
 
     Attributes:
-        codings: of each level's boxes.
+        codings: box coding of each level.
     """
 
     codings: tuple[BoxCoding, ...]
@@ -102,7 +102,7 @@ class AnchorDetector(Detector):
         raise NotImplementedError
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Raw predictions to boxes and probabilities, in float32.
+        """Convert raw predictions to boxes and probabilities, in float32.
 
         Returns:
             [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
@@ -123,8 +123,10 @@ class AnchorDetector(Detector):
         return torch.cat(decoded, 1)
 
     def set_priors(self, last: Sequence[nn.Conv2d]) -> None:
-        """Add to the starting biases of each level's last convolution that there are about 8 objects in an image of
-        640 pixels, and that classes are equally likely (arXiv:1708.02002, section 3.3)."""
+        """Add priors to the initial biases of each level's last convolution (arXiv:1708.02002, section 3.3).
+
+        They assume about 8 objects in an image of 640 pixels, and equally likely classes.
+        """
         for conv, stride in zip(last, self.strides, strict=True):
             assert conv.bias is not None
             bias = conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
@@ -133,11 +135,11 @@ class AnchorDetector(Detector):
 
 
 def square_of(model: Detector, img: int, fit: str = "auto") -> tuple[int, int] | None:
-    """Height and width that every image is padded to, pixels; None = each gets the least padding.
+    """Return the height and width that all images are padded to, pixels; None if each image gets the least padding.
 
     Args:
         img: longest side of the image; rounded up to the stride.
-        fit: rect | square | auto, as the family's own evaluation does.
+        fit: rect | square | auto (as in the family's own evaluation).
     """
     if fit == "rect" or (fit == "auto" and not model.pads_to_square):
         return None

@@ -1,4 +1,4 @@
-"""Batch normalisation folded into the convolution before it, for inference."""
+"""Fold batch normalisation into the convolution before it, for inference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from yolofleet.models.detector import Detector
 
 @torch.no_grad()
 def fuse(model: Detector) -> Detector:
-    """A copy in evaluation mode whose convolutions carry the normalisation; same outputs up to rounding.
+    """Return a copy in evaluation mode with folded batch normalisation; its outputs are equal up to rounding.
 
     Every block that can be folded has a method ``fold``.
     """

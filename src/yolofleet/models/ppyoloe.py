@@ -1,8 +1,8 @@
 """PP-YOLOE networks (arXiv:2203.16250): CSPRepResNet, CSP-PAN neck, ET-head with distributions over distances.
 
-N images, C classes, R = 17 bins of a distance, levels of stride s = 32, 16, 8 (coarse first, as in the
-original's files), K = sum over levels of (H/s) (W/s) places.
-Checked against the original's outputs, parameter counts and names in tests/parity/test_ppyoloe_model.py.
+N images, C classes, R = 17 bins of a distance, levels of stride s = 32, 16, 8 (coarse first, as in published files),
+K = sum over levels of (H/s) (W/s) cells.
+tests/parity/test_ppyoloe_model.py compares outputs, parameter counts and names with PaddleDetection.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ REG_BINS = 17  # a distance is 0..16 cells (arXiv:2006.04388)
 STRIDES = (32, 16, 8)
 BACKBONE_CHANNELS, BACKBONE_REPEATS = (64, 128, 256, 512, 1024), (3, 6, 6, 3)  # of the l model; stem first
 NECK_CHANNELS, NECK_REPEATS = (768, 384, 192), 3
-CLASS_PRIOR = 0.01  # probability that a fresh network gives every class everywhere (arXiv:1708.02002)
+CLASS_PRIOR = 0.01  # initial probability of every class in every cell (arXiv:1708.02002)
 
 
 class PpyoloeNetwork(Detector):
-    """Raw predictions are six maps, two for each level 32, 16, 8:
+    """A PP-YOLOE network. Its raw predictions are six maps, two for each level 32, 16, 8:
 
         [N, H/s, W/s, C]  class logits
         [N, H/s, W/s, 4 R]  logits of the distances to the left, top, right and bottom, R bins each
 
-    Both are permuted views of a convolution's output: in channels-last memory ``flatten(1, 2)`` copies nothing. Places
-    in a level count along x first; their centres are ``cell + 0.5``, see :func:`centres_cells`.
+    Both are permuted views of a convolution's output; in channels-last memory ``flatten(1, 2)`` copies nothing. Cells of
+    a level are in the order y, x; their centres are ``cell + 0.5``, see :func:`centres_cells`.
     """
 
     description: PpyoloeDescription
@@ -46,14 +46,14 @@ class PpyoloeNetwork(Detector):
         self.backbone_groups = 1 + len(self.backbone.stages)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """See the class.
+        """Return the six maps described at the class.
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
         """
         normalise = self.description.normalise
         if normalise is not None:
-            # made on the device: a copy from the host would wait for it
+            # made on the device, because a copy from the host would wait for the device
             mean, std = (
                 torch.stack([images.new_full((1, 1), v) for v in values])
                 for values in (normalise.mean, normalise.std)
@@ -63,11 +63,11 @@ class PpyoloeNetwork(Detector):
         return raws
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Raw predictions to boxes and probabilities, in float32.
+        """Convert raw predictions to boxes and probabilities, in float32.
 
         Returns:
             [N, K, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities; rows by level, y, x. A
-            distance is the mean of its distribution, in cells.
+            distance is the mean of its distribution.
         """
         decoded = []
         for logits, bins, stride in zip(raws[::2], raws[1::2], self.strides, strict=True):
@@ -85,9 +85,11 @@ class PpyoloeNetwork(Detector):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Convolutions: normal with variance 2 / fan-in (arXiv:1502.01852), biases 0; gates of the head nearly
-        0.5; predictions that do not depend on the image: every class with probability 0.01, every distance
-        the middle of its range.
+        """Initialise all parameters.
+
+        Convolutions are normal with variance 2 / fan-in (arXiv:1502.01852), biases 0. The gates of the head start near
+        0.5. Initial predictions do not depend on the image: each class has probability 0.01, each distance the middle of
+        its range.
         """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -103,7 +105,7 @@ class PpyoloeNetwork(Detector):
 
 
 def distances_cells(bins: Tensor) -> Tensor:
-    """Means of the distributions, float32.
+    """Return the means of the distributions, float32.
 
     Args:
         bins: [..., 4 R] logits: left, top, right, bottom.
@@ -111,12 +113,12 @@ def distances_cells(bins: Tensor) -> Tensor:
         [..., 4] in 0..16.
     """
     probabilities: Tensor = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
-    # not a matrix product, which autocast would do in 16 bits
+    # not a matrix product, which autocast would compute in 16 bits
     return (probabilities * torch.arange(REG_BINS, device=bins.device, dtype=torch.float32)).sum(-1)
 
 
 def centres_cells(height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """[H W, 2] x, y of the middle of each cell of a level, in cells, float32; along x first."""
+    """Return [H W, 2] x, y of each cell's centre in cells, float32, in the order y, x."""
     xs = torch.arange(width, device=device, dtype=torch.float32) + 0.5
     ys = torch.arange(height, device=device, dtype=torch.float32) + 0.5
     return torch.stack([xs.repeat(height), ys.repeat_interleave(width)], 1)
@@ -149,10 +151,10 @@ class Backbone(nn.Module):
 
 
 class Neck(nn.Module):
-    """Coarse to fine and back (CSP-PAN); maps of strides 32, 16, 8.
+    """Path from coarse to fine maps and back (CSP-PAN); maps of strides 32, 16, 8.
 
     Args:
-        in_channels: of the strides 8, 16, 32.
+        in_channels: of the maps of strides 8, 16, 32.
     """
 
     def __init__(self, in_channels: Sequence[int], description: PpyoloeDescription) -> None:
@@ -161,7 +163,7 @@ class Neck(nn.Module):
         repeats = max(round(NECK_REPEATS * description.depth_multiple), 1)
         coarse, middle, fine = out
         inputs = [in_channels[2], in_channels[1] + coarse // 2, in_channels[0] + middle // 2]
-        # a stage is a list of one block in the names of published files
+        # In published files a stage is a list of one block, so it is an nn.Sequential here.
         self.fpn_stages = nn.ModuleList(
             nn.Sequential(NeckStage(before, after, repeats, spp=i == 0))
             for i, (before, after) in enumerate(zip(inputs, out, strict=True))
@@ -196,7 +198,7 @@ class Head(nn.Module):
         self.pred_reg = nn.ModuleList(nn.Conv2d(c, 4 * REG_BINS, 3, padding=1) for c in in_channels)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """Class logits and distance logits of each level, channels last."""
+        """Return class logits and distance logits of each level, channels last."""
         raws = []
         for i, x in enumerate(maps):
             means = x.mean((2, 3), keepdim=True)

@@ -1,6 +1,6 @@
 """Building blocks of PP-YOLOE networks (arXiv:2203.16250). N images, C channels, H x W map.
 
-Attribute names are those of published checkpoints (``conv2.conv1.bn.weight``): they are the file format.
+Published checkpoints fix the attribute names (``conv2.conv1.bn.weight``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConvNorm(blocks.Conv):
 
 
 class RepVgg(nn.Module):
-    """3x3 and 1x1 convolutions side by side, added, SiLU (arXiv:2101.03697); for inference one 3x3.
+    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference.
 
     Args:
         plus: the 1x1 branch has a learned factor ``alpha``, 1 at the start.
@@ -53,8 +53,7 @@ class RepVgg(nn.Module):
         return F.silu(y, inplace=not torch.is_grad_enabled())
 
     def fold(self) -> None:
-        """Both branches and their normalisations into one 3x3 convolution: a 1x1 kernel is a 3x3 one with zeros
-        around it."""
+        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
         if self.conv is not None:
             return
         assert isinstance(self.conv1.bn, nn.BatchNorm2d) and isinstance(self.conv2.bn, nn.BatchNorm2d)
@@ -86,7 +85,7 @@ class Residual(nn.Module):
 
 
 class EffectiveSE(nn.Module):
-    """Channels weighted by what their means say, through one layer (arXiv:1911.06667)."""
+    """Effective squeeze and excitation (arXiv:1911.06667): one layer computes channel weights from channel means."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class BackboneStage(nn.Module):
 
 
 class SPP(nn.Module):
-    """Max pools of 5, 9 and 13 pixels beside the input; a chain of 5-pools gives the same values."""
+    """Concatenates the input and its max pools of 5, 9 and 13 pixels; a chain of 5-pools gives the same values."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class SPP(nn.Module):
 
 
 class NeckStage(nn.Module):
-    """Cross-stage partial block without shortcuts; ``spp`` puts pooling after its middle block."""
+    """Cross-stage partial block without shortcuts; ``spp`` adds pooling after its middle block."""
 
     def __init__(self, in_channels: int, out: int, repeats: int, *, spp: bool = False) -> None:
         super().__init__()
@@ -161,6 +160,6 @@ class GatedConv(nn.Module):
         self.conv = ConvNorm(channels, channels, 1)
 
     def forward(self, x: Tensor, means: Tensor) -> Tensor:
-        """``means``: [N, C, 1, 1] of ``x``."""
+        """Return the weighted map; ``means``: [N, C, 1, 1] of ``x``."""
         y: Tensor = self.conv(x * self.fc(means).sigmoid())
         return y

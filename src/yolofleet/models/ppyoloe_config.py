@@ -1,6 +1,6 @@
-"""PP-YOLOE networks as data (arXiv:2203.16250): two multiples, the "plus" variant, and how images are normalised.
+"""PP-YOLOE networks as data (arXiv:2203.16250): two multiples, the "plus" variant, and the normalisation of images.
 
-Descriptions come from the table here and from the headers of weights files, which are untrusted. No torch here.
+Descriptions come from the table here and from headers of weights files, which are untrusted. No torch here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rgb = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What the first layer sees: (image - mean) / std, for images in 0..1, RGB."""
+    """Normalisation before the first layer: (image - mean) / std, for images in 0..1, RGB."""
 
     mean: Rgb
     std: Rgb
@@ -36,9 +36,9 @@ class PpyoloeDescription:
     """A network without its number of classes.
 
     Attributes:
-        depth_multiple, width_multiple: of the l model's numbers of blocks and channels.
+        depth_multiple, width_multiple: factors of the l model's numbers of blocks and channels.
         plus: the 1x1 branches of the backbone's re-parametrised blocks have a learned factor.
-        normalise: None = images are used as they are, in 0..1.
+        normalise: None: no normalisation of images in 0..1.
     """
 
     family: str
@@ -49,7 +49,7 @@ class PpyoloeDescription:
     normalise: Normalisation | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; :meth:`from_dict` reads it back."""
+        """Return values for JSON; :meth:`from_dict` reads them."""
         normalise = self.normalise and {
             "mean": list(self.normalise.mean),
             "std": list(self.normalise.std),
@@ -65,17 +65,19 @@ class PpyoloeDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> PpyoloeDescription:
-        """Check everything and build.
+        """Check all values and return the description.
 
         Raises:
-            ConfigError: names the key that is wrong and ``source``.
+            ConfigError: names the wrong key and ``source``.
         """
         values = _exactly(KEYS, values, "a model description", source)
         family, name, plus, normalise = (values[key] for key in ("family", "name", "plus", "normalise"))
         if family != FAMILY:
             raise ConfigError(f"family is {short(family)}, expected {FAMILY}", source=source)
         if not isinstance(name, str) or len(name) > 200:
-            raise ConfigError(f"name must be a short text, not {short(name)}", source=source)
+            raise ConfigError(
+                f"name must be a text of at most 200 characters, not {short(name)}", source=source
+            )
         if type(plus) is not bool:
             raise ConfigError(f"plus is {short(plus)}, expected true or false", source=source)
         if normalise is not None:
@@ -98,8 +100,10 @@ def preset_names() -> list[str]:
 
 
 def canonical(name: str) -> str | None:
-    """The preset that ``name`` means, also in the spellings of PaddleDetection (``ppyoloe_crn_s_300e_coco``,
-    ``ppyoloe_plus_s``); None when it means none."""
+    """Return the preset's name for ``name``, also in PaddleDetection's spellings; None if there is none.
+
+    PaddleDetection writes ``ppyoloe_crn_s_300e_coco`` or ``ppyoloe_plus_s``.
+    """
     match = re.fullmatch(
         r"pp-?yoloe(\+|-plus)?(-crn)?-([smlx])(-\d{1,3}e(-coco)?)?", name.lower().replace("_", "-")
     )
@@ -107,10 +111,10 @@ def canonical(name: str) -> str | None:
 
 
 def preset(name: str) -> PpyoloeDescription:
-    """A built-in description by name, in any spelling that :func:`canonical` knows.
+    """Return a built-in description by name, in any spelling that :func:`canonical` knows.
 
     Raises:
-        ConfigError: unknown name, with the nearest known one.
+        ConfigError: the name is unknown; the hint has the nearest known one.
     """
     known = canonical(name)
     if known is None:
@@ -125,7 +129,7 @@ def preset(name: str) -> PpyoloeDescription:
 
 def _exactly(keys: tuple[str, ...], values: Any, what: str, source: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{what} is a mapping, not {type(values).__name__}", source=source)
+        raise ConfigError(f"{what} must be a mapping, not {type(values).__name__}", source=source)
     for key in values:
         if key not in keys:
             raise ConfigError(f"{what}: unknown key {short(key)}", source=source, hint=known_names(key, keys))

@@ -13,10 +13,10 @@ from yolofleet.errors import ConfigError
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """``auto`` -> fp16 on CUDA, fp32 elsewhere.
+    """Return the precision; ``auto`` is fp16 on CUDA and fp32 elsewhere.
 
     Raises:
-        ConfigError: the device cannot do it.
+        ConfigError: the device does not support it.
     """
     if asked == "auto":
         return "fp16" if devices.half_by_default(device) else "fp32"
@@ -26,8 +26,8 @@ def resolve_precision(asked: str, device: torch.device) -> str:
         )
     if asked == "tf32" and not devices.has_tf32(device):
         raise ConfigError(
-            f"--precision tf32: {devices.name_of(device)} has no TensorFloat-32",
-            hint="--precision fp32; NVIDIA GPUs have it from the Ampere generation on",
+            f"--precision tf32: {devices.name_of(device)} does not support TensorFloat-32",
+            hint="--precision fp32; NVIDIA GPUs support it from the Ampere generation on",
         )
     if asked == "bf16" and not devices.is_host(device) and not devices.has_bfloat16(device):
         raise ConfigError(
@@ -38,17 +38,17 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of the forward pass. ``cache_enabled`` stays on: weights are cast once per pass."""
+    """Return the context of the forward pass. ``cache_enabled`` stays on, so weights are cast once per pass."""
     if precision in ("fp32", "tf32"):
         return devices.float32_products(device, tf32=precision == "tf32")
     return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
 class LossScaler:
-    """A power of two that keeps fp16 gradients in range: halved by an overflow, doubled after 2000 good steps.
+    """A power of two that keeps fp16 gradients in range: halved after an overflow, doubled after 2000 good steps.
 
-    The algorithm of ``torch.amp.GradScaler`` (arXiv:1710.03740), without host reads. The caller says which steps
-    are good: those whose gradient norm, equal on every rank, is finite.
+    The algorithm of ``torch.amp.GradScaler`` (arXiv:1710.03740), without host reads. A step is good if its gradient norm,
+    which is equal on every rank, is finite.
     """
 
     START = 65536.0
@@ -60,7 +60,7 @@ class LossScaler:
         self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss that the backward pass begins with."""
+        """Return the scaled loss for the backward pass."""
         return loss * self._scale.to(loss.device, non_blocking=True) if self.enabled else loss
 
     def factor(self) -> Tensor:
@@ -68,7 +68,7 @@ class LossScaler:
         return self._scale.reciprocal()
 
     def update(self, finite: Tensor) -> None:
-        """Adapt the scale after a step whose gradients were finite or not (bool, on the device)."""
+        """Adapt the scale after a step; ``finite`` (bool, on the device): its gradients were finite."""
         if not self.enabled:
             return
         good = torch.where(finite, self._good_steps + 1, 0)
@@ -91,12 +91,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with a stored scale; the empty state of a run without fp16 changes nothing."""
+        """Restore a stored scale; the empty state of a run without fp16 changes nothing."""
         if self.enabled and state:
             self._scale.fill_(state["scale"])
             self._good_steps.fill_(int(state["_growth_tracker"]))
 
 
 def loss_scaler(precision: str, device: torch.device) -> LossScaler:
-    """Return the scaler of a training run; it changes nothing unless the precision is fp16."""
+    """Return the scaler of a training run; it has no effect unless the precision is fp16."""
     return LossScaler(device, enabled=precision == "fp16")

@@ -1,8 +1,7 @@
-"""Networks of YOLOv5's form (YOLOv3 among them): from rows to modules; raw predictions per level; boxes.
+"""Build networks from YOLOv5's rows (also YOLOv3).
 
 N images, L levels of stride s, A anchors per cell, C classes, K rows = sum over levels of A (H/s) (W/s).
-Checked against the originals' outputs, parameter counts and names in tests/parity/test_yolov5_model.py and
-test_yolov3_rows.py.
+tests/parity/test_yolov5_model.py and test_yolov3_rows.py compare outputs, parameter counts and names with the originals.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WITHOUT_WEIGHTS: dict[str, Callable[..., nn.Module]] = {
 
 
 class RowNetwork(AnchorDetector):
-    """Blocks in the order of the rows, the last of them Detect."""
+    """A network of one block per row; the last block is Detect."""
 
     description: RowDescription
 
@@ -71,10 +70,10 @@ class RowNetwork(AnchorDetector):
     def anchors_px(self) -> Tensor:
         """[L, A, 2] width, height, pixels, float32."""
         levels = zip(self.detect.anchors.float(), self.strides, strict=True)
-        return torch.stack([anchors * stride for anchors, stride in levels])  # no copy to a device
+        return torch.stack([anchors * stride for anchors, stride in levels])  # needs no copy to a device
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Raw predictions.
+        """Return raw predictions.
 
         Args:
             images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
@@ -96,7 +95,7 @@ class RowNetwork(AnchorDetector):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """torch's own starting values, and YOLOv5's priors for Detect."""
+        """Draw torch's default initial weights, and set YOLOv5's priors in Detect."""
         self.draw_weights(generator)
         detect = self.detect
         detect.anchors.copy_(

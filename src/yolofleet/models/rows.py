@@ -1,8 +1,7 @@
 """YOLOv5's description of a network: rows of (inputs, repeats, module, arguments), two multiples, anchors.
-YOLOv3 in the form of the same trainers is described by it, too.
 
-They come from the built-in table, from a user's YOLOv5-style YAML and from the headers of weight
-files; all are untrusted, none is evaluated, and every size is bounded before anything is allocated.
+It also describes YOLOv3 as Ultralytics publishes it. Descriptions come from the built-in table, users' YAML files and
+headers of weights files. All are untrusted, none is evaluated, and every size is checked before memory is allocated.
 No torch here.
 """
 
@@ -54,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """A row with everything worked out: absolute input numbers (-1 is the image), channels, stride."""
+    """A row with derived values: absolute input numbers (-1 is the image), channels, stride."""
 
     inputs: tuple[int, ...]
     repeats: int
@@ -71,7 +70,7 @@ class RowDescription:
 
     Attributes:
         family: a key of ``families.FAMILIES``.
-        backbone, head: rows, numbered through; the last is ``Detect``.
+        backbone, head: rows with consecutive numbers; the last is ``Detect``.
         anchors_px: [L][A] (width, height) pixels, in the order of Detect's inputs.
     """
 
@@ -88,7 +87,7 @@ class RowDescription:
         return self.backbone + self.head
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; :meth:`from_dict` reads it back."""
+        """Return values for JSON; :meth:`from_dict` reads them."""
         return {
             "family": self.family,
             "name": self.name,
@@ -101,19 +100,19 @@ class RowDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> RowDescription:
-        """Check everything and build.
+        """Check all values and return the description.
 
         Raises:
-            ConfigError: names the key or row that is wrong and ``source``.
+            ConfigError: names the wrong key or row, and ``source``.
         """
         check = _Checker(source)
         keys = ("family", "name", "depth_multiple", "width_multiple", "backbone", "head", "anchors_px")
         check.keys(values, keys)
         family, name = values["family"], values["name"]
         if family != "yolov5":
-            raise check.error(f"unknown model family {short(family)}", "this version knows yolov5")
+            raise check.error(f"unknown model family {short(family)}", "known family: yolov5")
         if not isinstance(name, str) or len(name) > 200:
-            raise check.error(f"name must be a short text, not {short(name)}")
+            raise check.error(f"name must be a text of at most 200 characters, not {short(name)}")
         backbone = check.rows("backbone", values["backbone"], first=0)
         description = cls(
             family=family,
@@ -128,7 +127,7 @@ class RowDescription:
         return description
 
     def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> RowDescription:
-        """The same network with other anchors [L][A][2], pixels."""
+        """Return the same network with other anchors [L][A][2], pixels."""
         return replace(self, anchors_px=_Checker(self.name).anchors(anchors_px))
 
 
@@ -158,10 +157,10 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> RowDescription:
-    """A built-in description by name.
+    """Return a built-in description by name.
 
     Raises:
-        ConfigError: unknown name, with the nearest known one.
+        ConfigError: the name is unknown; the hint has the nearest known one.
     """
     if name not in preset_names():
         raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
@@ -179,10 +178,10 @@ def preset(name: str) -> RowDescription:
 
 
 def pyramid(channels: Sequence[int], depths: Sequence[int]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Backbone and head of a CSP network with a path-aggregation neck (arXiv:1911.11929, arXiv:1803.01534).
+    """Return backbone and head of a CSP network with a path-aggregation neck (arXiv:1911.11929, arXiv:1803.01534).
 
     Args:
-        channels, depths: of the stages from stride 4 on; stages from stride 8 on are predicted from.
+        channels, depths: of the stages from stride 4 on; the head predicts from the stages from stride 8 on.
     """
     rows = [Row((-1,), 1, "Conv", (64, 6, 2, 2))]
     stage_rows = []
@@ -215,15 +214,15 @@ def conv(channels: int, kernel: int, stride: int = 1, *, at: int = -1) -> Row:
 
 
 def join(lateral: int) -> list[Row]:
-    """The map before, doubled, beside an earlier one."""
+    """Return rows that upsample the last map and concatenate an earlier one."""
     return [Row((-1,), 1, "nn.Upsample", (None, 2, "nearest")), Row((-1, lateral), 1, "Concat", (1,))]
 
 
 def darknet53_rows(*, spp: bool) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """YOLOv3 (arXiv:1804.02767), its blocks written as bottlenecks.
+    """Return the rows of YOLOv3 (arXiv:1804.02767), with its blocks as bottlenecks.
 
     Args:
-        spp: max pools side by side (arXiv:1406.4729) before the coarsest prediction.
+        spp: add spatial pyramid pooling (arXiv:1406.4729) before the coarsest prediction.
     """
     backbone = [conv(32, 3)]
     for c, n in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
@@ -250,7 +249,7 @@ def darknet53_rows(*, spp: bool) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 
 def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """YOLOv3-tiny: single convolutions between pools, two levels."""
+    """Return the rows of YOLOv3-tiny: single convolutions between pools, two levels."""
     backbone = []
     for c in (16, 32, 64, 128, 256):
         backbone += [conv(c, 3), Row((-1,), 1, "nn.MaxPool2d", (2, 2, 0))]
@@ -272,7 +271,7 @@ def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 
 def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
-    """``count`` boxes of 4 x 4 cells in area, from upright to lying ones of 1 : 2, pixels."""
+    """Return ``count`` boxes with the area of 4 x 4 cells and aspect ratios from 2 : 1 to 1 : 2, in pixels."""
     turns = [2 * i / (count - 1) - 1 for i in range(count)] if count > 1 else [0.0]
     return tuple((4 * stride * 2 ** (t / 2), 4 * stride * 2 ** (-t / 2)) for t in turns)
 
@@ -281,26 +280,29 @@ def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
 
 
 def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescription:
-    """YOLOv5's layout: nc, depth_multiple, width_multiple, anchors, backbone, head. ``nc`` is read from the
-    data set instead, as there; and as there, anchors may be a number per level, for others to be found, and those
-    that run against the strides are turned round.
+    """Return the description from YOLOv5's keys: nc, depth_multiple, width_multiple, anchors, backbone, head.
+
+    As in YOLOv5, ``nc`` is ignored because the data set has it, ``anchors`` may be a number per level (automatic anchors
+    replace them later), and anchors in the reverse order of the strides are reversed.
 
     Raises:
-        ConfigError: names the key or row that is wrong and ``source``.
+        ConfigError: names the wrong key or row, and ``source``.
     """
     check = _Checker(source)
     check.keys(
         values, ("depth_multiple", "width_multiple", "anchors", "backbone", "head"), ("nc", "ch", "yaml_file")
     )
     if values.get("ch", 3) != 3:
-        raise check.error(f"ch is {short(values['ch'])}", "images have 3 channels here")
+        raise check.error(
+            f"ch is {short(values['ch'])}, expected 3", "only images with 3 channels are supported"
+        )
     anchors = values["anchors"]
     counted = type(anchors) is int
     if counted:
         per_level = int(check.number("anchors", anchors, 1, MAX_ANCHORS))
         detect = check.rows("head", values["head"], first=0)[-1]
         anchors = [[(1, 1)] * per_level] * len(detect.inputs)
-    elif (  # a pickled description may name one long list many times: compare lengths before anything is built
+    elif (  # a pickled description may refer to one long list many times: check lengths before the lists are built
         isinstance(anchors, list)
         and len(anchors) <= MAX_LEVELS
         and all(
@@ -338,15 +340,15 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Argument:
-    """One positional argument of a module: a whole number in [low, high], or a value of ``words``."""
+    """A positional argument of a module: a whole number in [low, high], or one of ``words``."""
 
     name: str
     default: Any = REQUIRED
     low: int = 0
     high: int = 0
     words: tuple[Any, ...] = ()
-    lengths: tuple[int, ...] = ()  # a list of so many such numbers will do, too
-    square: bool = False  # ... and a list of two equal ones means one of them
+    lengths: tuple[int, ...] = ()  # permitted lengths of a list of such numbers
+    square: bool = False  # a list of equal numbers means one of them
 
     def read(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) in self.lengths:
@@ -400,8 +402,13 @@ MODULES: dict[str, tuple[Argument, ...]] = {
     ),
     "Detect": (Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))),
 }
-SINGLE = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample", "Detect")  # cannot be repeated
-KEEPING = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample")  # put out the channels that come in
+KEEP_CHANNELS = (
+    "Concat",
+    "nn.MaxPool2d",
+    "nn.ZeroPad2d",
+    "nn.Upsample",
+)  # output the channels of their inputs
+NOT_REPEATABLE = (*KEEP_CHANNELS, "Detect")
 
 
 @dataclass(frozen=True)
@@ -413,7 +420,7 @@ class _Checker:
 
     def keys(self, values: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         if not isinstance(values, Mapping):
-            raise self.error(f"a model description is a mapping, not {type(values).__name__}")
+            raise self.error(f"a model description must be a mapping, not {type(values).__name__}")
         known = [*required, *optional]
         for key in values:
             if key not in known:
@@ -428,7 +435,7 @@ class _Checker:
         return float(value)
 
     def anchors(self, value: Any) -> Anchors:
-        """[L][A][2] positive pixels, as many on each level."""
+        """Return anchors [L][A][2] in pixels, with the same number A > 0 on each level."""
         if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_LEVELS:
             raise self.error(f"anchors must be a list with one list per level, at most {MAX_LEVELS}")
         found: list[tuple[tuple[float, float], ...]] = []
@@ -453,7 +460,7 @@ class _Checker:
 
     def row(self, where: str, value: Any) -> Row:
         if not isinstance(value, (list, tuple)) or len(value) != 4:
-            raise self.error(f"{where}: expected [from, number, module, args], found {short(value)}")
+            raise self.error(f"{where}: expected [from, number, module, args], got {short(value)}")
         inputs, repeats, module, args = value
         inputs = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         if not 1 <= len(inputs) <= 32 or not all(type(i) is int and abs(i) <= 2 * MAX_ROWS for i in inputs):
@@ -462,7 +469,7 @@ class _Checker:
             raise self.error(f"{where}: number is {short(repeats)}, expected 1..{MAX_REPEATS}")
         if not isinstance(module, str) or module not in MODULES:
             raise self.error(f"{where}: unknown module {short(module)}", known_names(module, list(MODULES)))
-        if module in SINGLE and repeats != 1:
+        if module in NOT_REPEATABLE and repeats != 1:
             raise self.error(f"{where}: {module} cannot be repeated")
         return Row(tuple(inputs), repeats, module, self.args(where, module, args))
 
@@ -471,7 +478,7 @@ class _Checker:
         if not isinstance(value, (list, tuple)) or len(value) > len(declared):
             raise self.error(
                 f"{where}: {module} takes a list of at most {len(declared)} arguments "
-                f"({', '.join(a.name for a in declared)}), found {short(value)}"
+                f"({', '.join(a.name for a in declared)}), got {short(value)}"
             )
         missing = [a.name for a in declared[len(value) :] if a.default is REQUIRED]
         if missing:
@@ -482,24 +489,24 @@ class _Checker:
             raise self.error(f"{where}: {module}: {problem}") from None
 
 
-# -- working out channels and strides -------------------------------------------------------------------
+# -- channels and strides -------------------------------------------------------------------------------
 
 
 def rounded_width(channels: float) -> int:
-    """Up to a multiple of 8."""
+    """Return ``channels`` rounded up to a multiple of 8."""
     return math.ceil(channels / 8) * 8
 
 
 def rounded_depth(repeats: int, multiple: float) -> int:
-    """Rounded to the nearest whole number (halves to even), at least 1; a single block stays single."""
+    """Return the scaled number of repeats, rounded (halves to even), at least 1; a single block stays single."""
     return max(round(repeats * multiple), 1) if repeats > 1 else repeats
 
 
 def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
-    """Channels, strides and repeats of every row.
+    """Return channels, strides and repeats of every row.
 
     Raises:
-        ConfigError: rows that do not fit together; names the row.
+        ConfigError: names a row that does not fit its inputs.
     """
     check = _Checker(source or description.name)
     found: list[Layer] = []
@@ -509,18 +516,18 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
         where = f"row {i} ({row.module})"
         inputs = tuple(i + j if j < 0 else j for j in row.inputs)
         if any(not (-1 if i == 0 else 0) <= j < i for j in inputs):
-            raise check.error(f"{where}: 'from' {list(row.inputs)} does not point at an earlier row")
+            raise check.error(f"{where}: 'from' {list(row.inputs)} must name earlier rows")
         if row.module not in ("Concat", "Detect") and len(inputs) != 1:
             raise check.error(f"{where} takes one input, not {len(inputs)}")
         if (row.module == "Detect") != (i == len(description.rows) - 1):
-            raise check.error(f"{where}: the last row, and only that, must be Detect")
+            raise check.error(f"{where}: the last row must be Detect, and no other row")
         in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
         strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
         padded = [j for j in inputs if j in borders]
         if padded and row.module not in ("Conv", "nn.MaxPool2d"):
             raise check.error(
                 f"{where}: the map of row {padded[0]} (nn.ZeroPad2d) has a border",
-                "let a Conv or nn.MaxPool2d without padding take it away first",
+                "put a Conv or nn.MaxPool2d without padding after it, which removes the border",
             )
         defaults = tuple(a.default for a in MODULES[row.module][len(row.args) :])
         args = row.args + defaults
@@ -528,7 +535,7 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
         repeats = rounded_depth(row.repeats, description.depth_multiple)
         if row.module == "Concat" and len(set(strides)) != 1:
             raise check.error(f"{where} joins maps of strides {', '.join(str(s) for s in strides)}")
-        if row.module not in (*KEEPING, "Detect"):
+        if row.module not in NOT_REPEATABLE:
             out = rounded_width(args[0] * description.width_multiple)
             args = (out, *args[1:])
         if row.module == "nn.Upsample":
@@ -553,9 +560,9 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
                     f"{where}: {groups} groups do not divide {in_channels[0]} and {out} channels"
                 )
             if repeats > 1 and (stride != strides[0] or padded):
-                raise check.error(f"{where}: a block that shrinks the map cannot be repeated")
+                raise check.error(f"{where}: a block that reduces the size of the map cannot be repeated")
         elif row.module == "Detect":
-            out = 0  # no map
+            out = 0  # the head has no output map
             if len(inputs) != len(description.anchors_px):
                 raise check.error(
                     f"{where} has {len(inputs)} inputs, but anchors are for {len(description.anchors_px)} levels"
@@ -574,12 +581,12 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
 def _checked_stride(
     check: _Checker, where: str, kernel: int, stride: int, padding: int, border: tuple[int, int] | None
 ) -> int:
-    """``stride``, if the window divides a map of n x stride pixels and its border to exactly n."""
+    """Return ``stride`` if the window reduces a map of n x stride pixels and its border to exactly n, else raise."""
     for pixels in border or (0, 0):
         if not -stride <= pixels + 2 * padding - kernel < 0:
             zeros = f", after {pixels} rows or columns of zeros" if pixels else ""
             raise check.error(
-                f"{where}: kernel {kernel}, stride {stride}, padding {padding}{zeros} do not divide the map's "
-                "size by the stride"
+                f"{where}: kernel {kernel}, stride {stride}, padding {padding}{zeros} do not divide the size of "
+                "the map by the stride"
             )
     return stride
