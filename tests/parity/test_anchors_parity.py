@@ -5,19 +5,19 @@ import json
 import numpy as np
 import pytest
 from conditioning import compare, perturbed
-from reference import reference
+from reference import parity
 
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, anchor_fitness, better_anchors
 from yolofleet.models.description import describe
 
 
 def answers():
-    return json.loads(reference("fixtures/yolov5/autoanchor.json").read_text())
+    return json.loads(parity("anchors/answers.json").read_text())
 
 
 def sizes_px(name, img):
     """[M, 2] of the set's labels, the longer side of each image scaled to ``img``."""
-    with np.load(reference("fixtures/yolov5/autoanchor.npz")) as sets:
+    with np.load(parity("anchors/labels.npz")) as sets:
         sizes, labels = sets[f"{name}.shapes_wh"], sets[f"{name}.labels_flat"]
     ratio = img / sizes.max(1, keepdims=True)
     return labels[:, 4:] * (sizes * ratio)[labels[:, 0].astype(int)]

@@ -1,16 +1,15 @@
 """COCO figures equal pycocotools': stored answers, the reference's sets, and random sets if it is installed."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conditioning import compare
 from detection_sets import DetectionSet, load_set, pycocotools_figures, random_set
-from reference import parity, reference
+from reference import parity
 
 from yolofleet.evaluate.coco import FIGURES, CocoMetrics, summarize
-from yolofleet.evaluate.matching import Labels, ScoredBoxes, match_detections
+from yolofleet.evaluate.matching import match_detections
 
 
 def figures_of(everything: DetectionSet) -> CocoMetrics:
@@ -39,37 +38,10 @@ def test_synthetic_set_has_the_stored_figures_of_pycocotools():
     assert_equal(figures_of(everything), answer["figures"], answer["per_class_AP_AP50"])
 
 
-def read_coco(labels: Path, detections: Path) -> DetectionSet:
-    truth, found = json.loads(labels.read_text()), json.loads(detections.read_text())
-    boxes = truth["annotations"]
-
-    def column(rows: list, key: str, dtype: type) -> np.ndarray:
-        return np.array([row[key] for row in rows], dtype)
-
-    return DetectionSet(
-        len(truth["categories"]),
-        column(truth["images"], "id", np.int64),
-        Labels(
-            column(boxes, "image_id", np.int64),
-            column(boxes, "category_id", np.int64),
-            column(boxes, "bbox", np.float64),
-            column(boxes, "area", np.float64),
-            column(boxes, "iscrowd", bool),
-        ),
-        ScoredBoxes(
-            column(found, "image_id", np.int64),
-            column(found, "category_id", np.int64),
-            column(found, "bbox", np.float64),
-            column(found, "score", np.float64),
-        ),
-    )
-
-
 @pytest.mark.parametrize("name", ["coco128", "perfect"])
 def test_reference_sets_have_the_figures_of_pycocotools(name):
-    folder = reference("fixtures/metrics")
-    answer = json.loads((folder / "results.json").read_text())[name]
-    everything = read_coco(folder / f"{name}_gt.json", folder / f"{name}_dt.json")
+    answer = json.loads(parity("metrics/results.json").read_text())[name]
+    everything = load_set(parity(f"metrics/{name}.npz"))
     ours = figures_of(everything)
     per_class = answer["coco_per_category"]
     table = [[per_class[str(c)]["AP"], per_class[str(c)]["AP50"]] for c in range(everything.classes)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conditioning import compare, perturbed
-from reference import reference
+from reference import parity
 
 from yolofleet.data.loader import val_batches
 from yolofleet.geometry.letterbox import letterbox
@@ -14,7 +14,7 @@ from yolofleet.geometry.letterbox import letterbox
 
 @pytest.fixture(scope="module")
 def recorded():
-    return json.loads(reference("fixtures/yolov5/val_loader_geometry.json").read_text())
+    return json.loads(parity("val_geometry/recorded.json").read_text())
 
 
 def test_batches_of_the_original_are_as_large_as_the_largest_of_our_shapes(recorded):
@@ -48,7 +48,7 @@ def corners_of(boxes_cxcywh):
 
 def test_labels_in_the_batch_lead_back_to_those_of_the_image(recorded):
     """The original's letterboxed labels, through our way back, are the labels of one image of that size."""
-    with np.load(reference("fixtures/yolov5/autoanchor.npz")) as sets:
+    with np.load(parity("anchors/labels.npz")) as sets:
         sizes, labels = sets["coco128.shapes_wh"], sets["coco128.labels_flat"]
     for item in recorded["items"]:
         (height, width), _ = item["shapes"]

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from reference import reference
+from reference import parity
 
 from yolofleet.evaluate.confusion import confusion_matrix
 from yolofleet.evaluate.matching import Labels, ScoredBoxes, match_detections, unpacked
@@ -55,8 +55,8 @@ def test_area_of_one_hit_between_two_labels():
 
 @pytest.mark.parametrize("name", ["coco128", "perfect"])
 def test_figures_equal_those_of_the_original(name):
-    answer = json.loads(reference("fixtures/metrics/results.json").read_text())[name]["yolov5"]
-    with np.load(reference(f"fixtures/metrics/{name}_stats.npz")) as stats:
+    answer = json.loads(parity("metrics/results.json").read_text())[name]["yolov5"]
+    with np.load(parity(f"metrics/{name}_stats.npz")) as stats:
         labels = np.bincount(stats["target_cls"].astype(int), minlength=80)
         curves = precision_recall(stats["tp"], stats["conf"], stats["pred_cls"].astype(int), labels)
         np.testing.assert_allclose(curves.ap, stats["ap"], rtol=0, atol=1e-12)
@@ -97,7 +97,7 @@ def one_image(case) -> tuple[Labels, ScoredBoxes]:
 
 
 def test_hits_of_one_image_equal_those_of_the_original():
-    case = json.loads(reference("fixtures/metrics/results.json").read_text())["process_batch_case"]
+    case = json.loads(parity("metrics/results.json").read_text())["process_batch_case"]
     labels, found = one_image(case)
     overlap = iou_matrix(torch.tensor(case["labels"])[:, 1:], torch.tensor(case["detections"])[:, :4])
     np.testing.assert_allclose(overlap, case["iou"], rtol=0, atol=1e-6)
@@ -108,6 +108,6 @@ def test_hits_of_one_image_equal_those_of_the_original():
 
 
 def test_confusion_matrix_equals_that_of_the_original():
-    answers = json.loads(reference("fixtures/metrics/results.json").read_text())
+    answers = json.loads(parity("metrics/results.json").read_text())
     labels, found = one_image(answers["process_batch_case"])
     assert confusion_matrix(labels, found, 2).tolist() == answers["confusion_matrix_case"]
