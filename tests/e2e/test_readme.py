@@ -31,7 +31,7 @@ from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, group
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]  # fmt: skip
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]  # fmt: skip
 DEADLINE_S = 240
 
 SMALL_DATA = "--images 16 --val-images 4 --img 64"
