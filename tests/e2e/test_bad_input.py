@@ -460,7 +460,7 @@ def test_predict_on_what_is_not_there(refused, here, world):
     argv = ["predict", "--weights", weights, "--device", "cpu", "--img", "64", "--source"]
     refused(*argv, "nowhere.jpg", code=3, says=["nowhere.jpg does not exist"])
     refused(*argv, "letters", code=3, says=["letters has no pictures", ".doc"])
-    refused(*argv, "bad", code=3, says=["bad/x.jpg is of no known image format"])
+    refused(*argv, "bad", code=3, says=["bad/x.jpg is not in a known image format"])
     refused(*argv, "set/images/val", "--classes", "dog", code=2, says=["dog"])
 
 

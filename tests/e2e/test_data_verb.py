@@ -142,7 +142,7 @@ def test_decode_finds_what_headers_do_not_show(data, tmp_path):
     assert data("check", "set").code == 0
     done = data("check", "set", "--decode")
     assert done.code == 3
-    assert "images/train/t1.jpg: the decoder says: Corrupt JPEG data" in done.out
+    assert "images/train/t1.jpg: decoder warning: Corrupt JPEG data" in done.out
     assert "images/train/t2.jpg: cannot be decoded -> stops a training" in done.out
     assert (
         "image-undecodable stops a training 1 0" in done.words
@@ -224,7 +224,7 @@ def test_figures_are_those_worked_by_hand(tmp_path, monkeypatch):
     assert "at --img 640, 20.0% of the labels are less than 8 px wide or high" in told
     assert (
         "1 classes without a label: bird" in told
-        and "2 classes with less than 20 labels: cat 3, dog 2" in told
+        and "2 classes with fewer than 20 labels: cat 3, dog 2" in told
     )
     assert figures(index, 320).small == 3
 
@@ -246,7 +246,7 @@ def test_advice_on_the_training_size(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     make_shapes(tmp_path / "set", images=8, val_images=1, img=160)
     index = build_index(load_dataset(str(tmp_path / "set")), "train")
-    assert "so --img 320 shows as much and is faster" in advice(figures(index, 640))[0]
+    assert "so --img 320 keeps all detail and is faster" in advice(figures(index, 640))[0]
     tiny = 4 / 1280
     write_picture(tmp_path / "tiny" / "images" / "a.jpg", 1280, 960)
     (tmp_path / "tiny" / "labels").mkdir()
@@ -344,7 +344,7 @@ def test_download_is_told_what_to_fetch_and_where(data, monkeypatch, tmp_path):
         asked.append((name, folder, list(parts), keep_archives))
         return folder / name
 
-    monkeypatch.setattr("yolofleet.datasets.catalogue.download_dataset", fetched)
+    monkeypatch.setattr("yolofleet.datasets.download.download_dataset", fetched)
     done = data("download", "coco", "--out", "sets", "--parts", "val,annotations", "--keep-archives")
     assert done.out == f"{Path('sets/coco')}\n"
     data("download", "voc")

@@ -21,7 +21,8 @@ from yolofleet.checkpoint import catalogue as weights_catalogue
 from yolofleet.checkpoint.catalogue import find_or_download, import_weights, known_weights
 from yolofleet.cli import main
 from yolofleet.datasets import catalogue
-from yolofleet.datasets.catalogue import Part, PublicDataset, datasets, download_dataset
+from yolofleet.datasets.catalogue import Part, PublicDataset, datasets
+from yolofleet.datasets.download import download_dataset
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -335,7 +336,7 @@ def test_two_at_once_do_not_disturb_each_other(server, monkeypatch):
     Path("datasets/coco").mkdir(parents=True)
     with (
         exclusive(Path("datasets/coco/.lock")),
-        pytest.raises(DownloadError, match="another process is at work"),
+        pytest.raises(DownloadError, match="another process is downloading"),
     ):
         get("coco")
     get("coco")

@@ -164,7 +164,7 @@ def test_a_file_that_is_no_cache_is_laid_out_again(index, content):
 def test_an_image_that_changed_during_the_run_is_an_error(index):
     cache = ImageCache(index, 64, "ram")
     write_picture(Path(index.path(0)), 50, 50)
-    with pytest.raises(DataError, match="is 50 x 50 pixels, it was 64 x 48"):
+    with pytest.raises(DataError, match="has 50 x 50 pixels; the index has 64 x 48"):
         cache.get(0)
     Path(index.path(1)).unlink()
     with pytest.raises(DataError, match="does not exist"):
@@ -187,7 +187,7 @@ def test_a_cache_that_does_not_fit_covers_a_part(index, decodes, monkeypatch):
     assert len(decodes) == 6
     cache.close()
     assert ImageCache(index, 64, "auto").mode == "none"
-    assert "MiB can be spared" in ImageCache(index, 64, "auto").note
+    assert "but only" in ImageCache(index, 64, "auto").note
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 9000)
     assert ImageCache(index, 64, "ram").mode == "none"
 
@@ -419,5 +419,5 @@ def test_without_a_folder_for_temporary_files_images_are_decoded_each_time(index
     with monkeypatch.context() as patched:
         patched.setattr(cache_module, "MEMORY_FOLDERS", ())
         cache = ImageCache(index, 64, "ram")
-    assert cache.mode == "none" and "no folder for temporary files" in cache.note
+    assert cache.mode == "none" and "neither /dev/shm nor the folder" in cache.note
     cache.close()

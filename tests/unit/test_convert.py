@@ -167,7 +167,7 @@ def test_real_sets_come_back_from_the_way_around(tmp_path, relative):
     for number, target in enumerate(("coco", "voc", "yolo")):
         out = tmp_path / f"{number}"
         done = converted(source, out, target)
-        assert not any("cannot say" in note for note in done.notes)
+        assert not any("cannot store" in note for note in done.notes)
         source = out
     for split in ("train", "val"):
         before, after = index_of(first, split), index_of(source, split)
@@ -206,7 +206,7 @@ def test_names_choose_classes_and_their_order(tmp_path):
     with pytest.raises(ConfigError, match="no class dgo") as caught:
         converted(source, tmp_path / "no", "coco", names=["dgo"])
     assert caught.value.hint == "did you mean dog?"
-    with pytest.raises(ConfigError, match="dog is there twice"):
+    with pytest.raises(ConfigError, match="dog occurs twice"):
         converted(source, tmp_path / "no", "yolo", names=["dog", "dog"])
 
 
@@ -247,7 +247,7 @@ def test_labels_alone_fit_images_that_are_put_there_later(tmp_path, target):
 def test_labels_alone_are_refused_where_images_would_need_new_names(tmp_path):
     yolo_set(tmp_path / "set", {"a": GOOD})
     write_picture(tmp_path / "set" / "images" / "train" / "a.png")
-    with pytest.raises(ConfigError, match="1 images would need other names in coco's layout"):
+    with pytest.raises(ConfigError, match="1 images need other names in coco's layout"):
         converted(tmp_path / "set", tmp_path / "out", "coco", images="none")
     assert not (tmp_path / "out").exists()
 
@@ -345,13 +345,13 @@ def test_what_a_form_cannot_say_is_said(tmp_path):
     before = index_of(source)
     crowds = int(before.crowd.sum())
     notes = "\n".join(converted(source, tmp_path / "yolo", "yolo").notes)
-    assert f"train: yolo cannot say {crowds} crowd regions or difficult objects: left out" in notes
-    assert "2 labels that stand there twice: written once" in notes
+    assert f"train: yolo cannot store {crowds} crowd regions or difficult objects: left out" in notes
+    assert "2 repeated labels: written once" in notes
     assert "areas of outlines" in notes and "image ids: file names are not these numbers" in notes
     notes = "\n".join(converted(source, tmp_path / "voc", "voc").notes)
     assert "areas of outlines" in notes and "crowd" not in notes
     notes = "\n".join(converted(source, tmp_path / "coco", "coco").notes)
-    assert "cannot say" not in notes
+    assert "cannot store" not in notes
 
 
 def test_labels_that_cannot_be_used_are_reported_and_wrong_classes_refused(tmp_path):
@@ -368,10 +368,10 @@ def test_labels_that_cannot_be_used_are_reported_and_wrong_classes_refused(tmp_p
 
 def test_class_names_that_a_form_cannot_write_are_refused(tmp_path):
     for target, names, fault in (
-        ("voc", "['a\\u0001', b]", "cannot stand in XML"),
-        ("voc", "[' a', b]", "cannot stand in XML"),
-        ("voc", "[a, a]", "is there twice"),
-        ("coco", "[a, a]", "is there twice"),
+        ("voc", "['a\\u0001', b]", "cannot be stored in XML"),
+        ("voc", "[' a', b]", "cannot be stored in XML"),
+        ("voc", "[a, a]", "occurs twice"),
+        ("coco", "[a, a]", "occurs twice"),
     ):
         yolo_set(tmp_path / "set", {"a": GOOD}, names=names.replace("'a\\u0001'", '"a\\u0001"'))
         with pytest.raises(ConfigError, match=fault):
@@ -387,7 +387,7 @@ def test_specks_are_left_out_where_pixels_cannot_show_them(tmp_path):
     for target, labels in (("yolo", 3), ("coco", 2), ("voc", 2)):
         done = converted(tmp_path / "set", tmp_path / target, target)
         assert done.splits["train"] == (2, labels)
-        assert any("1 boxes of less than a millionth" in note for note in done.notes) == (labels == 2)
+        assert any("1 boxes smaller than a millionth" in note for note in done.notes) == (labels == 2)
         index = index_of(tmp_path / target)
         assert len(index.classes) == labels and (index.boxes_cxcywh_unit[:, 2:] > 0).all()
 
@@ -474,7 +474,7 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
         return copied
 
     monkeypatch.setattr(convert_module, "_place", damaged)
-    with pytest.raises(StorageError, match="train does not read back as it was written"):
+    with pytest.raises(StorageError, match="train differs when it is read back"):
         converted(tmp_path / "set", tmp_path / "out", "yolo", images="copy")
     assert leftovers(tmp_path) == []
 

@@ -33,7 +33,7 @@ MAY_OPEN = {
         "files of our cache folder",
     ),
     **dict.fromkeys(
-        ("datasets/catalogue.py:_write_list", "datasets/convert.py:write", "datasets/convert.py:_write_lines",
+        ("datasets/download.py:_write_list", "datasets/convert.py:write", "datasets/convert.py:_write_lines",
          "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),

@@ -211,7 +211,7 @@ def test_many_wrong_classes_are_counted_and_ten_are_shown(tmp_path):
         ("0,0.5,0.5,0.1,0.1", "not a row of numbers", "dropped"),
         ("\x00\x01\ufffd", "not a row of numbers", "dropped"),
         ("0 nan 0.1 0.2 0.1 0.2 0.2", "is not finite", "dropped"),
-        ("0 0.5 0.5 0.2 0.4", "stand here before", "counted once"),
+        ("0 0.5 0.5 0.2 0.4", "repeats the class and box", "counted once"),
     ],
 )
 def test_unusable_rows_are_dropped_and_reported(tmp_path, row, what, action):
@@ -281,7 +281,7 @@ def test_broken_images_are_left_out_and_reported(tmp_path):
     assert len(index.classes) == 6
     assert [problem.path for problem in index.problems] == [f"images/train/{n}.jpg" for n in "acde"]
     assert [problem.action for problem in index.problems] == ["image left out"] * 4
-    faults = ("empty", "no known image format", "cut off", "does not exist")
+    faults = ("empty", "not in a known image format", "cut off", "does not exist")
     for problem, fault in zip(index.problems, faults, strict=True):
         assert fault in problem.what
     for name in "bf":

@@ -337,7 +337,8 @@ def _listed(values: Sequence[str]) -> list[str]:
 
 
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
-    from yolofleet.datasets.catalogue import datasets, download_dataset
+    from yolofleet.datasets.catalogue import datasets
+    from yolofleet.datasets.download import download_dataset
     from yolofleet.text import echo, size_text
 
     if not name:
@@ -362,7 +363,8 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
         ConfigError: --download cannot apply.
         YolofleetError: of the download.
     """
-    from yolofleet.datasets.catalogue import DATASETS_FOLDER, datasets, download_dataset
+    from yolofleet.datasets.catalogue import datasets
+    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
     from yolofleet.datasets.sources import built_in_of, load_dataset
     from yolofleet.runs.plan import is_worker
     from yolofleet.text import size_text

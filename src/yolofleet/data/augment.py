@@ -1,16 +1,16 @@
-"""Augmentation of one training image: pure functions of arrays and of a keyed generator.
+"""Augment a training image: pure functions of arrays and of a keyed generator.
 
-The recipe is YOLOv5's: four or nine images on a canvas of twice the output size, a random affine or
-perspective map of it to the output, colour gains in HSV, flips, and mixing of two such pictures. Mosaics:
-arXiv:2004.10934, mixing: arXiv:1710.09412.
+The recipe is YOLOv5's: four or nine images on a canvas of twice the output size, a random affine or perspective map
+from the canvas to the output, colour gains in HSV, flips, and mixing of two such images. Mosaics: arXiv:2004.10934;
+mixing: arXiv:1710.09412.
 
-All random numbers are drawn before a pixel is touched. So it is known what the output will see: only that
-window of the canvas is painted, and images outside it need not even be read. Without rotation, shear and
-perspective (the default recipe) the map is a crop and a resize, four times cheaper than a warp, once scale
-and offset are rounded to whole canvas pixels (a change of less than half a pixel, boxes included).
+All random numbers are drawn before a pixel is read. So it is known in advance which window of the canvas the output
+shows: only that window is painted, and images outside it are not read. Without rotation, shear and perspective (the
+default recipe), the map is a crop and a resize, which costs a quarter of a warp. For that, scale and offset are
+rounded to whole canvas pixels, which moves pixels and boxes by less than half a pixel.
 
-Coordinates are continuous: the pixel in column i covers i to i + 1. s is the output size, a canvas is 2s
-(or s, for an image on its own); n boxes; images are uint8 [h, w, 3] BGR until ``recolour``.
+Coordinates are continuous: the pixel in column i covers i to i + 1. s is the output size; a canvas has the side 2s (or
+s for a single image); n boxes; images are uint8 [h, w, 3] BGR until ``recolour``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import numpy as np
 
 from yolofleet.config.schema import Recipe
 
-FILL = 114  # grey level of what no image covers
+FILL = 114  # grey level of canvas that no image covers
 
-# A moved box stays when it is larger than this, kept this much of its area, and is no sliver.
+# A moved box is kept if both sides are larger, it kept this share of its area, and its aspect is below the limit.
 SMALLEST_SIDE_PX = 2.0
 SMALLEST_AREA_LEFT = 0.1
 LARGEST_ASPECT = 100.0
 
-SMALLEST_CROP_SCALE = 0.4  # below, most of the window lies outside the canvas, so a warp is cheaper
-SMALLEST_SCALE = 0.05  # a gain of 1 could draw 0, which has no inverse
+SMALLEST_CROP_SCALE = 0.4  # at smaller scales most of the window is outside the canvas, so a warp is cheaper
+SMALLEST_SCALE = 0.05  # with a gain of 1 the random scale could be 0, which cannot be inverted
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class View:
-    """What the output shows of the canvas.
+    """The part of the canvas that the output shows, and how it is mapped.
 
     Attributes:
         to_output: float64 [3, 3], canvas pixels to output pixels, homogeneous.
         scale: output pixels per canvas pixel, before shear and perspective.
-        window_xyxy: whole canvas pixels that contain all that the output sees.
-        is_crop: the map takes the window exactly to the output, so a resize does it.
+        window_xyxy: whole canvas pixels that contain everything the output shows.
+        is_crop: the output is exactly the window, resized.
         canvas_px, output_px: sides of both squares.
     """
 
@@ -71,18 +71,18 @@ class View:
     output_px: int
 
     def sees(self, left: int, top: int, right: int, bottom: int) -> bool:
-        """Whether a rectangle of the canvas reaches into the window."""
+        """Return whether a rectangle of the canvas overlaps the window."""
         x1, y1, x2, y2 = self.window_xyxy
         return left < x2 and right > x1 and top < y2 and bottom > y1
 
 
 def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_px: int) -> View:
-    """A random map from canvas to output: centre, perspective, rotation and scale, shear, translation."""
+    """Draw a random map from canvas to output: centre, perspective, rotation and scale, shear, translation."""
     perspective_x, perspective_y, turn, zoom, shear_x, shear_y, shift_x, shift_y = (
         2 * rng.random(8) - 1
     ).tolist()
     scale = max(1 + recipe.scale * zoom, SMALLEST_SCALE)
-    middle_x = (0.5 + recipe.translate * shift_x) * output_px  # where the canvas's centre goes
+    middle_x = (0.5 + recipe.translate * shift_x) * output_px  # the centre of the canvas in the output
     middle_y = (0.5 + recipe.translate * shift_y) * output_px
 
     turned = bool(recipe.degrees or recipe.shear or recipe.perspective)
@@ -125,16 +125,16 @@ Read = Callable[[int], tuple[np.ndarray, np.ndarray]]  # image number -> image, 
 
 
 def centred(read: Read, number: int, view: View) -> list[Tile]:
-    """One image in the middle of a canvas of its own size (letterbox)."""
+    """Place one image in the middle of the canvas (letterbox)."""
     image, labels = read(number)
     height, width = image.shape[:2]
     return [Tile(image, labels, (view.canvas_px - width) // 2, (view.canvas_px - height) // 2)]
 
 
 def mosaic4(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: View) -> list[Tile]:
-    """Four images around a random point in the middle half of the canvas, each touching it with a corner.
+    """Place four images around a random point in the middle half of the canvas, each with a corner on it.
 
-    Images whose quarter the view does not see are not read.
+    An image whose quarter is outside the view is not read.
     """
     side = view.canvas_px
     x, y = (int((0.25 + 0.5 * u) * side) for u in rng.random(2).tolist())
@@ -149,13 +149,15 @@ def mosaic4(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: 
 
 
 def mosaic9(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: View) -> list[Tile]:
-    """One image in the middle of a 3s canvas, eight clockwise around it from the top, each against its
-    neighbour; then a random 2s part of it."""
+    """Place one image in the middle of a 3s canvas and eight around it, clockwise from the top, each touching the last.
+
+    The result is a random 2s part of that canvas.
+    """
     side = view.canvas_px // 2
     images, labels = zip(*(read(number) for number in numbers), strict=True)
     heights = [image.shape[0] for image in images]
     widths = [image.shape[1] for image in images]
-    right, bottom = side + widths[0], side + heights[0]  # of the image in the middle, which starts at (s, s)
+    right, bottom = side + widths[0], side + heights[0]  # the image in the middle begins at (s, s)
     corners = [
         (side, side),
         (side, side - heights[1]),  # top
@@ -175,7 +177,7 @@ def mosaic9(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: 
 
 
 def render(tiles: Sequence[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
-    """Paint what the view sees and map it, with its boxes, to the output.
+    """Paint the window of the view, and map it and its boxes to the output.
 
     Returns:
         uint8 [s, s, 3], and float32 [n, 5] class, x1, y1, x2, y2 in output pixels, within the image.
@@ -192,7 +194,7 @@ def render(tiles: Sequence[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
     size = (view.output_px, view.output_px)
     if view.is_crop:
         return cv2.resize(painted, size, interpolation=cv2.INTER_LINEAR), _move_boxes(tiles, view)
-    # OpenCV's warps count from pixel centres, everything else here from pixel edges.
+    # Coordinates of OpenCV's warps are those of pixel centres; all others here are those of pixel edges.
     matrix = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
     fill = (FILL, FILL, FILL)
     if matrix[2, 0] or matrix[2, 1]:
@@ -203,6 +205,7 @@ def render(tiles: Sequence[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _move_boxes(tiles: Sequence[Tile], view: View) -> np.ndarray:
+    """Map the boxes of all tiles to the output and drop those with too little left: float32 [n, 5], as ``render``."""
     parts = []
     for tile in tiles:
         if len(tile.labels):
@@ -236,7 +239,7 @@ def _move_boxes(tiles: Sequence[Tile], view: View) -> np.ndarray:
 
 
 def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
-    """Boxes around the four mapped corners of each box. [n, 4] -> [n, 4]"""
+    """Return the boxes around the four mapped corners of each box: [n, 4] -> [n, 4]."""
     matrix = view.to_output
     if view.is_crop:
         moved: np.ndarray = boxes_xyxy * view.scale + np.tile(matrix[:2, 2], 2)
@@ -248,8 +251,8 @@ def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
 
 
 def mix(rng: np.random.Generator, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Weighted mean of two images of one size; the weight follows Beta(32, 32)."""
-    # The k-th smallest of n uniform numbers follows Beta(k, n + 1 - k): no draw but ``random`` is needed.
+    """Return the weighted mean of two images of one size; the weight has the distribution Beta(32, 32)."""
+    # The k-th smallest of n uniform numbers follows Beta(k, n + 1 - k), so ``random`` is enough; see keyed.py.
     weight = float(np.partition(rng.random(63), 31)[31])
     return cv2.addWeighted(first, weight, second, 1 - weight, 0)
 
@@ -257,7 +260,7 @@ def mix(rng: np.random.Generator, first: np.ndarray, second: np.ndarray) -> np.n
 def colour_tables(
     rng: np.random.Generator, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Look-up tables uint8 [256] of hue (period 180), saturation and value; None when the recipe has no gain."""
+    """Draw look-up tables uint8 [256] of hue (period 180), saturation and value; None if the recipe has no gains."""
     gains = np.array([recipe.hsv_h, recipe.hsv_s, recipe.hsv_v])
     if not gains.any():
         return None
@@ -273,7 +276,7 @@ def colour_tables(
 def recolour(
     image: np.ndarray, tables: tuple[np.ndarray, np.ndarray, np.ndarray] | None, out: np.ndarray
 ) -> np.ndarray:
-    """BGR to RGB through HSV tables (None: as it is), into ``out``, uint8 of the same shape."""
+    """Convert BGR to RGB, through HSV tables unless these are None, into ``out`` (uint8 of the same shape)."""
     if tables is None:
         return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=out)
     planes = cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))

@@ -1,14 +1,14 @@
-"""Decoded images at training size, one copy per machine, filled by whoever decodes an image first.
+"""Decoded images at training size, one copy per machine. The first process that decodes an image stores it.
 
-One flat file holds all pixels; where each image lies follows from the index alone, so processes agree without
-talking. Reading is a view of the mapped file. Writing goes through ``pwrite``: a full disk or /dev/shm is then
-an error that is noticed, where writing to mapped memory would kill the process. Every image has a CRC-32,
-written after its pixels and compared when a process reads the image for the first time: a torn write is
-noticed and the image decoded again. Two processes that write the same image write the same bytes.
+One flat file holds all pixels. The offset of each image follows from the index alone, so processes need not
+communicate. Reading returns a view of the mapped file. Writing uses ``pwrite``, because a full disk or /dev/shm is then
+an error that can be handled; a write to mapped memory would kill the process with SIGBUS. Every image has a CRC-32,
+which is written after its pixels and compared when a process reads the image for the first time. So an incomplete
+write is detected, and the image is decoded again. Two processes that write the same image write the same bytes.
 
-``ram``: a file in /dev/shm without a name once every local process has it open, so nothing is left after a
-crash. ``disk``: a file under the cache folder, kept for the next run. A cache changes no result: where it
-cannot be had, images are decoded each time and ``note`` says why.
+``ram``: a file in /dev/shm that is unlinked once every local process has opened it, so a crash leaves nothing behind.
+``disk``: a file in the cache folder, kept for the next run. A cache does not change results. If there is none, images
+are decoded each time, and ``note`` gives the reason.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
 from yolofleet.images.decode import read_image
 from yolofleet.system.cgroup import available_bytes
+from yolofleet.text import size_text
 
 try:
     import fcntl
@@ -44,33 +45,35 @@ except ImportError:  # Windows: each process keeps its own cache
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 Mode = Literal["none", "ram", "disk", "auto"]
-RAM_SHARE = {"auto": 0.5, "ram": 0.8}  # of the memory that is free now; the rest is for the run itself
-OPEN_WAIT_S = 60.0  # for another local process to lay out the file
+RAM_SHARE = {"auto": 0.5, "ram": 0.8}  # share of the memory that is free now; the rest is for the run itself
+OPEN_WAIT_S = 60.0  # timeout for another local process to initialise the file
 DISK_SHARE = 0.9
 _MAGIC = b"YFIMAGE1"
 _HEADER = struct.Struct("<8sqq16s")  # magic, images, images covered, digest of the layout
 _HEADER_BYTES = 4096
 _PREFIX = "yolofleet-images-"
-_STALE_S = 60.0  # a named file in memory that is older and that nobody has open was left by a crash
-_UNUSED_S = 30 * 86400.0  # a file on disk that no run has opened for so long belongs to data that changed
-_FDS = Path("/proc/self/fd")  # where it exists, a file without a name can be opened again
+_STALE_S = 60.0  # an older named file in /dev/shm that no process has open was left by a crash
+_UNUSED_S = (
+    30 * 86400.0
+)  # a file on disk that no run has opened for 30 days most likely belongs to changed data
+_FDS = Path("/proc/self/fd")  # if it exists, a process can open an unlinked file of another process
 
 
 def _temporary_folders() -> list[Path]:
-    """Return the system's folder for temporary files; none where all of its choices are full or read-only."""
+    """Return the system's folder for temporary files; [] if all candidates are full or read-only."""
     try:
         return [Path(tempfile.gettempdir())]
     except OSError:
         return []
 
 
-MEMORY_FOLDERS = (Path("/dev/shm"), *_temporary_folders())  # the first where all images fit
+MEMORY_FOLDERS = (Path("/dev/shm"), *_temporary_folders())  # the first with room for all images is used
 
 
 def resized_wh(sizes_wh: np.ndarray, img: int) -> np.ndarray:
-    """int64 [N, 2]: sizes whose longer side is ``img``, the aspect kept, the other side rounded up.
+    """Return sizes with a longer side of ``img`` and the same aspect, the other side rounded up: int64 [N, 2].
 
-    YOLOv5's rule; both sides are at most ``img``, also where rounding of the ratio would add a pixel.
+    This is YOLOv5's rule. Both sides are at most ``img``, even if rounding of the ratio would add a pixel.
     """
     sizes = np.asarray(sizes_wh, np.float64)
     ratio = img / sizes.max(axis=1, keepdims=True)
@@ -79,21 +82,24 @@ def resized_wh(sizes_wh: np.ndarray, img: int) -> np.ndarray:
 
 
 class ImageCache:
-    """
+    """The images of an index at training size, from the cache or decoded.
+
     Attributes:
         mode: what is in use: none, ram or disk.
-        covered: images 0..covered-1 are kept; the others are decoded each time.
-        note: for a person: what is in use and why.
+        covered: images 0..covered-1 are cached; the others are decoded each time.
+        note: a line for the user: what is in use and why.
     """
 
     def __init__(self, index: DataIndex, img: int, mode: Mode, *, token: str = "") -> None:
-        """
+        """Open or create the cache. If that fails, ``mode`` is none and ``note`` gives the reason.
+
         Args:
-            index: whose images.
-            img: longer side, pixels.
-            mode: ``ram`` that does not fit covers a part; ``auto`` is ``ram`` if it all fits well, else none.
-            token: the same text for all processes of a machine that share a ``ram`` cache; one of them calls
-                ``unlink`` after all have been constructed. '' is for this process and those it starts.
+            index: the images.
+            img: longer side in pixels.
+            mode: ``ram`` covers a part of the images if not all fit; ``auto`` is ``ram`` if all fit into half of the
+                free memory, else none.
+            token: text that is equal in all processes of a machine that share a ``ram`` cache; one of them calls
+                ``unlink`` after all have been constructed. '': only this process and those it starts share it.
         """
         self.index = index
         self.img = img
@@ -111,17 +117,15 @@ class ImageCache:
             return
         self.mode = "disk" if mode == "disk" else "ram"
         self.covered = self._file.covered
-        self.note = (
-            f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {_gib(self._file.size)}"
-        )
+        self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size_text(self._file.size)}"
         if self.covered < len(index):
-            self.note += f"; all would need {_gib(layout.size_of(len(index)))}"
+            self.note += f"; all would need {size_text(layout.size_of(len(index)))}"
 
     def get(self, image: int) -> np.ndarray:
-        """uint8 [h, w, 3] BGR whose longer side is ``img``; read-only.
+        """Return an image whose longer side is ``img``: uint8 [h, w, 3] BGR, read-only.
 
         Raises:
-            DataError: the image cannot be read, or is not as large as when it was indexed.
+            DataError: the image cannot be read, or its size has changed since it was indexed.
         """
         if self._file is not None and image < self.covered:
             kept = self._file.read(image)
@@ -134,16 +138,16 @@ class ImageCache:
         return pixels
 
     def unlink(self) -> None:
-        """Takes the name of a ``ram`` cache away; processes that have it open, and those they start, keep it.
+        """Unlink the file of a ``ram`` cache; processes that have it open, and those they start, can still use it.
 
-        Any local process may call it, once all have been constructed. Where files without a name cannot be
-        opened again (not Linux) the name goes with ``close``.
+        Any local process may call this after all have been constructed. On systems other than Linux, where an
+        unlinked file cannot be opened again, ``close`` unlinks it.
         """
         if self._file is not None and _FDS.is_dir():
             self._file.unlink()
 
     def close(self) -> None:
-        """Images that were given out stay valid."""
+        """Close the cache; images that ``get`` returned stay valid."""
         if self._file is not None:
             self._file.close()
         self._file, self.mode, self.covered = None, "none", 0
@@ -154,8 +158,8 @@ class ImageCache:
         width, height = self.index.sizes_wh[image].tolist()
         if pixels.shape[:2] != (height, width):
             raise DataError(
-                f"image {path} is {pixels.shape[1]} x {pixels.shape[0]} pixels, it was {width} x {height}",
-                hint="it changed since the run began; start again",
+                f"image {path} has {pixels.shape[1]} x {pixels.shape[0]} pixels; the index has {width} x {height}",
+                hint="the file changed during the run: start again",
             )
         if max(width, height) == self.img:
             return pixels
@@ -180,34 +184,34 @@ class ImageCache:
 
 
 class _NoCache(Exception):
-    """Why there is none."""
+    """Why there is no cache."""
 
 
 class _Layout:
-    """Where each image's pixels lie: header, a CRC-32 per image, images one after the other."""
+    """The offsets within the file: header, a CRC-32 per image, the pixels of one image after the other."""
 
     def __init__(self, index: DataIndex, img: int) -> None:
         self.sizes_wh = resized_wh(index.sizes_wh, img)
         self.images = len(index)
         start = -(-(_HEADER_BYTES + 4 * self.images) // 4096) * 4096
         self.ends = start + np.cumsum(self.sizes_wh.prod(axis=1) * 3)  # int64 [N]
-        text = f"{index.key} {img} {cv2.__version__}"  # another OpenCV may decode other bits
+        text = f"{index.key} {img} {cv2.__version__}"  # versions of OpenCV may decode to different pixels
         self.digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def size_of(self, covered: int) -> int:
-        """Bytes of a file that holds the first ``covered`` images, at least one."""
+        """Return the size of a file that holds the first ``covered`` images, at least one."""
         return int(self.ends[covered - 1])
 
     def covered_by(self, size: float) -> int:
-        """How many images fit into so many bytes."""
+        """Return how many images fit into ``size`` bytes."""
         return int(np.searchsorted(self.ends, size, side="right"))
 
 
 class _PixelFile:
-    """A file that is laid out. Owns ``handle``, and the name if there is one."""
+    """An initialised file of pixels. Owns ``handle``, and unlinks ``path`` when it is closed unless that is None."""
 
     def __init__(self, handle: int, path: Path | None, layout: _Layout) -> None:
-        """Raises OSError, or _NoCache when the file is not of this layout; the handle is then closed."""
+        """Map the file. Raises OSError, or _NoCache if it has another layout; the handle is then closed."""
         self.handle, self._path, self._layout = handle, path, layout
         self._close = weakref.finalize(self, _close, handle, path, os.getpid())
         try:
@@ -223,7 +227,7 @@ class _PixelFile:
         self._compared = np.zeros(layout.images, bool)
 
     def read(self, image: int) -> np.ndarray | None:
-        """A view of the file, or None when the image is not there."""
+        """Return a view of the file, or None if the image is not stored."""
         crc = int(self._crcs[image])
         if crc == 0:
             return None
@@ -237,7 +241,7 @@ class _PixelFile:
         return pixels.reshape(height, width, 3)
 
     def write(self, image: int, pixels: np.ndarray) -> None:
-        """Does nothing when the disk or memory is full."""
+        """Store an image; do nothing if the disk or memory is full."""
         flat = np.ascontiguousarray(pixels).reshape(-1)
         try:
             _write_at(self.handle, flat.data, int(self._layout.ends[image]) - flat.nbytes)
@@ -246,7 +250,7 @@ class _PixelFile:
             pass
 
     def address(self) -> str:
-        """A path that opens this file while this process lives, also when it has no name any more."""
+        """Return a path that opens this file while this process lives, even after it was unlinked."""
         return f"/proc/{os.getpid()}/fd/{self.handle}" if _FDS.is_dir() else str(self._path)
 
     def unlink(self) -> None:
@@ -260,7 +264,7 @@ class _PixelFile:
 
 def _close(handle: int, path: Path | None, owner: int) -> None:
     os.close(handle)
-    if os.getpid() == owner:  # not in a forked child that merely ends
+    if os.getpid() == owner:  # a forked child that ends must not unlink the parent's file
         _unlink(path)
 
 
@@ -271,7 +275,7 @@ def _unlink(path: Path | None) -> None:
 
 
 def _crc(pixels: np.ndarray) -> int:
-    return zlib.crc32(pixels.data) or 1  # 0 stands for an image that is not there
+    return zlib.crc32(pixels.data) or 1  # 0 means that the image is not stored
 
 
 def _write_at(handle: int, data: memoryview, offset: int) -> None:
@@ -285,7 +289,7 @@ def _write_at(handle: int, data: memoryview, offset: int) -> None:
 
 
 def _covered(handle: int, layout: _Layout) -> int:
-    """Images that a laid out file covers; 0 for any other file."""
+    """Return how many images an initialised file covers; 0 for any other file."""
     os.lseek(handle, 0, os.SEEK_SET)
     head = os.read(handle, _HEADER.size)
     if len(head) < _HEADER.size:
@@ -296,7 +300,10 @@ def _covered(handle: int, layout: _Layout) -> int:
 
 
 def _lay_out(handle: int, layout: _Layout, covered: int) -> None:
-    """Nothing is reserved yet, except for the checksums: the file has holes. The header comes last."""
+    """Initialise a file. It is sparse: at first, only the checksums take space.
+
+    The header is written last, so a file that is not finished has none.
+    """
     os.ftruncate(handle, 0)
     os.ftruncate(handle, layout.size_of(covered))
     _write_at(handle, memoryview(bytes(4 * layout.images)), _HEADER_BYTES)
@@ -304,20 +311,21 @@ def _lay_out(handle: int, layout: _Layout, covered: int) -> None:
 
 
 def _shared_file(path: Path, layout: _Layout, cover: Callable[[], int], mode: int) -> int:
-    """Opens a file that other processes may open at this moment; the first lays it out.
+    """Open a file that other processes may open at the same time; the first one initialises it.
 
-    A shared lock is held as long as the file is open, here or in a forked child: it says "in use".
+    A shared lock is held while the file is open, here or in a forked child. It marks the file as in use.
 
     Args:
-        cover: how many images to cover; called by the one that lays out. May raise _NoCache.
-        mode: of a new file, before the umask.
+        cover: returns how many images to cover; only the process that initialises the file calls it. May raise
+            _NoCache.
+        mode: permissions of a new file, before the umask.
     """
     deadline_s = time.monotonic() + OPEN_WAIT_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, mode)
         try:
             if _lock(handle, exclusive=True):
-                if os.fstat(handle).st_nlink or not fcntl:  # else it was removed between open and lock
+                if os.fstat(handle).st_nlink or not fcntl:  # else it was unlinked between open and lock
                     if not _covered(handle, layout):
                         try:
                             _lay_out(handle, layout, cover())
@@ -338,6 +346,7 @@ def _shared_file(path: Path, layout: _Layout, cover: Callable[[], int], mode: in
 
 
 def _lock(handle: int, *, exclusive: bool) -> bool:
+    """Lock a file without waiting; return whether that succeeded."""
     if not fcntl:
         return True
     try:
@@ -356,20 +365,20 @@ def _disk_file(layout: _Layout) -> _PixelFile:
         free = shutil.disk_usage(folder).free
         covered = layout.covered_by(free * DISK_SHARE)
         if not covered:
-            raise _NoCache(f"{folder} has only {_gib(free)} free")
+            raise _NoCache(f"{folder} has only {size_text(free)} free")
         return covered
 
     path = folder / f"{layout.digest.hex()}.pixels"
     handle = _shared_file(path, layout, cover, 0o666)
-    os.utime(path)  # in use
+    os.utime(path)  # so that _sweep does not take it for unused
     return _PixelFile(handle, None, layout)
 
 
 def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
-    """Raises OSError or _NoCache."""
+    """Open or create the file of a ``ram`` cache. Raises OSError or _NoCache."""
     folders = [folder for folder in MEMORY_FOLDERS if folder.is_dir()]
     if not folders:
-        raise _NoCache("no folder for temporary files can be written")
+        raise _NoCache("neither /dev/shm nor the folder for temporary files can be written")
     _sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)
     shared = token if fcntl else ""
     secret = f"{shared or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if fcntl else 0}"
@@ -383,17 +392,19 @@ def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
     def cover() -> int:
         memory = available_bytes()
         if memory is None and mode == "auto":
-            raise _NoCache("this system does not say how much memory is free; --cache ram takes it")
+            raise _NoCache("the amount of free memory is unknown on this system; --cache ram ignores that")
         budget = free[folder] * DISK_SHARE
         if memory is not None:
             budget = min(budget, memory * RAM_SHARE[mode] - sum(_promised.values()))
         covered = layout.covered_by(budget)
         if not covered or (mode == "auto" and covered < layout.images):
-            raise _NoCache(f"all images need {_gib(whole)}, {_gib(max(0.0, budget))} can be spared")
+            raise _NoCache(
+                f"all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
+            )
         return covered
 
     path = folder / name
-    # every user of the machine can look into this folder
+    # Every user of the machine can list this folder, so the file is readable by its owner only.
     file = _PixelFile(_shared_file(path, layout, cover, 0o600), path, layout)
     _promised[file] = file.size
     if not shared and _FDS.is_dir():
@@ -401,12 +412,12 @@ def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
     return file
 
 
-# Bytes of the open files in memory: they fill up later, so free memory does not tell of them yet.
+# Sizes of the open files in memory. They fill up later, so the amount of free memory does not include them yet.
 _promised: weakref.WeakKeyDictionary[_PixelFile, int] = weakref.WeakKeyDictionary()
 
 
 def _sweep(paths: Iterable[Path], older_s: float) -> None:
-    """Removes this user's files that nobody has open and that were not touched for so long."""
+    """Remove this user's files that no process has open and that were not used for ``older_s`` seconds."""
     for path in paths if fcntl else ():
         with contextlib.suppress(OSError):
             about = path.stat()
@@ -418,7 +429,3 @@ def _sweep(paths: Iterable[Path], older_s: float) -> None:
                     path.unlink()
             finally:
                 os.close(handle)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 or not size else f"{size / 2**20:.1f} MiB"

@@ -1,10 +1,10 @@
 """Micro-batches and validation batches, made in this process or in loader processes.
 
-What is made is decided by keys alone, so nothing depends on the number of loader processes. PyTorch's
-DataLoader carries the work; this module adds what it lacks: keys taken lazily from an endless stream, errors
-that arrive as ours, processes that end with their parent and never before.
+A key alone decides what a batch contains, so the number of loader processes changes nothing. The processes are those
+of PyTorch's DataLoader. This module adds what it lacks: keys taken one by one from an endless stream, errors that keep
+their type, and processes that end with their parent, not before it.
 
-m images of a micro-batch, n labels, H x W pixels.
+Legend: m images of a micro-batch, n labels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEATH_WAIT_S = 1.0  # for an exit code to appear
 
 @dataclass(frozen=True)
 class MicroBatchKey:
-    """What a micro-batch consists of.
+    """Which samples make up a micro-batch.
 
     Attributes:
-        step, ordinal: which update, and which micro-batch of it.
+        step, ordinal: number of the update, and of the micro-batch within it.
         samples: (epoch, position) of each image.
-        size: side of the images when it differs from the run's (multi-scale), pixels.
+        size: side of the images in pixels if it differs from the run's (multi-scale).
     """
 
     step: int
@@ -57,12 +57,12 @@ class MicroBatchKey:
 
 @dataclass
 class MicroBatch:
-    """Images that pass the network together.
+    """Images that pass through the network together.
 
     Attributes:
         images: uint8 [m, 3, H, W] RGB with channels-last strides.
         labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
-        targets: what ``match`` made of the labels.
+        targets: the result of ``match`` for the labels.
     """
 
     step: int
@@ -72,7 +72,7 @@ class MicroBatch:
     targets: Any
 
     def pin_memory(self) -> MicroBatch:
-        """Called by DataLoader's pinning thread."""
+        """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
         return replace(self, images=self.images.pin_memory())
 
 
@@ -81,7 +81,7 @@ class ValBatch:
     """Validation images of one shape.
 
     Attributes:
-        image_idx: their numbers in the index, ascending.
+        image_idx: the numbers of the images in the index, ascending.
         size_hw: padded (height, width), pixels.
     """
 
@@ -102,12 +102,12 @@ def train_loader(
     prefetch: int = 4,
     pin_memory: bool = False,
 ) -> Loader[MicroBatchKey, MicroBatch]:
-    """Micro-batches in the order of ``keys``, which may be endless; close it when done.
+    """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
 
     Args:
-        match: label-only target assignment (a loss's ``match``), done where the images are made.
-        workers: loader processes; 0 = in this process.
-        prefetch: micro-batches that each of them prepares ahead.
+        match: target assignment from labels alone (a loss's ``match``); the processes that make the images call it.
+        workers: number of loader processes; 0 means this process.
+        prefetch: micro-batches that each loader process prepares ahead.
         pin_memory: copy images to page-locked memory (needs a GPU).
     """
     return Loader(
@@ -116,10 +116,10 @@ def train_loader(
 
 
 def val_batches(index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5) -> list[ValBatch]:
-    """The fixed list of validation batches: images grouped by padded shape, in the order of the index.
+    """Return the fixed list of validation batches: images grouped by padded shape, in the order of the index.
 
-    The longer side becomes ``img``, each side is padded to ``ceil(side / stride + pad) * stride`` (YOLOv5's
-    shape for a batch of one image). The shape follows from the image alone, so predictions depend neither on
+    The longer side becomes ``img``, and each side is padded to ``ceil(side / stride + pad) * stride`` (YOLOv5's
+    shape for a batch of one image). The shape depends on the image alone, so predictions depend neither on
     ``batch`` nor on which rank computes which part of the list.
     """
     sizes_wh = np.asarray(index.sizes_wh, np.float64)  # [N, 2]
@@ -146,11 +146,13 @@ def val_loader(
     prefetch: int = 4,
     pin_memory: bool = False,
 ) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
-    """Batches with their images, uint8 [m, 3, H, W] RGB, channels-last, and the way back to native pixels.
+    """Return a loader of batches, their images uint8 [m, 3, H, W] RGB (channels-last), and their letterboxes.
+
+    A letterbox maps boxes back to the pixels of the stored image.
 
     Args:
-        batches: of ``val_batches``, or this rank's part of it.
-        cache: decoded images of this index at this size; by default each is read from its file.
+        batches: from ``val_batches``, or this rank's part of them.
+        cache: decoded images of this index at this size; default: decode each image from its file.
     """
     builder = _ValBuilder(index, cache or ImageCache(index, img, "none"))
     workers = min(workers, len(batches))
@@ -158,6 +160,8 @@ def val_loader(
 
 
 class _TrainBuilder:
+    """Makes the micro-batch of a key."""
+
     def __init__(self, samples: TrainSamples, match: Match) -> None:
         self.samples = samples
         self.match = match
@@ -174,35 +178,39 @@ class _TrainBuilder:
                 image, truth = self.samples.sample(epoch, position)
                 cv2.resize(image, (side, side), dst=pixels[i], interpolation=cv2.INTER_LINEAR)
             labels.append(np.concatenate([np.full((len(truth), 1), i, np.float32), truth], axis=1))
-        none = np.zeros((0, 6), np.float32)  # an idle rank's share of a group is empty
+        none = np.zeros(
+            (0, 6), np.float32
+        )  # a rank without work in a step gets a micro-batch without samples
         all_labels = np.concatenate([none, *labels])  # [n, 6]
         targets = self.match(all_labels, len(key.samples), (side, side))
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets)
 
 
 class _ValBuilder:
+    """Makes the images of a validation batch."""
+
     def __init__(self, index: DataIndex, cache: ImageCache) -> None:
         self.index = index
         self.cache = cache
 
     def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
         images, pixels = _image_buffer(len(batch.image_idx), *batch.size_hw)
-        ways_back = []
+        letterboxes = []
         for i, number in enumerate(batch.image_idx):
             width, height = self.index.sizes_wh[number].tolist()
-            image, way_back = letterbox(
+            image, fitted = letterbox(
                 self.cache.get(number), batch.size_hw, enlarge=False, native_hw=(height, width)
             )
             cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
-            ways_back.append(way_back)
-        return batch, images, ways_back
+            letterboxes.append(fitted)
+        return batch, images, letterboxes
 
 
 def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
-    """An unset buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
+    """Return an uninitialised buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
     buffer = torch.empty((images, height, width, 3), dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
-        # Here and not in the queue's thread, where a full /dev/shm would be a lost item and a hang.
+        # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
         buffer.share_memory_()
     return buffer.permute(0, 3, 1, 2), buffer.numpy()
 
@@ -212,10 +220,10 @@ Made = TypeVar("Made")
 
 
 class Loader(Generic[Key, Made], Iterator[Made]):
-    """What ``build`` makes of each key, in order; a context manager.
+    """Iterate over ``build(key)`` for each key, in order, computed by loader processes. A context manager.
 
     Raises (from ``next``):
-        YolofleetError: as ``build`` raised it, in whatever process.
+        YolofleetError: the error that ``build`` raised in any process.
         DataError: a loader process died.
     """
 
@@ -228,7 +236,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         prefetch: int,
         pin_memory: bool,
     ) -> None:
-        # Loader processes are the parallelism. And a fork of a process with OpenCV threads could hang.
+        # Loader processes already use the cores, and a fork of a process with OpenCV threads could deadlock.
         cv2.setNumThreads(0)
         self._workers: list[Any] = []
         self._owner = os.getpid()
@@ -239,8 +247,11 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             return
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), _signals_held():  # held in the new processes until they ignore them
-            # More processes than cores: as asked.
+        with (
+            warnings.catch_warnings(),
+            _signals_blocked(),
+        ):  # new processes unblock them once they ignore them
+            # DataLoader warns of more processes than cores; the user has chosen that number.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._items = iter(
                 DataLoader(
@@ -256,11 +267,13 @@ class Loader(Generic[Key, Made], Iterator[Made]):
                 )
             )
         if previous is not None and threading.current_thread() is threading.main_thread():
-            # DataLoader's own handler raises wherever the main thread happens to be when a loader process
-            # dies. Without it the death is seen within 5 s by ``next``, where it can be told from others.
+            # When a loader process dies, DataLoader's signal handler raises at any point of the main thread. Without
+            # that handler, ``next`` notices the death within 5 s and can report it.
             signal.signal(signal.SIGCHLD, previous)
         self._workers = [process for process in multiprocessing.active_children() if process not in others]
-        atexit.register(self.close)  # before multiprocessing's own exit, which waits for its children
+        atexit.register(
+            self.close
+        )  # runs before the exit handler of multiprocessing, which waits for its children
 
     def __next__(self) -> Made:
         try:
@@ -273,7 +286,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         if isinstance(made, YolofleetError):
             self.close()
             raise made
-        # The pinning thread makes lists of tuples.
+        # The pinning thread turns tuples into lists.
         return cast(Made, tuple(made) if isinstance(made, list) else made)
 
     def __enter__(self) -> Loader[Key, Made]:
@@ -283,15 +296,15 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         self.close()
 
     def close(self) -> None:
-        """End the loader processes; nothing is delivered after. May be called again."""
-        if os.getpid() != self._owner:  # a copy in the forked process of a later loader
+        """End the loader processes and the iteration. A second call does nothing."""
+        if os.getpid() != self._owner:  # this is a copy in a process that a later loader forked
             return
         items, self._items = self._items, iter(())
         workers, self._workers = self._workers, []
         if not workers:
             return
         atexit.unregister(self.close)
-        items._shutdown_workers()  # type: ignore[attr-defined]  # what DataLoader itself does, but now
+        items._shutdown_workers()  # type: ignore[attr-defined]  # DataLoader itself calls it only when collected
         deadline_s = time.monotonic() + END_WAIT_S
         for process in workers:
             process.join(max(deadline_s - time.monotonic(), 0.1))
@@ -300,8 +313,10 @@ class Loader(Generic[Key, Made], Iterator[Made]):
                 process.join()
 
     def _explain(self, error: RuntimeError | OSError | EOFError) -> NoReturn:
-        """Raise what was behind an error of DataLoader; a process that died mid-transfer shows as a broken
-        connection, a little before its exit code is known."""
+        """Raise the cause of an error of DataLoader.
+
+        A process that dies during a transfer breaks its connection a moment before its exit code is known.
+        """
         if not self._workers:
             raise error
         seen_until_s = time.monotonic() + (0.0 if isinstance(error, RuntimeError) else DEATH_WAIT_S)
@@ -325,14 +340,16 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         if codes:
             raise DataError(
                 f"a loader process ended by itself (exit {codes[0]})",
-                hint="--workers 0 does its work in the main process, where more can be seen",
+                hint="--workers 0 loads images in the main process and shows the cause",
             ) from None
         raise error
 
 
 class _AsDataset(Generic[Key, Made]):
-    """``build`` in the shape of a map-style data set. Our errors are handed over as values: DataLoader would
-    return them with a traceback for a message."""
+    """A map-style data set that calls ``build``.
+
+    Our errors are returned as values, because DataLoader would raise them again with a traceback as the message.
+    """
 
     def __init__(self, build: Callable[[Key], Made]) -> None:
         self.build = build
@@ -360,8 +377,8 @@ def _group_signals() -> list[int]:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Signals to the group wait until the end; processes forked meanwhile inherit that."""
+def _signals_blocked() -> Iterator[None]:
+    """Block signals to the process group for the duration; processes forked in it inherit the mask."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -375,19 +392,21 @@ def _signals_held() -> Iterator[None]:
 def _start_worker(_worker: int) -> None:
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
-    # A signal to the whole group (Ctrl-C, scancel) is the parent's to answer: it may want another step and a
-    # checkpoint, for which it needs its loader.
+    # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,
+    # for which it needs its loader processes.
     for number in _group_signals():
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _group_signals())
     parent = multiprocessing.parent_process()
-    if parent is not None and sys.platform != "win32":  # there, DataLoader's own check (every 5 s) does
+    if (
+        parent is not None and sys.platform != "win32"
+    ):  # on Windows, DataLoader's own check (every 5 s) is enough
         threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """DataLoader's check of its parent does not run while a loader process is blocked in a write."""
+    """End this process when its parent ends, even while it is blocked in a write, unlike DataLoader's own check."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Training samples: sample k of epoch e is a pure function of data, recipe, seed, e and k."""
+"""Make training samples. Sample k of epoch e is a pure function of data, recipe, seed, e and k."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
 from yolofleet.keyed import generator, permutation
 
-ORDERS_KEPT = 3  # epochs whose permutation is at hand: a step may straddle a border, workers run ahead
+ORDERS_KEPT = 3  # permutations kept in memory: a step may span two epochs, and loader processes work ahead
 
 
 class Labelled(Protocol):
-    """What is needed of ``DataIndex``."""
+    """The part of ``DataIndex`` that samples need."""
 
     def __len__(self) -> int: ...
     def labels(self, image: int, /) -> np.ndarray: ...
 
 
 class Images(Protocol):
-    """What is needed of ``ImageCache``: uint8 [h, w, 3] BGR whose longer side is the training size."""
+    """The part of ``ImageCache`` that samples need: uint8 [h, w, 3] BGR whose longer side is the training size."""
 
     def get(self, image: int, /) -> np.ndarray: ...
 
@@ -31,11 +31,11 @@ class TrainSamples:
 
     Args:
         index: labels of the training split.
-        cache: its images, longer side = img.
+        cache: its images; their longer side is img.
         recipe: augmentation gains and probabilities.
         img: side of the square output, pixels.
         seed: of the run.
-        epochs: length of the run; the last ``recipe.close_mosaic`` of them go without mosaic and mixing.
+        epochs: length of the run; the last ``recipe.close_mosaic`` of them have no mosaic and no mixing.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class TrainSamples:
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of an epoch."""
         return len(self.index)
 
     def image_of(self, epoch: int, position: int) -> int:
-        """Number of the image that stands at a position of an epoch's order."""
+        """Return the number of the image at a position in the order of an epoch."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
@@ -65,10 +65,10 @@ class TrainSamples:
     def sample(
         self, epoch: int, position: int, out: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One training image and its labels.
+        """Return an augmented image and its labels.
 
         Args:
-            out: uint8 [img, img, 3] contiguous, to be filled; by default a new array.
+            out: uint8 [img, img, 3] contiguous, receives the image; default: a new array.
         Returns:
             uint8 [img, img, 3] RGB; float32 [n, 5] class, cx, cy, w, h as fractions of the image, n >= 0.
         Raises:
@@ -88,7 +88,7 @@ class TrainSamples:
         return out, _unit(labels, self.img)
 
     def _chances(self, epoch: int) -> tuple[float, float, float, float]:
-        """Probabilities of a mosaic, of mixing two mosaics, of a horizontal and of a vertical flip."""
+        """Return the probabilities of a mosaic, of mixing two mosaics, of a horizontal and of a vertical flip."""
         recipe = self.recipe
         is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
         return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
@@ -96,7 +96,7 @@ class TrainSamples:
     def _picture(
         self, rng: np.random.Generator, number: int, is_mosaic: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A mapped mosaic, or a mapped single image: uint8 [img, img, 3] BGR, labels [n, 5] xyxy pixels."""
+        """Return a mapped mosaic or a mapped single image: uint8 [img, img, 3] BGR, labels [n, 5] xyxy in pixels."""
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img)
             return augment.render(augment.centred(self._read, number, view), view)
@@ -108,6 +108,7 @@ class TrainSamples:
         return augment.render(build(rng, self._read, [numbers[place] for place in places], view), view)
 
     def _any(self, rng: np.random.Generator) -> int:
+        """Draw the number of an image."""
         return int(rng.random() * len(self))
 
     def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +116,7 @@ class TrainSamples:
 
 
 def _unit(labels: np.ndarray, img: int) -> np.ndarray:
-    """[n, 5] class, x1, y1, x2, y2 pixels -> class, cx, cy, w, h in 0..1; centres stay below 1."""
+    """Convert labels [n, 5] from class, x1, y1, x2, y2 in pixels to class, cx, cy, w, h in 0..1, with centres below 1."""
     boxes = np.clip(labels[:, 1:], 0, img - 1e-3) / img
     result: np.ndarray = labels.copy()
     result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2

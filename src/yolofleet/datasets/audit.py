@@ -1,9 +1,9 @@
-# Paths are strings here: there may be millions.
+# Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH116
-"""What reading labels and image headers does not show: images that do not decode, and images that are the same.
+"""Find images that do not decode, and images that occur twice. Labels and image headers do not show either.
 
-OpenCV returns a damaged JPEG half grey and only prints a warning, so images are decoded in processes whose standard
-error is a file, which is looked at after each.
+OpenCV returns a damaged JPEG half grey and only prints a warning. So child processes decode the images with standard
+error redirected to a file, and read that file after each image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from yolofleet.images.decode import read_image
 from yolofleet.system.children import safe_spawn
 
 _CHUNK = 64
-_THREADS = 8  # they wait for the disk
+_THREADS = 8  # they mostly wait for the disk
 _MOST_PROCESSES = 16
 _BLOCK_BYTES = 1 << 20
 
@@ -33,8 +33,11 @@ Progress = Callable[[int, int], None]  # images done, all
 
 
 def decode_all(index: DataIndex, *, on_progress: Progress = lambda done, total: None) -> list[Problem]:
-    """Decode every image, in several processes; one problem for each that fails, differs from its header, or that the
-    decoder complains of. Collective: no; the caller waits for all."""
+    """Decode every image in child processes and return a problem for each that is not as it should be.
+
+    An image is a problem if it does not decode, has another size than its header states, or makes the decoder print a
+    warning.
+    """
     paths = index.paths
     sizes = [tuple(size) for size in index.sizes_wh.tolist()]
     jobs = [(paths[at : at + _CHUNK], sizes[at : at + _CHUNK]) for at in range(0, len(paths), _CHUNK)]
@@ -54,7 +57,7 @@ def decode_all(index: DataIndex, *, on_progress: Progress = lambda done, total: 
 
 
 def _catch_warnings() -> None:
-    """Standard error of this process becomes a file without a name."""
+    """Redirect standard error of this process to an unnamed file."""
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
 
@@ -71,15 +74,15 @@ def _decode_some(job: tuple[Sequence[str], Sequence[tuple[int, ...]]]) -> list[P
             continue
         warning = _warning()
         if image.shape[:2] != (height, width):
-            what = f"is {image.shape[1]} x {image.shape[0]} pixels, its header says {width} x {height}"
+            what = f"has {image.shape[1]} x {image.shape[0]} pixels, but its header states {width} x {height}"
             problems.append(Problem(path, None, what, "image-undecodable"))
         elif warning:
-            problems.append(Problem(path, None, f"the decoder says: {warning}", "image-damaged"))
+            problems.append(Problem(path, None, f"decoder warning: {warning}", "image-damaged"))
     return problems
 
 
 def _warning() -> str:
-    """The first line that was printed to standard error since the last call."""
+    """Return the first line that was printed to standard error since the last call."""
     if not os.lseek(2, 0, os.SEEK_CUR):
         return ""
     os.lseek(2, 0, os.SEEK_SET)
@@ -87,15 +90,15 @@ def _warning() -> str:
     os.lseek(2, 0, os.SEEK_SET)
     os.ftruncate(2, 0)
     lines = text.decode("utf-8", "replace").strip().splitlines()
-    return lines[0][:200] if lines else "something that cannot be shown"
+    return lines[0][:200] if lines else "text that cannot be shown"
 
 
 def same_images(
     indexes: Sequence[DataIndex], *, on_progress: Progress = lambda done, total: None
 ) -> list[list[tuple[str, str]]]:
-    """Groups of images with equal file content: [(split, path), ...], those in several splits first.
+    """Return groups of images with equal file content, [(split, path), ...]; groups in several splits come first.
 
-    Only files of equal length are read. The same picture in another encoding is not noticed.
+    Only files of equal length are read. The same image in another encoding is not detected.
     """
     by_length: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for index in indexes:
@@ -129,7 +132,7 @@ def _digest(item: tuple[str, str]) -> bytes | None:
 
 @contextmanager
 def _cancelled_early(pool: Executor) -> Iterator[Executor]:
-    """Leaves at once on an exception such as Ctrl-C, without working off the queue."""
+    """Shut a pool down. On an exception such as Ctrl-C, cancel the jobs that have not begun."""
     try:
         yield pool
     except BaseException:

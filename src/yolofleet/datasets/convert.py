@@ -1,9 +1,9 @@
-# Paths are strings here: there may be millions.
+# Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH100, PTH103, PTH116, PTH118, PTH119, PTH120, PTH122, PTH211
-"""Any data set that can be read -> a new folder in YOLO, COCO or Pascal VOC layout.
+"""Convert a data set of any format into a new folder in YOLO, COCO or Pascal VOC layout.
 
-Everything is written into a hidden folder beside the target, read back with the readers of training, compared with
-what was to be written, and only then renamed; so a folder of the target's name is whole.
+The result is written into a hidden folder beside the target, read back with the readers of training, compared with
+the source, and only then renamed. So a folder with the target's name is always complete.
 
 Legend: N images, M labels, C classes.
 """
@@ -43,16 +43,17 @@ _FOLDERS_OF_FORMATS = ("images", "labels", "jpegimages")
 _CHUNK = 1024
 _THREADS = 8
 
-Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
+Progress = Callable[[str, int, int], None]  # activity, number done, number in total
 
 
 @dataclass
 class Converted:
-    """
+    """The result of a conversion.
+
     Attributes:
-        splits: (images, labels) that were written of each split.
-        copied: images that are copies; the others are links.
-        notes: what a person should know: what the target cannot say, what was left out or renamed.
+        splits: (images, labels) written for each split.
+        copied: number of images that were copied; the others are links.
+        notes: what a person should know: what the target cannot express, what was left out or renamed.
     """
 
     folder: Path
@@ -71,17 +72,18 @@ def convert(
     images: Images = "link",
     on_progress: Progress = lambda what, done, total: None,
 ) -> Converted:
-    """
+    """Write a data set as a new folder in another format.
+
     Args:
-        out: a folder that is not there yet, or is empty.
-        splits: those to convert; () is all that are there.
-        names: classes to keep, in this order; labels of others are left out. () is all.
-        images: hard links (copies where the disk refuses), copies, symbolic links, or none: labels only, for
-            images that lie elsewhere under the same names.
+        out: a folder that does not exist yet, or is empty.
+        splits: splits to convert; () means all that exist.
+        names: classes to keep, in this order; labels of other classes are left out. () means all.
+        images: hard links (copies if the file system refuses), copies, symbolic links, or none: labels only, for
+            images that are elsewhere under the same names.
     Raises:
-        ConfigError: ``out`` is taken; unknown splits or names; names that the target cannot write.
-        DataError: the source is not usable, as for training.
-        StorageError: the disk refused; nothing is left.
+        ConfigError: ``out`` is not empty; unknown splits or names; names that the target cannot store.
+        DataError: the source is not usable for training.
+        StorageError: a file cannot be written; nothing is left behind.
     """
     assert target in get_args(Target) and images in get_args(Images)
     _check_free(out)
@@ -101,7 +103,7 @@ def convert(
         work.place_images(partial)
         work.check(partial)
         if out.is_dir():
-            out.rmdir()  # it was empty; Windows renames onto nothing only
+            out.rmdir()  # it is empty, and Windows cannot rename onto an existing folder
         partial.rename(out)
     except OSError as problem:
         shutil.rmtree(partial, ignore_errors=True)
@@ -117,12 +119,13 @@ def convert(
 
 
 def _check_free(out: Path) -> None:
+    """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
     try:
         if "\0" in str(out):
-            raise ValueError("it has a NUL character")
+            raise ValueError("it contains a NUL character")
         if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(
-                f"--out {out} is not an empty folder", source="command line", hint="--out another"
+                f"--out {out} is not an empty folder", source="command line", hint="--out with a new folder"
             )
     except (OSError, ValueError) as problem:
         raise ConfigError(f"--out {out} cannot be used: {problem}", source="command line") from None
@@ -130,12 +133,13 @@ def _check_free(out: Path) -> None:
 
 @dataclass
 class _Work:
-    """One conversion, step by step. Splits of the same files are written once.
+    """One conversion. Two splits with the same files are written once.
 
     Attributes:
-        indexes: of the splits that are written.
-        same_as: the written split that each asked split is.
-        names: [N] of each written split, where its images go: below images/<split>, or in JPEGImages.
+        indexes: the index of each split that is written.
+        same_as: requested split -> the written split with the same files.
+        names: for each written split, the N paths of its images below images/<split>, or in JPEGImages.
+        category_ids: COCO's category of each class.
     """
 
     spec: DatasetSpec
@@ -149,6 +153,7 @@ class _Work:
     category_ids: tuple[int, ...] = ()
 
     def read(self, splits: Sequence[str], names: Sequence[str]) -> None:
+        """Read the splits and select their classes. Raises ConfigError or DataError."""
         for split in splits:
             sources = self.spec.sources(split)
             twin = next((s for s in self.indexes if self.spec.splits[s] == sources), None)
@@ -156,12 +161,12 @@ class _Work:
             if twin:
                 self.done.notes.append(f"{split} has the same files as {twin}: written once")
                 continue
-            told = functools.partial(self.on_progress, f"reading {split}")
-            index = build_index(self.spec, split, on_progress=told)
+            report = functools.partial(self.on_progress, f"reading {split}")
+            index = build_index(self.spec, split, on_progress=report)
             text = index.problems_text()
             if text:
                 self.done.notes.append(
-                    f"{split} as it was read:\n" + "\n".join(f"  {x}" for x in text.split("\n"))
+                    f"problems of {split}:\n" + "\n".join(f"  {line}" for line in text.split("\n"))
                 )
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
@@ -176,13 +181,14 @@ class _Work:
                 self.indexes[split], specks = _without_specks(index)
                 if specks:
                     self.done.notes.append(
-                        f"{split}: {specks} boxes of less than a millionth of a pixel: left out"
+                        f"{split}: {specks} boxes smaller than a millionth of a pixel: left out"
                     )
 
     def _class_number(self, name: str, names: Sequence[str]) -> int:
+        """Return the class number of one of the chosen names. Raises ConfigError."""
         known = self.spec.names
         if names.count(name) > 1 or known.count(name) > 1:
-            raise ConfigError(f"--names: class {shown(name)} is there twice", source=self.spec.origin)
+            raise ConfigError(f"--names: class {shown(name)} occurs twice", source=self.spec.origin)
         if name not in known:
             near = nearest(name, known)
             raise ConfigError(
@@ -193,36 +199,42 @@ class _Work:
         return known.index(name)
 
     def _check_names(self, names: Sequence[str]) -> None:
-        """COCO and VOC tell classes apart by name; XML has no control characters and its readers strip spaces."""
+        """Raise ConfigError for a class name that the target cannot store.
+
+        COCO and VOC identify classes by name. XML has no control characters, and its readers strip spaces.
+        """
         for name, count in Counter(names).items():
             fault = hint = None
             if self.target != "yolo" and count > 1:
-                fault, hint = "is there twice", "--to yolo"
+                fault, hint = "occurs twice", "--to yolo"
             elif self.target == "voc" and (name != name.strip() or not name.isprintable()):
-                fault, hint = "cannot stand in XML", "--to yolo or --to coco"
+                fault, hint = "cannot be stored in XML", "--to yolo or --to coco"
             elif name.encode("utf-8", "replace").decode() != name:
-                fault, hint = "is no text", "correct it in the source"
+                fault, hint = "is not valid Unicode", "correct it in the source"
             if fault:
                 raise ConfigError(f"class name {name!r:.60} {fault}", source=self.spec.origin, hint=hint)
 
     def name_images(self) -> None:
+        """Choose the path of each image in the new layout. Raises ConfigError if labels alone could not follow."""
         taken: dict[str, set[str]] = {}
         renamed = 0
         for split, index in self.indexes.items():
             plain = _below_common_folder([os.path.abspath(path) for path in index.paths])
-            room = taken.setdefault("" if self.target == "voc" else split, set())
-            self.names[split] = _free_names(plain, split, room, flat=self.target == "voc")
+            folder = "" if self.target == "voc" else split  # VOC has one folder for the images of all splits
+            used = taken.setdefault(folder, set())
+            self.names[split] = _free_names(plain, split, used, flat=self.target == "voc")
             renamed += sum(old != new for old, new in zip(plain, self.names[split], strict=True))
         if renamed and self.images == "none":
             raise ConfigError(
-                f"{renamed} images would need other names in {self.target}'s layout, so labels alone are of no use",
+                f"{renamed} images need other names in {self.target}'s layout, so --images none would leave their "
+                "labels without images",
                 hint="--images link",
             )
         if renamed:
-            self.done.notes.append(f"{renamed} images have new names or lie in fewer folders")
+            self.done.notes.append(f"{renamed} images have new names or are in fewer folders")
 
     def write(self, folder: Path) -> None:
-        """Labels, lists and data.yaml."""
+        """Write labels, lists and data.yaml."""
         entries: dict[str, str] = {}
         for number, (split, index) in enumerate(self.indexes.items()):
             self.on_progress("writing labels", number, len(self.indexes))
@@ -240,14 +252,14 @@ class _Work:
                 twice, crowd = write_yolo(folder, split, names, index), int(index.crowd.sum())
                 labels -= twice + crowd
                 lost += [f"{crowd} crowd regions or difficult objects: left out"] if crowd else []
-                lost += [f"{twice} labels that stand there twice: written once"] if twice else []
+                lost += [f"{twice} repeated labels: written once"] if twice else []
                 entries[split] = f"images/{split}"
                 if self.images == "none":
                     entries[split] = f"{split}.txt"
                     _write_lines(folder / f"{split}.txt", [f"./images/{split}/{name}" for name in names])
             if self.target != "coco":
                 lost += _lost_numbers(index, names)
-            self.done.notes += [f"{split}: {self.target} cannot say {what}" for what in lost]
+            self.done.notes += [f"{split}: {self.target} cannot store {what}" for what in lost]
             self.done.splits[split] = len(index), labels
         class_names = next(iter(self.indexes.values())).names
         content = {split: entries[twin] for split, twin in self.same_as.items()}
@@ -255,6 +267,7 @@ class _Work:
         (folder / "data.yaml").write_text(text, encoding="utf-8", newline="\n")
 
     def place_images(self, folder: Path) -> None:
+        """Link or copy the images into the new layout. Raises OSError."""
         if self.images == "none":
             return
         jobs: list[tuple[str, str]] = []
@@ -274,33 +287,34 @@ class _Work:
                     self.done.copied += copied
                     self.on_progress("placing images", min(start + _CHUNK, len(jobs)), len(jobs))
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # else the rest would still be copied
+                pool.shutdown(cancel_futures=True)  # without this, the pool would still copy the rest
                 raise
 
     def check(self, folder: Path) -> None:
-        """Raises StorageError unless the readers find in ``folder`` what the indexes hold."""
+        """Read ``folder`` back; raise StorageError unless it holds what the indexes hold."""
         for split, index in self.indexes.items():
             self.on_progress(f"reading back {split}", 0, len(index))
             fault = self._fault(folder, split, index)
             if fault:
                 raise StorageError(
-                    f"{split} does not read back as it was written: {fault}",
-                    hint="is the disk in order? the source may have changed meanwhile: try again",
+                    f"{split} differs when it is read back: {fault}",
+                    hint="try again, in case the source changed meanwhile; check the disk",
                 )
 
     def _fault(self, folder: Path, split: str, index: DataIndex) -> str | None:
-        group, order = self._reader(folder, split, index)
+        """Return the first difference between the written split and its index, None if they are equal."""
+        reader, order = self._reader(folder, split, index)
         if len(order) != len(index):
             return f"{len(order)} of {len(index)} images"
         if self.images != "none":
             for at, image in enumerate(order.tolist()):
-                if group.stamps[at] == ABSENT or group.stamps[at][0] != os.stat(index.path(image)).st_size:
-                    return f"image {group.images[at]}"
+                if reader.stamps[at] == ABSENT or reader.stamps[at][0] != os.stat(index.path(image)).st_size:
+                    return f"image {reader.images[at]}"
         for start in range(0, len(order), _CHUNK):
             here = order[start : start + _CHUNK]
             log = ProblemLog()
-            raw = group.rows(start, start + len(here), index.sizes_wh[here], log)
-            found = clean(raw, len(index.names), drop_duplicates=group.repeats_are_duplicates)
+            raw = reader.rows(start, start + len(here), index.sizes_wh[here], log)
+            found = clean(raw, len(index.names), drop_duplicates=reader.repeats_are_duplicates)
             complaints = [what for _, what, kind in found.complaints if kind != "box-sticks-out"]
             if log.kept or complaints:
                 return str(log.kept[0]) if log.kept else complaints[0]
@@ -308,33 +322,33 @@ class _Work:
             expected = _rows_of(index, here, self.target)
             got = (owner, raw.values[:, 0].astype(np.int64), raw.crowd)
             if not all(np.array_equal(a, b) for a, b in zip(got, expected[:3], strict=True)):
-                return f"labels of {group.images[start]} to {group.images[start + len(here) - 1]}"
+                return f"labels of {reader.images[start]} to {reader.images[start + len(here) - 1]}"
             size = np.tile(index.sizes_wh[here][owner].astype(np.float64), (1, 2))
             if (np.abs(raw.values[:, 1:] - expected[3]) * size > TOLERANCE_PX).any():
-                return f"boxes of {group.images[start]} to {group.images[start + len(here) - 1]}"
+                return f"boxes of {reader.images[start]} to {reader.images[start + len(here) - 1]}"
         return None
 
     def _reader(self, folder: Path, split: str, index: DataIndex) -> tuple[SplitReader, np.ndarray]:
-        """The split as it lies in ``folder``, and the image of ``index`` that each of its images is."""
-        group: SplitReader
+        """Return a reader of the written split, and the image of ``index`` that each of its images came from."""
+        reader: SplitReader
         if self.target == "coco":
             table = cocojson.parse_json(str(folder / "annotations" / f"instances_{split}.json"))
-            group = cocojson.CocoFiles(table, (folder / "images" / split,), self.category_ids)
+            reader = cocojson.CocoFiles(table, (folder / "images" / split,), self.category_ids)
             by_id = np.argsort(index.image_ids)
             same = np.array_equal(table.image_ids, index.image_ids[by_id])
-            return group, by_id if same else by_id[:0]
+            return reader, by_id if same else by_id[:0]
         if self.target == "voc":
-            group = VocFiles(folder / "ImageSets" / "Main" / f"{split}.txt", index.names)
-            return group, np.arange(len(group.images))
-        group = YoloFiles(folder / (f"{split}.txt" if self.images == "none" else f"images/{split}"))
+            reader = VocFiles(folder / "ImageSets" / "Main" / f"{split}.txt", index.names)
+            return reader, np.arange(len(reader.images))
+        reader = YoloFiles(folder / (f"{split}.txt" if self.images == "none" else f"images/{split}"))
         root = str(folder / "images" / split)
         number = {name: at for at, name in enumerate(self.names[split])}
-        found = [number.get(os.path.relpath(image, root).replace(os.sep, "/"), -1) for image in group.images]
-        return group, np.array([at for at in found if at >= 0], np.int64)
+        found = [number.get(os.path.relpath(image, root).replace(os.sep, "/"), -1) for image in reader.images]
+        return reader, np.array([at for at in found if at >= 0], np.int64)
 
 
 def _selected(index: DataIndex, keep: Sequence[int]) -> DataIndex:
-    """Class ``keep[i]`` becomes i; labels of others are left out, their images stay."""
+    """Return an index in which class ``keep[i]`` is class i, without labels of other classes; all images stay."""
     number = np.full(len(index.names), -1, np.int32)
     number[np.array(keep)] = np.arange(len(keep))
     classes = number[index.classes]
@@ -343,14 +357,14 @@ def _selected(index: DataIndex, keep: Sequence[int]) -> DataIndex:
 
 
 def _without_specks(index: DataIndex) -> tuple[DataIndex, int]:
-    """Without boxes that would vanish among pixels, and how many these are."""
+    """Return the index without boxes below ``LEAST_SIDE_PX``, and how many these are."""
     sizes = np.repeat(index.sizes_wh, np.diff(index.offsets), axis=0)
     keep = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes >= LEAST_SIDE_PX).all(1)
     return (index if keep.all() else _with_rows(index, keep)), int((~keep).sum())
 
 
 def _with_rows(index: DataIndex, keep: np.ndarray) -> DataIndex:
-    """Only these labels (bool [M]); the images stay."""
+    """Return the index with only these labels (bool [M]); all images stay."""
     return replace(
         index,
         classes=index.classes[keep],
@@ -363,24 +377,27 @@ def _with_rows(index: DataIndex, keep: np.ndarray) -> DataIndex:
 
 
 def _distinct(ids: Sequence[int]) -> tuple[int, ...]:
-    """Categories that the source does not number (-1) get free numbers."""
+    """Return category ids in which classes without one (-1) get unused numbers."""
     free = (number for number in range(1, len(ids) * 2 + 1) if number not in ids)
     return tuple(number if number >= 0 else next(free) for number in ids)
 
 
 def _below_common_folder(paths: Sequence[str]) -> list[str]:
-    """The part of each path that they do not share, with /."""
+    """Return the paths relative to their deepest common folder, separated by /."""
     folders = {os.path.dirname(path) for path in paths}
     try:
         common = os.path.commonpath(folders)
-    except ValueError:  # several drives
+    except ValueError:  # the paths are on several Windows drives
         return [os.path.basename(path) for path in paths]
     return [os.path.relpath(path, common).replace(os.sep, "/") for path in paths]
 
 
 def _free_names(names: Sequence[str], split: str, taken: set[str], *, flat: bool) -> list[str]:
-    """Names that suit every layout, no two alike but for suffix and case (they would share a label file). What is
-    ``taken`` by other splits makes all of this one's begin with its name."""
+    """Return names that are allowed in the layout and distinct even without suffix and in lower case.
+
+    Two images that differ only in suffix or case would share a label file. If a name is ``taken`` by another split, all
+    names of this split begin with ``<split>-``. Adds the names to ``taken``.
+    """
     parts = [_suitable(name, flat=flat) for name in names]
     front = f"{split}-" if any(stem.casefold() in taken for stem, _ in parts) else ""
     free = []
@@ -394,8 +411,11 @@ def _free_names(names: Sequence[str], split: str, taken: set[str], *, flat: bool
 
 
 def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
-    """(stem, suffix) without folders that a layout gives a meaning to, control characters, dots and spaces in front,
-    or an unknown suffix; without any folder if ``flat``."""
+    """Return (stem, suffix) of a name that is allowed in the layout; without folders if ``flat``.
+
+    Left out or replaced: folders that have a meaning in a layout, control characters, leading dots and spaces, and
+    suffixes that are not those of images.
+    """
     parts = [part for part in name.split("/") if part]
     parts = [part for part in parts[:-1] if part.lower() not in _FOLDERS_OF_FORMATS] + parts[-1:]
     parts = ["".join("_" if c < " " or c == "\x7f" else c for c in part).strip() for part in parts]
@@ -403,17 +423,17 @@ def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
     stem, suffix = os.path.splitext("__".join(parts) if flat else "/".join(parts))
     if suffix.lower() in IMAGE_SUFFIXES:
         return stem.rstrip(), suffix
-    return stem + suffix, ".jpg"  # readers of images look at the content
+    return stem + suffix, ".jpg"  # any image suffix will do, because decoders look at the content
 
 
 def _lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
-    """What neither YOLO nor VOC has a place for."""
+    """Return what neither YOLO nor VOC can store, with numbers, for ``Converted.notes``."""
     lost = []
     sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)
     own = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes).prod(1)
     areas = int((np.abs(own - index.area_px) > 0.01 * own + 1).sum())
     if areas:
-        lost.append(f"{areas} areas of outlines: they become width x height")
+        lost.append(f"{areas} areas of outlines: written as width x height")
     stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
     if not np.array_equal(index.image_ids, np.arange(len(index))) and not all(
         stem.isascii() and stem.isdecimal() and int(stem) == number
@@ -430,7 +450,7 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def _place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
-    """How many were copied."""
+    """Link or copy images (from, to); return how many were copied."""
     copied = 0
     for path, to in jobs:
         source = os.path.realpath(path)
@@ -441,7 +461,7 @@ def _place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
             try:
                 os.link(source, to)
                 continue
-            except OSError:  # another disk, no links there, or somebody else's file
+            except OSError:  # another disk, a file system without links, or a file of another user
                 pass
         shutil.copyfile(source, to)
         copied += 1
@@ -451,7 +471,7 @@ def _place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
 def _rows_of(
     index: DataIndex, images: np.ndarray, target: Target
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What the target should have of these images: owner int64 [m], class, crowd, box cxcywh unit."""
+    """Return what the target should hold for these images: image int64 [m], class, crowd, box (cxcywh, unit)."""
     counts = np.diff(index.offsets)[images]
     owner = np.repeat(np.arange(len(images)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -459,7 +479,9 @@ def _rows_of(
     if target == "yolo":
         rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
         columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])
-        first = np.sort(np.unique(columns, axis=0, return_index=True)[1])  # equal labels are written once
+        first = np.sort(
+            np.unique(columns, axis=0, return_index=True)[1]
+        )  # YOLO's writer drops repeated labels
         rows, owner = rows[first], owner[first]
     return (
         owner,

@@ -10,10 +10,10 @@ from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, voc_listing
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, some, with_class_names
+from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.datasets.vocxml import is_voc_listing
 from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import nearest, shown
+from yolofleet.text import listed, nearest, shown
 
 _KEYS = ("path", *SPLITS, "names", "nc", "download")
 
@@ -154,7 +154,7 @@ def _class_names(file: _Description) -> tuple[str, ...]:
     if isinstance(given, dict):
         numbers = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in given]
         if sorted(numbers) != list(range(len(numbers))):
-            what = f"names has the numbers {some(given)}, not 0..{len(given) - 1}"
+            what = f"names has the numbers {listed(list(given), most=8)}, not 0..{len(given) - 1}"
             raise ConfigError(what, source=place, hint="number them from 0")
         ordered = sorted(zip(numbers, given.values(), strict=True), key=lambda item: item[0])
         given = [name.value for _, name in ordered]
@@ -170,6 +170,6 @@ def _class_names(file: _Description) -> tuple[str, ...]:
     if count is not None and (type(count) is not int or count < 1):
         raise ConfigError(f"nc is {shown(count)}, not a number of classes", source=file.at("nc"))
     if names and count is not None and count != len(names):
-        what = f"nc is {count} but names has {len(names)}: {some(names)}"
+        what = f"nc is {count} but names has {len(names)}: {listed(names, most=8)}"
         raise ConfigError(what, source=file.at("nc"), hint="correct one of them, or leave nc out")
     return names

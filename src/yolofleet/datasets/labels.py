@@ -1,4 +1,4 @@
-"""What every label format becomes, and the one set of rules about which labels are usable.
+"""Labels in the form that all formats share, the kinds of problems, and the rules about which labels are usable.
 
 Legend: M label rows, C classes.
 """
@@ -14,27 +14,27 @@ import numpy as np
 
 from yolofleet.text import screen_line
 
-MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with complaints
-EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged (rounding of writers)
-MAX_FRACTION = 2.0  # beyond it a number is taken for pixels, not for a fraction of the image
+MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
+EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged: other programs round
+MAX_FRACTION = 2.0  # a larger number is taken for pixels, not for a fraction of the image
 
 
 LEFT_OUT, DROPPED = "image left out", "dropped"
 STOPS = "stops a training"
-LOSSES = (LEFT_OUT, DROPPED, STOPS)  # what costs images or labels
-KINDS = {  # what was done about each kind of problem
+LOSSES = (LEFT_OUT, DROPPED, STOPS)  # actions that lose images or labels
+KINDS = {  # kind of problem -> action
     "image-missing": LEFT_OUT,
     "image-unreadable": LEFT_OUT,
     "image-twice": "counted once",
-    "image-undecodable": STOPS,  # these four are looked for on request only (audit)
+    "image-undecodable": STOPS,  # only audit looks for this kind and the next three
     "image-damaged": "used as it is",
     "image-in-two-splits": "used in both",
     "image-copy": "used twice",
-    "labels-unreadable": LEFT_OUT,  # without its labels an image would teach that nothing is there
+    "labels-unreadable": LEFT_OUT,  # an image without its labels would be trained on as background
     "label-unreadable": DROPPED,
     "label-stray": DROPPED,
     "label-twice": "counted once",
-    "wrong-class": DROPPED,  # names and labels disagree; an error unless asked otherwise
+    "wrong-class": DROPPED,  # names and labels disagree: an error if build_index is strict
     "box-not-finite": DROPPED,
     "box-in-pixels": DROPPED,
     "box-empty": DROPPED,
@@ -46,12 +46,13 @@ KINDS = {  # what was done about each kind of problem
 
 @dataclass(frozen=True)
 class Problem:
-    """
+    """Something wrong with an image or label.
+
     Attributes:
-        path: image or label file; relative to the data set where it lies inside.
+        path: image or label file; relative to the data set if the file is inside it.
         line: 1-based, of a text file.
         what: what is wrong, with the values.
-        kind: of ``KINDS``.
+        kind: a key of ``KINDS``.
     """
 
     path: str
@@ -61,7 +62,7 @@ class Problem:
 
     @property
     def action(self) -> str:
-        """What was done about it."""
+        """Return what was done about it."""
         return KINDS[self.kind]
 
     @property
@@ -69,13 +70,13 @@ class Problem:
         return self.kind == "wrong-class"
 
     def below(self, root: Path) -> Problem:
-        """With a path relative to ``root`` where it lies inside."""
+        """Return the problem with a path relative to ``root`` if the file is inside it."""
         prefix = str(root).rstrip(os.sep) + os.sep
         return replace(self, path=self.path.removeprefix(prefix))
 
     @property
     def words(self) -> str:
-        """Place and fault, in one line for a screen."""
+        """Return place and fault in one line that is safe for a screen."""
         place = self.path if self.line is None else f"{self.path}:{self.line}"
         return screen_line(f"{place}: {self.what}")
 
@@ -85,10 +86,11 @@ class Problem:
 
 @dataclass
 class ProblemLog:
-    """
+    """Counts all problems and keeps the first ones in full.
+
     Attributes:
-        kept: the first ``limit`` problems of ``count``.
-        kinds: how many labels or images each kind of problem concerns.
+        kept: the first ``limit`` of ``count`` problems.
+        kinds: number of labels or images that each kind of problem concerns.
     """
 
     limit: int = MAX_PROBLEMS_KEPT
@@ -98,17 +100,19 @@ class ProblemLog:
 
     @property
     def rows_dropped(self) -> int:
-        """Labels of images that are used, or would be if their label could be read; strays are of no image."""
+        """Return the number of dropped labels, without stray ones, which belong to no image."""
         return sum(self.kinds[kind] for kind in KINDS if KINDS[kind] == DROPPED and kind != "label-stray")
 
     def add(self, problem: Problem, count: int = 1) -> None:
-        """``count``: labels or images that it speaks of."""
+        """Add a problem that concerns ``count`` labels or images."""
         self.count += 1
         self.kinds[problem.kind] += count
+        # A few wrong classes are kept beyond the limit, because the error about them must show examples.
         if len(self.kept) < self.limit or (problem.wrong_class and self.kinds["wrong-class"] <= 10):
             self.kept.append(problem)
 
     def merge(self, later: ProblemLog) -> None:
+        """Append the problems of another log."""
         self.count += later.count
         self.kinds.update(later.kinds)
         self.kept += later.kept[: max(0, self.limit - len(self.kept))]
@@ -116,17 +120,17 @@ class ProblemLog:
 
 @dataclass(frozen=True)
 class RawLabels:
-    """Labels of some images as the files have them.
+    """Labels of a range of images, as they stand in the files.
 
     Attributes:
-        image: int64 [M], which of these images, not decreasing.
+        image: int64 [M], number of the image within the range, not decreasing.
         mark: int64 [M], line, annotation id or object number, for messages.
         values: float64 [M, 5], class number, cx, cy, w, h as fractions of the image.
-        crowd: bool [M], a region that is neither to be learned nor counted as missed.
-        area_px: float64 [M], NaN where the box's own area stands for it.
-        unlabelled: how many of these images have no label file.
-        unusable: images (as in ``image``) whose label file cannot be read: without labels they would teach
-            that nothing is there.
+        crowd: bool [M], a region that is neither learned nor counted as missed.
+        area_px: float64 [M]; NaN means the area of the box.
+        unlabelled: number of images without a label file.
+        unusable: images (as in ``image``) whose label file cannot be read. They are left out, because an image
+            without its labels would be trained on as background.
     """
 
     image: np.ndarray
@@ -141,7 +145,7 @@ class RawLabels:
     def of_rows(
         image: list[int], mark: list[int], values: list[list[float]], unlabelled: int, unusable: list[int]
     ) -> RawLabels:
-        """Rows without crowd flags and areas."""
+        """Return labels without crowd flags and areas."""
         rows = len(image)
         return RawLabels(
             np.array(image, np.int64),
@@ -156,11 +160,12 @@ class RawLabels:
 
 @dataclass(frozen=True)
 class CleanLabels:
-    """
+    """The verdict on ``RawLabels``.
+
     Attributes:
         keep: bool [M], rows that are usable.
-        boxes_cxcywh_unit: float32 [M, 4], clipped where said; to be read where ``keep``.
-        complaints: (row, what, kind of problem), by row.
+        boxes_cxcywh_unit: float32 [M, 4], clipped if necessary; valid only where ``keep``.
+        complaints: (row, what, kind of problem), ordered by row.
     """
 
     keep: np.ndarray
@@ -169,15 +174,15 @@ class CleanLabels:
 
 
 def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLabels:
-    """Applies the rules, each reported:
+    """Apply the rules about labels, and report each row that breaks one:
 
-    - a class number that is not whole or not 0..C-1: wrong class, row dropped;
-    - a number that is not finite or beyond ``MAX_FRACTION``, no width or height, or a box wholly outside the
-      image: row dropped;
-    - a box that sticks out by more than ``EDGE_TOLERANCE``, or whose centre is outside: clipped;
-    - the same class and box twice in one image: one is kept.
+    - The class number is not a whole number from 0 to C-1: the row is dropped.
+    - A number is not finite or exceeds ``MAX_FRACTION``, the box has no width or height, or it is wholly outside the
+      image: the row is dropped.
+    - The box sticks out by more than ``EDGE_TOLERANCE``, or its centre is outside: it is clipped.
+    - The same class and box occur twice in an image (only with ``drop_duplicates``): the first is kept.
 
-    A row without complaint keeps its numbers to the bit (float32 of the text).
+    A row that breaks no rule keeps its numbers exactly (float32 of the text).
     """
     classes = raw.values[:, 0]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -220,15 +225,15 @@ def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLa
         rows = np.flatnonzero(keep)
         for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
             keep[row] = False
-            complaints.append((row, "the same class and box stand here before", "label-twice"))
+            complaints.append((row, "repeats the class and box of an earlier row", "label-twice"))
         complaints.sort()
     return CleanLabels(keep, boxes, complaints)
 
 
 def _repeats(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """bool [M]: an earlier row is equal."""
+    """Return which rows equal an earlier row: bool [M]."""
     columns = [boxes[:, i] for i in range(4)] + [classes, image]
-    order = np.lexsort(columns)  # stable: among equals the first comes first
+    order = np.lexsort(columns)  # a stable sort, so of equal rows the first comes first
     equal_before = np.ones(max(0, len(order) - 1), bool)
     for column in columns:
         equal_before &= column[order[1:]] == column[order[:-1]]

@@ -113,7 +113,7 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if header is None:
-        what = "is of no known image format" if stamp[0] else "is empty (0 bytes)"
+        what = "is not in a known image format" if stamp[0] else "is empty (0 bytes)"
         raise DataError(f"image {path} {what}")
     if header.fault:
         raise DataError(f"image {path} {header.fault}")

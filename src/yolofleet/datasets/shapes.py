@@ -1,7 +1,7 @@
-"""A generated data set: coloured shapes on textured ground, small ones and half-hidden ones among them.
+"""Draw a data set: coloured shapes on a textured background, some small, some partly covered.
 
-It needs no download and is learned within minutes on a CPU, so a run, a fleet or a change can be tried on it.
-Lengths are fractions of the image's side unless they are named px.
+It needs no download, and a network learns it within minutes on a CPU, so it serves to try a run, a fleet or a change.
+Lengths are fractions of the image's side unless their name ends in px.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from yolofleet.keyed import generator
 
 NAMES = ("circle", "square", "triangle", "star")
 
-# How hard it is.
+# How difficult the data set is.
 HUES_DEGREES = (0.0, 210.0, 120.0, 50.0)  # red, blue, green, yellow
 HUE_SPREAD_DEGREES = 14.0
 SATURATION = (0.65, 1.0)
@@ -27,17 +27,17 @@ GROUND_BRIGHTNESS = (0.25, 0.75)
 STRIPE_CONTRAST = 0.10
 BLOTCH_CONTRAST = 0.10
 NOISE = 0.025
-OBJECTS = (4, 8)  # before partners are added
+OBJECTS = (4, 8)  # minimum and maximum, before partners are added
 SMALL_SHARE = 0.27
 SMALL_SIDE = (0.066, 0.095)
 SIDE = (0.13, 0.40)
-PARTNER_SHARE = 0.15  # of objects get one that overlaps them
+PARTNER_SHARE = 0.15  # share of objects that get a partner, which overlaps them
 PARTNER_IOU = (0.12, 0.30)
 LEAST_VISIBLE = 0.5
-TURN_DEGREES = (0.0, 15.0, 20.0, 36.0)  # +-, by class
-STRETCH = 1.2  # width by height, at most, either way; circles stay round
+TURN_DEGREES = (0.0, 15.0, 20.0, 36.0)  # largest rotation in either direction, by class
+STRETCH = 1.2  # largest ratio of width to height or of height to width; circles are not stretched
 
-TRIES = 30  # for a place that suits
+TRIES = 30  # positions that are tried for an object
 SUPERSAMPLING = 4
 
 
@@ -46,7 +46,9 @@ class _Object:
     kind: int
     outline_px: np.ndarray  # float64 [k, 2]
     box_xyxy_px: np.ndarray  # float64 [4], around the whole outline
-    visible: np.ndarray | None = None  # float32 [h, w] over the box rounded outwards; what others leave of it
+    visible: np.ndarray | None = (
+        None  # float32 [h, w] over the box rounded outwards: share that is not covered
+    )
     area_px: float = 0.0
 
 
@@ -55,12 +57,12 @@ def make_shapes(
 ) -> Path:
     """Write the data set in YOLO layout (images/, labels/, data.yaml) and return the path of data.yaml.
 
-    Equal arguments give equal pictures and labels; another ``images`` gives the same first ones.
+    Equal arguments give equal images and labels. A larger ``images`` adds images behind the same first ones.
 
     Args:
-        root: folder, made if need be.
-        images, val_images: of the two splits.
-        img: side of the square images, pixels; at 96 or less the small shapes cannot be told apart.
+        root: folder, created if necessary.
+        images, val_images: number of images of the two splits.
+        img: side of the square images in pixels; at 96 or less the small shapes cannot be distinguished.
     Raises:
         OSError: the folder cannot be written.
     """
@@ -81,7 +83,7 @@ def make_shapes(
 
 
 def draw_picture(rng: np.random.Generator, img: int) -> tuple[np.ndarray, np.ndarray]:
-    """One picture: uint8 [img, img, 3] BGR, and labels float64 [n, 5] class, cx, cy, w, h, unit."""
+    """Return one image, uint8 [img, img, 3] BGR, and its labels, float64 [n, 5] class, cx, cy, w, h as fractions."""
     picture = _ground(rng, img)
     objects: list[_Object] = []
     for _ in range(_whole(rng, *OBJECTS)):
@@ -113,19 +115,23 @@ def _between(rng: np.random.Generator, low: float, high: float) -> float:
 
 
 def _whole(rng: np.random.Generator, low: int, high: int) -> int:
-    """A whole number from low to high, both included."""
+    """Draw a whole number from low to high, both included."""
     return low + int(rng.random() * (high - low + 1))
 
 
 def _colour(hue_degrees: float, saturation: float, brightness: float) -> np.ndarray:
-    """float32 [3] BGR, 0..255."""
+    """Return a colour as float32 [3] BGR, 0..255."""
     hsv = np.array([[[hue_degrees % 360, saturation, brightness]]], np.float32)
     colour_bgr: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0] * 255
     return colour_bgr
 
 
 def _ground(rng: np.random.Generator, img: int) -> np.ndarray:
-    """A gradient of two dull colours under stripes and blotches: float32 [img, img, 3] BGR, 0..255."""
+    """Draw a background: a gradient of two dull colours under stripes and blotches.
+
+    Returns:
+        float32 [img, img, 3] BGR, 0..255.
+    """
     first, second = (
         _colour(_between(rng, 0, 360), _between(rng, *GROUND_SATURATION), _between(rng, *GROUND_BRIGHTNESS))
         for _ in range(2)
@@ -143,7 +149,7 @@ def _ground(rng: np.random.Generator, img: int) -> np.ndarray:
 
 
 def _outline(rng: np.random.Generator, kind: int) -> np.ndarray:
-    """Corners of a shape of some turn and stretch, around 0: float64 [k, 2]."""
+    """Return the corners of a shape around 0, randomly rotated and stretched: float64 [k, 2]."""
     if NAMES[kind] == "star":
         steps = np.arange(10) * math.pi / 5
         radius = np.where(np.arange(10) % 2 == 0, 1.0, 0.45)
@@ -163,7 +169,7 @@ def _outline(rng: np.random.Generator, kind: int) -> np.ndarray:
 def _place(
     rng: np.random.Generator, objects: list[_Object], side_px: float, img: int, *, beside: _Object | None
 ) -> _Object | None:
-    """A new object apart from all others, or overlapping one of them; None when no place was found."""
+    """Return a new object that overlaps no other, or only ``beside``; None if no position was found."""
     kind = _whole(rng, 0, len(NAMES) - 1)
     outline = _outline(rng, kind)
     low, high = outline.min(axis=0), outline.max(axis=0)
@@ -187,7 +193,7 @@ def _place(
 
 
 def iou(first: np.ndarray, second: np.ndarray) -> float:
-    """Intersection over union of two boxes xyxy."""
+    """Return the intersection over union of two boxes xyxy."""
     wide = min(first[2], second[2]) - max(first[0], second[0])
     high = min(first[3], second[3]) - max(first[1], second[1])
     common = max(wide, 0.0) * max(high, 0.0)
@@ -196,22 +202,22 @@ def iou(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _window(thing: _Object) -> tuple[int, int, int, int]:
-    """Whole pixels x1, y1, x2, y2 around a box."""
+    """Return the whole pixels x1, y1, x2, y2 around the box of an object."""
     x1, y1, x2, y2 = thing.box_xyxy_px
     return math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2)
 
 
 def _coverage(thing: _Object, outline_px: np.ndarray) -> np.ndarray:
-    """Share of each pixel of the object's window inside an outline: float32 [h, w], 0..1."""
+    """Return the share of each pixel of the object's window that is inside an outline: float32 [h, w], 0..1."""
     x1, y1, x2, y2 = _window(thing)
     large = np.zeros(((y2 - y1) * SUPERSAMPLING, (x2 - x1) * SUPERSAMPLING), np.uint8)
-    points = (outline_px - (x1, y1)) * SUPERSAMPLING - 0.5  # OpenCV counts from pixel centres
+    points = (outline_px - (x1, y1)) * SUPERSAMPLING - 0.5  # OpenCV's coordinates are those of pixel centres
     cv2.fillPoly(large, [np.round(points * 16).astype(np.int32)], 255, shift=4)
     return cv2.resize(large, (x2 - x1, y2 - y1), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
 
 
 def _cover(thing: _Object, below: _Object | None) -> bool:
-    """Note what is hidden by a new object; False, and nothing noted, when that would be too much."""
+    """Update what a new object leaves visible of the one below it; return False, without a change, if that is too little."""
     mask = _coverage(thing, thing.outline_px)
     thing.visible, thing.area_px = mask, float(mask.sum())
     if below is None:
@@ -230,7 +236,7 @@ def _cover(thing: _Object, below: _Object | None) -> bool:
 
 
 def _paint(rng: np.random.Generator, picture: np.ndarray, thing: _Object) -> None:
-    """A dark rim and a lit fill, blended by coverage."""
+    """Paint an object with a dark rim and a bright fill, blended by coverage."""
     hue = HUES_DEGREES[thing.kind] + HUE_SPREAD_DEGREES * _between(rng, -1, 1)
     fill = _colour(hue, _between(rng, *SATURATION), _between(rng, *BRIGHTNESS))
     rim = fill * _between(rng, 0.3, 0.6)

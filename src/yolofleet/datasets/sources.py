@@ -19,12 +19,12 @@ from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.description import read_description
 from yolofleet.datasets.layouts import ANNOTATION_KINDS, from_annotations, from_folder
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, some
+from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
 from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import read_foreign
-from yolofleet.text import nearest
+from yolofleet.text import listed, nearest
 
 __all__ = ["DatasetSpec", "built_in_of", "is_generated", "load_dataset"]
 
@@ -134,7 +134,7 @@ def _description_in(folder: Path) -> Path | None:
     others = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
     found = [path for path in usual if path.is_file()] or [path for path in others if _may_describe(path)]
     if len(found) > 1 and found[0] not in usual:
-        what = f"folder {folder} has {len(found)} YAML files: {some(path.name for path in found)}"
+        what = f"folder {folder} has {len(found)} YAML files: {listed([path.name for path in found], most=8)}"
         raise ConfigError(what, hint="name one of them")
     return found[0] if found else None
 

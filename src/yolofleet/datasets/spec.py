@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from yolofleet.datasets.reader import SplitReader
 from yolofleet.datasets.vocxml import VocFiles
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.text import nearest
+from yolofleet.text import listed, nearest
 
 SPLITS = ("train", "val", "test")
 Kind = Literal["yolo", "coco", "voc", "odgt"]
@@ -142,14 +142,8 @@ def _ids_of_names(names: Sequence[str], categories: dict[int, str], names_at: st
         if name not in names:
             near = nearest(name, names)
             raise ConfigError(
-                f"category {name!r} of the annotations is not in names ({some(names)})",
+                f"category {name!r} of the annotations is not in names ({listed(names, most=8)})",
                 source=names_at,
                 hint=f"nearest: {near}" if near else "leave names out to take the annotations' own",
             )
     return tuple(by_name.get(name, -1) for name in names)
-
-
-def some(values: Iterable[object]) -> str:
-    """Return the first eight values as a list for a message, with the number of all if there are more."""
-    listed = [str(value)[:40] for value in values]
-    return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")

@@ -1,6 +1,6 @@
-"""What is in a split, in figures, and what follows from them for a training.
+"""Statistics of a split, and advice for a training on it.
 
-Legend: N images, M labels (crowd regions left out), C classes.
+Legend: N images, M labels (without crowd regions), C classes.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from yolofleet.datasets.index import DataIndex
+from yolofleet.text import listed
 
-SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's borders of object area
-NARROW_PX = 8  # one cell of the finest level of the usual networks
+SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's limits of small and medium object area
+NARROW_PX = 8  # the stride of the finest level of most networks
 USUAL_IMG_PX = (320, 416, 512, 640, 768, 960, 1280, 1536)
-NARROW_SHARE = 0.05  # of labels may be narrower at the size that is advised
+NARROW_SHARE = 0.05  # share of labels that may be narrower at the advised size
 FEW_LABELS = 20
-MAX_DETECTIONS = 300  # of an image in validation
+MAX_DETECTIONS = 300  # detections of an image that validation counts
 
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """
+    """Statistics of one class.
+
     Attributes:
-        labels, images: labels, and images that have one.
-        small, medium, large: labels by area at the training size, COCO's borders.
-        median_wh_px: at the training size.
+        labels, images: number of labels, and of images with at least one.
+        small, medium, large: labels by area at the training size, with COCO's limits.
+        median_wh_px: width and height at the training size.
     """
 
     name: str
@@ -39,16 +41,17 @@ class ClassFigures:
 
 @dataclass(frozen=True)
 class SplitFigures:
-    """
+    """Statistics of one split.
+
     Attributes:
-        img_px: training size: the longer side of each image becomes this long.
-        images_without_labels: background.
+        img_px: training size; the longer side of each image is resized to it.
+        images_without_labels: background images.
         crowd: regions that are neither learned nor counted.
-        image_wh_px: (least, median, most) of width and of height.
+        image_wh_px: (minimum, median, maximum) of width and of height.
         image_sizes: the five most frequent, (width, height, images).
-        labels_per_image: mean, median, 95th percentile, most.
+        labels_per_image: mean, median, 95th percentile, maximum.
         aspect: width / height of boxes: 5th, 50th, 95th percentile.
-        narrow: share of labels with a side below ``NARROW_PX``, by training size.
+        narrow: training size -> share of labels with a side below ``NARROW_PX``.
     """
 
     split: str
@@ -69,6 +72,7 @@ class SplitFigures:
 
 
 def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
+    """Return the statistics of a split for a training size."""
     owner, classes, sizes_px = learned(index)
     at_training = sizes_px * scales(index, img_px)[owner, None]  # [M, 2]
     area = at_training.prod(1)
@@ -115,8 +119,10 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
 
 
 def learned(index: DataIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels that are not crowd: image int64 [M], class int32 [M], width and height float64 [M, 2] in the image's
-    own pixels."""
+    """Return image int64 [M], class int32 [M], and width and height float64 [M, 2] of the labels that are not crowd.
+
+    Widths and heights are in pixels of the stored image.
+    """
     keep = ~index.crowd
     owner = np.repeat(np.arange(len(index)), np.diff(index.offsets))[keep]
     return (
@@ -127,13 +133,13 @@ def learned(index: DataIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def scales(index: DataIndex, img_px: int) -> np.ndarray:
-    """float64 [N]: pixels at the training size per pixel of the image."""
+    """Return pixels at the training size per pixel of each stored image: float64 [N]."""
     ratios: np.ndarray = img_px / index.sizes_wh.max(1).astype(np.float64)
     return ratios
 
 
 def narrow_share(index: DataIndex, img_px: int) -> float:
-    """Share of labels with a side below ``NARROW_PX`` at this training size."""
+    """Return the share of labels with a side below ``NARROW_PX`` at this training size."""
     owner, _, sizes_px = learned(index)
     if not len(owner):
         return 0.0
@@ -141,32 +147,33 @@ def narrow_share(index: DataIndex, img_px: int) -> float:
 
 
 def advice(found: SplitFigures) -> list[str]:
-    """What a person should think about before training on this split."""
+    """Return what a person should consider before training on this split, a line each."""
     if not found.labels:
-        return [f"{found.split} has no labels: nothing can be learned from it"]
+        return [f"{found.split} has no labels: a network cannot learn from it"]
     lines = [_size_advice(found)]
     share = found.images_without_labels / found.images
     if share > 0.5:
         lines.append(
-            f"{share:.0%} of the images have no labels: right for background, wrong if labels are missing"
+            f"{share:.0%} of the images have no labels: correct for background, wrong if labels are missing"
         )
     empty = [figures.name for figures in found.classes if not figures.labels]
     few = [f"{f.name} {f.labels}" for f in found.classes if 0 < f.labels < FEW_LABELS]
     if empty:
-        lines.append(f"{len(empty)} classes without a label: {_some(empty)}")
+        lines.append(f"{len(empty)} classes without a label: {listed(empty, most=8)}")
     if few:
-        lines.append(f"{len(few)} classes with less than {FEW_LABELS} labels: {_some(few)}")
+        lines.append(f"{len(few)} classes with fewer than {FEW_LABELS} labels: {listed(few, most=8)}")
     if found.labels_per_image[3] > MAX_DETECTIONS:
         most = found.labels_per_image[3]
         lines.append(
-            f"an image has {most} labels, but only {MAX_DETECTIONS} detections of an image count: --max-det"
+            f"an image has {most} labels, but validation counts {MAX_DETECTIONS} detections an image: --max-det"
         )
     return [line for line in lines if line]
 
 
 def _size_advice(found: SplitFigures) -> str:
+    """Return a line about the share of narrow labels, with a better training size if there is one."""
     now = found.narrow[found.img_px]
-    longest = max(found.image_wh_px[0][1], found.image_wh_px[1][1])  # of most images
+    longest = max(found.image_wh_px[0][1], found.image_wh_px[1][1])  # the larger of the two medians
     text = f"at --img {found.img_px}, {now:.1%} of the labels are less than {NARROW_PX} px wide or high"
     if now > NARROW_SHARE:
         larger = [size for size in USUAL_IMG_PX if found.img_px < size < 1.5 * longest]
@@ -176,7 +183,7 @@ def _size_advice(found: SplitFigures) -> str:
         return f"{text}: hard to find; at --img {enough} {found.narrow[enough]:.1%}" if enough else text
     whole = next((size for size in USUAL_IMG_PX if size >= longest), found.img_px)
     if whole < found.img_px and found.narrow[whole] <= NARROW_SHARE:
-        return f"{text}; most images are no longer than {longest} px, so --img {whole} shows as much and is faster"
+        return f"{text}; most images are at most {longest} px long, so --img {whole} keeps all detail and is faster"
     return text
 
 
@@ -189,7 +196,3 @@ def _percentiles(values: np.ndarray) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     low, middle, high = np.percentile(values, (5, 50, 95)).tolist()
     return round(low, 3), round(middle, 3), round(high, 3)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")

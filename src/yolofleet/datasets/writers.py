@@ -1,9 +1,9 @@
-# Paths are strings here: there may be millions.
+# Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH103, PTH118, PTH120, PTH122
-"""Labels of a split in each of the three formats. Readers: ``yolotxt``, ``cocojson``, ``vocxml``.
+"""Write the labels of a split as YOLO, COCO or Pascal VOC. The readers are ``yolotxt``, ``cocojson`` and ``vocxml``.
 
-A number is written with as many digits as bring the same box back: YOLO's fractions to the last bit of float32,
-COCO's and VOC's pixels to 0.001, boxes below 0.01 pixels to more.
+Numbers have enough digits to restore the box: YOLO's fractions all bits of float32, COCO's and VOC's pixels three
+decimals, or nine if a side of a box is below 0.01 pixels.
 
 Legend: N images, M labels.
 """
@@ -21,17 +21,17 @@ import numpy as np
 from yolofleet import __version__
 from yolofleet.datasets.index import DataIndex
 
-LEAST_SIDE_PX = 1e-6  # of boxes that COCO's and VOC's pixels can tell from nothing
-_CHUNK = 4096  # images whose numbers become text at a time
+LEAST_SIDE_PX = 1e-6  # a smaller box would have no width or height in the decimals of COCO and VOC
+_CHUNK = 4096  # images whose numbers are converted to text together
 
 
 def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex) -> int:
-    """``labels/<split>/<name>.txt`` for each image, an empty one where it has no labels. Crowd regions are left out.
+    """Write ``labels/<split>/<name>.txt`` for each image, even if it has no labels. Crowd regions are left out.
 
     Args:
-        names: [N] paths of the images below ``images/<split>``, with /.
+        names: [N] paths of the images below ``images/<split>``, separated by /.
     Returns:
-        how many labels were left out because the same class and box stand there before (reading would do so).
+        the number of labels left out because they repeat an earlier one; the reader would drop them.
     """
     root, twice = str(folder / "labels" / split), 0
     for parent in {os.path.dirname(name) for name in names}:
@@ -39,7 +39,7 @@ def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex)
     for at, name in enumerate(names):
         if at % _CHUNK == 0:
             first, last = index.offsets[at], index.offsets[min(at + _CHUNK, len(names))]
-            # the shortest texts that give the same float32; + 0 takes the sign from -0
+            # NumPy writes the shortest text that gives the same float32; + 0 turns -0 into 0.
             boxes = (index.boxes_cxcywh_unit[first:last] + np.float32(0)).astype("U16")
             classes = index.classes[first:last].tolist()
         start, stop = (index.offsets[at : at + 2] - first).tolist()
@@ -60,12 +60,12 @@ def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex)
 def write_coco(
     folder: Path, split: str, names: Sequence[str], index: DataIndex, category_ids: Sequence[int], origin: str
 ) -> None:
-    """``annotations/instances_<split>.json``, an image or annotation a line.
+    """Write ``annotations/instances_<split>.json`` with an image or annotation on each line.
 
     Args:
-        names: [N] paths of the images below ``images/<split>``, with /.
-        category_ids: of each class.
-        origin: what was converted, for ``info``.
+        names: [N] paths of the images below ``images/<split>``, separated by /.
+        category_ids: the category of each class.
+        origin: name of the source, for ``info``.
     """
     path = folder / "annotations" / f"instances_{split}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def write_coco(
 
 
 def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
-    """``Annotations/<stem>.xml`` for each image. Crowd regions are ``difficult``.
+    """Write ``Annotations/<stem>.xml`` for each image. Crowd regions become ``difficult`` objects.
 
     Args:
         names: [N] file names of the images in ``JPEGImages``.
@@ -124,7 +124,7 @@ def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
             "  <segmented>0</segmented>",
         ]
         digits = _digits(boxes_xyxy_px)
-        boxes_xyxy_px[:, :2] += 1  # pixels are numbered from 1, both ends included
+        boxes_xyxy_px[:, :2] += 1  # VOC numbers pixels from 1 and includes both ends
         for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
             corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
             lines += [
@@ -143,7 +143,7 @@ def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
 
 
 def _boxes_px(index: DataIndex) -> Iterator[tuple[int, np.ndarray]]:
-    """(image, float64 [n, 4] xyxy pixels) of each image."""
+    """Yield (image, its boxes float64 [n, 4] xyxy in pixels)."""
     for at in range(len(index)):
         start, stop = index.offsets[at : at + 2].tolist()
         boxes = index.boxes_cxcywh_unit[start:stop].astype(np.float64)
@@ -152,6 +152,7 @@ def _boxes_px(index: DataIndex) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _digits(boxes_xyxy_px: np.ndarray) -> int:
+    """Return the number of decimals for the boxes of an image."""
     sides = boxes_xyxy_px[:, 2:] - boxes_xyxy_px[:, :2]
     return 3 if sides.min(initial=1.0) >= 0.01 else 9
 

@@ -106,7 +106,7 @@ class YoloFiles(LabelFiles):
 
 
 def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
-    """Yield images below ``root``, sorted by path, so the order does not depend on the disk. Links are followed once."""
+    """Yield images below ``root``, sorted by path so that the order is the same on every disk. Links are followed once."""
     seen: set[tuple[int, int]] = set()
     found: list[tuple[str, Stamp]] = []
     waiting = [root]

@@ -1,8 +1,7 @@
-"""Files of flat arrays that many processes read at once: safetensors layout, memory-mapped, no pickle.
+"""Files of flat arrays that many processes map at once: safetensors layout, no pickle.
 
-Written whole or not at all (temporary name, fsync, rename). A file says its own checksum, so one that a full
-disk or a crash spoilt is noticed and made again, never used. Everything that is derived from a data set lies
-under ``cache_root()``, so the data set itself may be read-only.
+A file is written completely or not at all (temporary name, fsync, rename). Its header holds a checksum, so a file that
+a full disk or a crash damaged is never used.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _MAX_HEADER_BYTES = 64 << 20
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, str]) -> None:
-    """Replaces ``path`` atomically.
+    """Replace ``path`` atomically with a file of these arrays.
 
     Args:
         arrays: uint8, bool, int32, int64, float32 or float64, any shape.
-        meta: strings stored in the header; the key ``crc32`` is ours.
+        meta: strings for the header; the key ``crc32`` is reserved.
     Raises:
-        OSError: full, read-only or missing disk; ``path`` is then as it was.
+        OSError: the disk is full, read-only or missing; ``path`` is unchanged.
     """
-    ordered = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # widest first keeps alignment
+    ordered = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # widest first: all are aligned
     views = [np.ascontiguousarray(arrays[name]) for name in ordered]
     crc, end, header = 0, 0, {}
     for name, view in zip(ordered, views, strict=True):
@@ -64,17 +63,17 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def read_arrays(path: Path, *, verify: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]] | None:
-    """Read-only arrays that are views of the mapped file, and the header's strings.
+    """Map a file and return its read-only arrays, views of the mapping, and the strings of its header.
 
     Args:
-        verify: compare the checksum (reads the whole file once, about 1 GB/s).
+        verify: compare the checksum, which reads the whole file once (about 1 GB/s).
     Returns:
-        None when the file is absent, unreadable or not what was written.
+        None if the file is absent, unreadable or damaged.
     """
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # ValueError: empty file, or a path that cannot be one
+    except (OSError, ValueError):  # ValueError: an empty file, or a path with a NUL character
         return None
     try:
         (length,) = struct.unpack_from("<Q", mapped, 0)

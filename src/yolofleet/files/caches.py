@@ -1,4 +1,4 @@
-"""The folder below which everything that can be made again is kept."""
+"""The cache folder. It holds only files that can be made again, so a user may delete it at any time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. Not created here."""
+    """Return ``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. It may not exist yet."""
     chosen = os.environ.get("YOLOFLEET_CACHE")
     if chosen:
         return Path(chosen).absolute()
     try:
         home = Path.home()
-    except RuntimeError:  # no HOME and no entry in the password file, as in some containers
+    except RuntimeError:  # some containers have neither HOME nor an entry in the password file
         return Path(tempfile.gettempdir()) / "yolofleet"
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "yolofleet"

@@ -1,4 +1,4 @@
-"""An image file -> pixels: the only place that decodes images."""
+"""Decode an image file into pixels. Nothing else in this package decodes images."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import MAX_PIXELS, read_header, scans_fault
 
-# OpenCV writes a warning on standard error for each odd file; ours name the file, so its own are left out.
+# OpenCV prints a warning without a file name for each damaged file. Our errors name the file, so its log is off.
 if hasattr(cv2, "setLogLevel"):
     cv2.setLogLevel(0)
 else:
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 MAX_FILE_BYTES = 1 << 30
-_HINT = "look at the file with a picture viewer; replace it or take it out of the data set"
+_HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
 def read_image(path: str | os.PathLike[str]) -> np.ndarray:
-    """An image in a format of ``header``, as a picture viewer shows it.
+    """Return the pixels of an image file, as an image viewer shows them.
 
-    Grey, palette, CMYK and 16-bit images become 8-bit BGR, alpha is dropped, EXIF rotation is applied (by us,
-    so that it is the same for every format and OpenCV version).
+    Grey, palette, CMYK and 16-bit images become 8-bit BGR, and alpha is dropped. EXIF rotation is applied here and not
+    by OpenCV, so that it is the same for every format and version.
 
     Returns:
         uint8 [H, W, 3] BGR, contiguous, own memory.
     Raises:
-        DataError: missing, unreadable, cut off, of no known format or beyond ``MAX_PIXELS``.
+        DataError: the file is missing, unreadable, cut off, not in a format of ``header`` or beyond ``MAX_PIXELS``.
     """
     try:
         data = read_foreign(path, limit_bytes=MAX_FILE_BYTES)
@@ -40,12 +40,12 @@ def read_image(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def decode_image(data: bytes, path: str) -> np.ndarray:
-    """The same for bytes in memory; ``path`` is for messages."""
+    """Return the pixels of an image in memory; see ``read_image``. ``path`` is for messages."""
     if not data:
         raise DataError(f"image {path} is empty (0 bytes)", hint=_HINT)
     header = read_header(data)
-    if header is None:  # OpenCV may know it, but nothing would bound the memory that it takes
-        raise DataError(f"image {path} is of no known image format", hint=_HINT)
+    if header is None:  # OpenCV may know the format, but nothing would limit the memory that it takes
+        raise DataError(f"image {path} is not in a known image format", hint=_HINT)
     fault = header.fault or scans_fault(header, data)
     if fault:
         raise DataError(f"image {path} {fault}", hint=_HINT)
@@ -63,15 +63,18 @@ def decode_image(data: bytes, path: str) -> np.ndarray:
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> DataError:
-    """The error of an image or label file that the system does not let us read."""
+    """Return the error for an image that the operating system cannot read."""
     if isinstance(error, FileNotFoundError):
-        return DataError(f"image {path} does not exist", hint="has it been moved, or a disk not mounted?")
+        return DataError(f"image {path} does not exist", hint="check the path, and that its disk is mounted")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
     return DataError(f"image {path} cannot be read: {reason}")
 
 
 def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
-    """Source: EXIF 2.3, tag 0x0112. Checked against OpenCV's own rotation in test_decode.py."""
+    """Rotate or mirror pixels by their EXIF orientation.
+
+    Source: EXIF 2.3, tag 0x0112. Checked against OpenCV's own rotation in test_decode.py.
+    """
     if orientation == 2:
         return cv2.flip(image, 1)
     if orientation == 3:

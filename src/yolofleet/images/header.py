@@ -1,10 +1,13 @@
-"""Size, rotation and completeness of an image file from its first and last bytes, without decoding it.
+"""Read size, rotation and completeness of an image file from its first and last bytes, without decoding it.
 
-JPEG, JPEG 2000, PNG, WebP, BMP, TIFF, GIF and portable anymaps, told apart by content (a PNG may be named ``.jpg``).
-About 15 us a file, where decoding takes milliseconds.
+Formats: JPEG, JPEG 2000, PNG, WebP, BMP, TIFF, GIF and portable anymaps. The content tells them apart, not the suffix.
 
-The size that is read here must be the size that the decoder allocates. So each parser takes the bytes in the same order
-as the library that OpenCV uses, and what it cannot follow is a fault. The decoder never gets such a file.
+The size that is read here must be the size that the decoder allocates. So each parser reads the bytes in the order of
+the library that OpenCV uses. A file that it cannot follow has a fault, and the decoder never gets it.
+
+This module is ours because imagesize 2.0 ignores the rotation of PNG and WebP and notices no file that is cut off, and
+Pillow 13 reads fewer bytes than OpenCV needs to decode. A file costs 22 us here, 29 us in imagesize, 58 us in Pillow
+(mean CPU time over 420 JPEGs); decoding takes milliseconds.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ IMAGE_SUFFIXES = {
     *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
     *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 }
-MAX_PIXELS = 1 << 28  # 0.8 GB decoded, twice that while it is rotated; 16384 x 16384
+MAX_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB decoded, twice that while the image is rotated
 # A file of a few bytes can claim any size. Blank images compress best: up to 341 pixels a byte as JPEG, 344 as PNG.
-_ANY_FILE_PIXELS = 1 << 26  # 0.2 GB decoded: allowed whatever the file's length
+_ANY_FILE_PIXELS = 1 << 26  # 0.2 GB decoded: allowed for a file of any length
 _PIXELS_PER_BYTE = 1024
-# Each scan of a JPEG that has several passes over all its pixels again, at 50 million pixels a second or more.
+# The decoder goes over all pixels once for each scan of a JPEG, at 50 million pixels a second or more.
 _ANY_FILE_SCANNED = 1 << 27
 _SCANNED_PER_BYTE = 4096
 _MAX_SCANNED = 1 << 31
@@ -42,11 +45,12 @@ _BYTES_OF_KIND = {1: 1, 3: 2, 4: 4, 16: 8}  # TIFF: BYTE, SHORT, LONG, LONG8
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """
+    """What an image file states about itself.
+
     Attributes:
         stored_wh: pixels, before rotation.
         orientation: EXIF's 1..8 (1: as stored).
-        rotated_by_decoder: OpenCV turns TIFF images whatever it is told; others are turned by us.
+        rotated_by_decoder: True for TIFF, which OpenCV always rotates; ``decode`` rotates the other formats.
         fault: why the file cannot be used, or None.
         frame_at: offset of a JPEG's start of frame; 0 for other formats.
     """
@@ -59,7 +63,7 @@ class ImageHeader:
 
     @property
     def size_wh(self) -> tuple[int, int]:
-        """Pixels after rotation."""
+        """Return width and height in pixels after rotation."""
         width, height = self.stored_wh
         return (height, width) if self.orientation >= 5 else (width, height)
 
@@ -74,8 +78,8 @@ class _Window:
         self._view = read_at(0, _WINDOW_BYTES)
 
     def at(self, offset: int, count: int) -> bytes:
-        """Fewer than ``count`` bytes at the end of the file."""
-        if offset >= self.size:  # it may be more than the system takes for an offset
+        """Return ``count`` bytes, fewer at the end of the file."""
+        if offset >= self.size:  # such an offset may be too large for the operating system
             return b""
         start = offset - self._start
         if start < 0 or start + count > len(self._view):
@@ -84,15 +88,16 @@ class _Window:
         return self._view[start : start + count]
 
     def number(self, offset: int, count: int, order: str) -> int:
-        """0 behind the end of the file."""
+        """Return an unsigned whole number; 0 behind the end of the file."""
         return int.from_bytes(self.at(offset, count), order)  # type: ignore[arg-type]
 
     def contains_after(self, offset: int, mark: bytes) -> bool:
+        """Return whether the rest of the file contains ``mark``."""
         return mark in self.at(offset, max(0, self.size - offset))
 
 
 def header_of_file(path: str) -> ImageHeader | None:
-    """As :func:`read_header`. Raises OSError or ValueError for what is no readable regular file."""
+    """Return the header of a file; see ``read_header``. Raises OSError or ValueError if the file cannot be read."""
     handle, size = open_descriptor(path)
     try:
         return _header(_Window(partial(read_at, handle), size))
@@ -101,9 +106,9 @@ def header_of_file(path: str) -> ImageHeader | None:
 
 
 def read_header(data: bytes) -> ImageHeader | None:
-    """Return what the content of an image file says of itself; never raise for odd content.
+    """Return the header of the content of an image file; never raise for damaged content.
 
-    None: it is in none of the formats above. It must not reach the decoder, which reads more formats.
+    None means none of the formats above. Such content must not reach the decoder, which knows further formats.
     """
     return _header(_Window(lambda offset, count: data[offset : offset + count], len(data)))
 
@@ -132,20 +137,20 @@ def _header(window: _Window) -> ImageHeader | None:
         return header
     width, height = header.stored_wh
     if width <= 0 or height <= 0:
-        return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels")
+        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels")
     pixels = width * height
     if pixels > MAX_PIXELS:
-        return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels, more than {MAX_PIXELS}")
+        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels, more than {MAX_PIXELS}")
     if pixels > _ANY_FILE_PIXELS and pixels > _PIXELS_PER_BYTE * window.size:
-        return ImageHeader((0, 0), fault=f"says it is {width} x {height} pixels, in {window.size} bytes")
+        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels, in {window.size} bytes")
     return header
 
 
 def scans_fault(header: ImageHeader, data: bytes) -> str | None:
-    """Why a JPEG of many scans would take too long to decode, or None."""
+    """Return why a JPEG with many scans would take too long to decode, or None."""
     if not header.frame_at or not _has_scans(data, header.frame_at):
         return None
-    scans = data.count(b"\xff\xda", header.frame_at)  # inside of a scan 0xff is followed by 0
+    scans = data.count(b"\xff\xda", header.frame_at)  # within the data of a scan, 0 follows each 0xff
     width, height = header.stored_wh
     most = min(_ANY_FILE_SCANNED + _SCANNED_PER_BYTE * len(data), _MAX_SCANNED)
     if width * height * scans <= most:
@@ -154,7 +159,7 @@ def scans_fault(header: ImageHeader, data: bytes) -> str | None:
 
 
 def _has_scans(data: bytes, frame_at: int) -> bool:
-    """Whether the decoder goes over all pixels once for each scan: progressive, or a scan for each component."""
+    """Return whether a JPEG may have several scans: it is progressive, or has a scan for each component."""
     if data[frame_at + 1] & 3 == 2:
         return True
     components, at = data[frame_at + 9], frame_at
@@ -174,7 +179,10 @@ def _unknown_size(what: str) -> ImageHeader:
 
 
 def _jpeg(window: _Window) -> ImageHeader:
-    """Source: ITU T.81, annex B.1.1; bytes between segments are skipped as libjpeg's ``next_marker`` does."""
+    """Parse a JPEG. Bytes between segments are skipped as in libjpeg's ``next_marker``.
+
+    Source: ITU T.81, annex B.1.1.
+    """
     offset, orientation = 2, 1
     for _ in range(_MAX_SEGMENTS):
         head = window.at(offset, 4)
@@ -187,7 +195,7 @@ def _jpeg(window: _Window) -> ImageHeader:
             offset += following.start()
             continue
         marker, length = head[1], int.from_bytes(head[2:4], "big")
-        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # they have no length
+        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # these markers have no length field
             offset += 2
             continue
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame
@@ -210,8 +218,10 @@ def _jpeg(window: _Window) -> ImageHeader:
 
 
 def _jpeg_2000(window: _Window) -> ImageHeader:
-    """Source: ISO 15444-1, annex A.5.1: the marker SIZ begins the code stream; annex I.4: boxes. Orientation is not
-    in the file."""
+    """Parse a JPEG 2000 file, which holds no orientation.
+
+    Source: ISO 15444-1, annex A.5.1 (the marker SIZ begins the code stream) and annex I.4 (boxes).
+    """
     at = 0
     for _ in range(_MAX_SEGMENTS if window.at(4, 4) == b"jP  " else 0):
         length, kind, head = window.number(at, 4, "big"), window.at(at + 4, 4), 8
@@ -287,18 +297,18 @@ def _bmp(window: _Window) -> ImageHeader:
 
 
 def _anymap(window: _Window) -> ImageHeader:
-    """Source: the manual pages pbm, pgm and ppm of Netpbm."""
-    said = _ANYMAP_SIZE.match(window.at(0, _WINDOW_BYTES))
-    if said is None:
+    """Parse a portable anymap. Source: the manual pages pbm, pgm and ppm of Netpbm."""
+    size = _ANYMAP_SIZE.match(window.at(0, _WINDOW_BYTES))
+    if size is None:
         return _unknown_size("a portable anymap without a size in its header")
-    return ImageHeader((int(said[1]), int(said[2])))
+    return ImageHeader((int(size[1]), int(size[2])))
 
 
 def _tiff(window: _Window) -> ImageHeader:
     tags = _tiff_tags(window, 0, (0x0100, 0x0101, 0x0112, 0x0142, 0x0143))
     width, height = tags.get(0x0100, 0), tags.get(0x0101, 0)
     tile = tags.get(0x0142, 0) * tags.get(0x0143, 0)
-    if tile > _ANY_FILE_PIXELS:  # the decoder allocates a whole tile, whatever the size of the image
+    if tile > _ANY_FILE_PIXELS:  # the decoder allocates a whole tile, even for a smaller image
         return _unknown_size(f"a TIFF file with tiles of {tile} pixels")
     if 0x0100 not in tags or 0x0101 not in tags:
         return _unknown_size("a TIFF file without a size in its first directory")
@@ -306,10 +316,12 @@ def _tiff(window: _Window) -> ImageHeader:
 
 
 def _tiff_tags(window: _Window, base: int, wanted: tuple[int, ...]) -> dict[int, int]:
-    """Whole numbers of the first directory of a TIFF structure (also the form of EXIF data); an orientation
-    outside 1..8 is left out. Of a tag that stands there twice, libtiff uses the first.
+    """Return whole numbers from the first directory of a TIFF structure, which is also the form of EXIF data.
 
-    Source: TIFF 6.0, section 2; EXIF 2.3, section 4.6.4; BigTIFF: libtiff's "BigTIFF design"."""
+    An orientation outside 1..8 is left out. If a tag occurs twice, the first one counts, as in libtiff.
+
+    Source: TIFF 6.0, section 2; EXIF 2.3, section 4.6.4; BigTIFF: libtiff's "BigTIFF design".
+    """
     order = {b"II": "little", b"MM": "big"}.get(window.at(base, 2))
     if order is None:
         return {}
