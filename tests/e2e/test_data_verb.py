@@ -308,9 +308,9 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
     script = (
         "import os, signal, sys\n"
         "from yolofleet.datasets import convert as module\n"
-        "real = module._place\n"
+        "real = module.place\n"
         "def place(jobs, how):\n    real(jobs, how)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "module._place = place\n"
+        "module.place = place\n"
         "from yolofleet.cli import main\n"
         "main(['data', 'convert', 'set', '--to', 'yolo', '--out', 'out'])\n"
     )

@@ -451,7 +451,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("damage", ["row", "image", "class", "box", "lost"])
 def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
     yolo_set(tmp_path / "set", {"a": GOOD + "1 0.3 0.3 0.1 0.1\n", "b": GOOD})
-    place = convert_module._place
+    place = convert_module.place
 
     def damaged(jobs, how):
         copied = place(jobs, how)
@@ -473,7 +473,7 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
             label.write_text(new[damage])
         return copied
 
-    monkeypatch.setattr(convert_module, "_place", damaged)
+    monkeypatch.setattr(convert_module, "place", damaged)
     with pytest.raises(StorageError, match="train differs when it is read back"):
         converted(tmp_path / "set", tmp_path / "out", "yolo", images="copy")
     assert leftovers(tmp_path) == []

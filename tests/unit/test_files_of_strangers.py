@@ -33,11 +33,11 @@ MAY_OPEN = {
         "files of our cache folder",
     ),
     **dict.fromkeys(
-        ("datasets/download.py:_write_list", "datasets/convert.py:write", "datasets/convert.py:_write_lines",
+        ("datasets/download.py:_write_list", "datasets/convert.py:write", "datasets/writers.py:write_lines",
          "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),
-    "datasets/convert.py:_place": "copies an image that the index has opened; the copy is new",
+    "datasets/image_files.py:place": "copies an image that the index has opened; the copy is new",
     "datasets/sources.py:_copied": "a description that comes with this package",
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",

@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH100, PTH103, PTH116, PTH118, PTH119, PTH120, PTH122, PTH211
+# ruff: noqa: PTH100, PTH103, PTH116, PTH118, PTH120, PTH122
 """Convert a data set of any format into a new folder in YOLO, COCO or Pascal VOC layout.
 
 The result is written into a hidden folder beside the target, read back with the readers of training, compared with
@@ -11,7 +11,6 @@ Legend: N images, M labels, C classes.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import shutil
 from collections import Counter
@@ -25,21 +24,26 @@ import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets import cocojson, odgt
+from yolofleet.datasets.image_files import Images, below_common_folder, free_names, place
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.datasets.vocxml import VocFiles
-from yolofleet.datasets.writers import LEAST_SIDE_PX, write_coco, write_voc, write_yolo
+from yolofleet.datasets.writers import (
+    LEAST_SIDE_PX,
+    lost_numbers,
+    write_coco,
+    write_lines,
+    write_voc,
+    write_yolo,
+)
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, StorageError
-from yolofleet.images.header import IMAGE_SUFFIXES
 from yolofleet.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]
-Images = Literal["link", "copy", "symlink", "none"]
 TOLERANCE_PX = 0.01
-_FOLDERS_OF_FORMATS = ("images", "labels", "jpegimages")
 _CHUNK = 1024
 _THREADS = 8
 
@@ -219,10 +223,10 @@ class _Work:
         taken: dict[str, set[str]] = {}
         renamed = 0
         for split, index in self.indexes.items():
-            plain = _below_common_folder([os.path.abspath(path) for path in index.paths])
+            plain = below_common_folder([os.path.abspath(path) for path in index.paths])
             folder = "" if self.target == "voc" else split  # VOC has one folder for the images of all splits
             used = taken.setdefault(folder, set())
-            self.names[split] = _free_names(plain, split, used, flat=self.target == "voc")
+            self.names[split] = free_names(plain, split, used, flat=self.target == "voc")
             renamed += sum(old != new for old, new in zip(plain, self.names[split], strict=True))
         if renamed and self.images == "none":
             raise ConfigError(
@@ -247,7 +251,7 @@ class _Work:
                 write_voc(folder, names, index)
                 (folder / "JPEGImages").mkdir(exist_ok=True)
                 entries[split] = f"ImageSets/Main/{split}.txt"
-                _write_lines(folder / entries[split], [os.path.splitext(name)[0] for name in names])
+                write_lines(folder / entries[split], [os.path.splitext(name)[0] for name in names])
             else:
                 twice, crowd = write_yolo(folder, split, names, index), int(index.crowd.sum())
                 labels -= twice + crowd
@@ -256,9 +260,9 @@ class _Work:
                 entries[split] = f"images/{split}"
                 if self.images == "none":
                     entries[split] = f"{split}.txt"
-                    _write_lines(folder / f"{split}.txt", [f"./images/{split}/{name}" for name in names])
+                    write_lines(folder / f"{split}.txt", [f"./images/{split}/{name}" for name in names])
             if self.target != "coco":
-                lost += _lost_numbers(index, names)
+                lost += lost_numbers(index, names)
             self.done.notes += [f"{split}: {self.target} cannot store {what}" for what in lost]
             self.done.splits[split] = len(index), labels
         class_names = next(iter(self.indexes.values())).names
@@ -281,7 +285,7 @@ class _Work:
             os.makedirs(parent, exist_ok=True)
         starts = range(0, len(jobs), _CHUNK)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
-            placed = pool.map(lambda start: _place(jobs[start : start + _CHUNK], self.images), starts)
+            placed = pool.map(lambda start: place(jobs[start : start + _CHUNK], self.images), starts)
             try:
                 for start, copied in zip(starts, placed, strict=True):
                     self.done.copied += copied
@@ -380,92 +384,6 @@ def _distinct(ids: Sequence[int]) -> tuple[int, ...]:
     """Return category ids in which classes without one (-1) get unused numbers."""
     free = (number for number in range(1, len(ids) * 2 + 1) if number not in ids)
     return tuple(number if number >= 0 else next(free) for number in ids)
-
-
-def _below_common_folder(paths: Sequence[str]) -> list[str]:
-    """Return the paths relative to their deepest common folder, separated by /."""
-    folders = {os.path.dirname(path) for path in paths}
-    try:
-        common = os.path.commonpath(folders)
-    except ValueError:  # the paths are on several Windows drives
-        return [os.path.basename(path) for path in paths]
-    return [os.path.relpath(path, common).replace(os.sep, "/") for path in paths]
-
-
-def _free_names(names: Sequence[str], split: str, taken: set[str], *, flat: bool) -> list[str]:
-    """Return names that are allowed in the layout and distinct even without suffix and in lower case.
-
-    Two images that differ only in suffix or case would share a label file. If a name is ``taken`` by another split, all
-    names of this split begin with ``<split>-``. Adds the names to ``taken``.
-    """
-    parts = [_suitable(name, flat=flat) for name in names]
-    front = f"{split}-" if any(stem.casefold() in taken for stem, _ in parts) else ""
-    free = []
-    for stem, suffix in parts:
-        stem = front + stem
-        options = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        option = next(option for option in options if option.casefold() not in taken)
-        taken.add(option.casefold())
-        free.append(option + suffix)
-    return free
-
-
-def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
-    """Return (stem, suffix) of a name that is allowed in the layout; without folders if ``flat``.
-
-    Left out or replaced: folders that have a meaning in a layout, control characters, leading dots and spaces, and
-    suffixes that are not those of images.
-    """
-    parts = [part for part in name.split("/") if part]
-    parts = [part for part in parts[:-1] if part.lower() not in _FOLDERS_OF_FORMATS] + parts[-1:]
-    parts = ["".join("_" if c < " " or c == "\x7f" else c for c in part).strip() for part in parts]
-    parts = ["_" + part[1:] if part.startswith(".") else part for part in parts]
-    stem, suffix = os.path.splitext("__".join(parts) if flat else "/".join(parts))
-    if suffix.lower() in IMAGE_SUFFIXES:
-        return stem.rstrip(), suffix
-    return stem + suffix, ".jpg"  # any image suffix will do, because decoders look at the content
-
-
-def _lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
-    """Return what neither YOLO nor VOC can store, with numbers, for ``Converted.notes``."""
-    lost = []
-    sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)
-    own = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes).prod(1)
-    areas = int((np.abs(own - index.area_px) > 0.01 * own + 1).sum())
-    if areas:
-        lost.append(f"{areas} areas of outlines: written as width x height")
-    stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
-    if not np.array_equal(index.image_ids, np.arange(len(index))) and not all(
-        stem.isascii() and stem.isdecimal() and int(stem) == number
-        for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
-    ):
-        lost.append("image ids: file names are not these numbers")
-    return lost
-
-
-def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(f"{line}\n" for line in lines)
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-
-
-def _place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
-    """Link or copy images (from, to); return how many were copied."""
-    copied = 0
-    for path, to in jobs:
-        source = os.path.realpath(path)
-        if how == "symlink":
-            os.symlink(source, to)
-            continue
-        if how == "link":
-            try:
-                os.link(source, to)
-                continue
-            except OSError:  # another disk, a file system without links, or a file of another user
-                pass
-        shutil.copyfile(source, to)
-        copied += 1
-    return copied
 
 
 def _rows_of(

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog
-from yolofleet.datasets.reader import SplitReader
+from yolofleet.datasets.reader import SplitReader, without_repeats
 from yolofleet.datasets.scan import Scanned, scan
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
@@ -178,9 +178,8 @@ class DataIndex:
 def _reload(file: Path) -> DataIndex:
     index = DataIndex.load(file, verify=False)
     if index is None:
-        raise DataError(
-            f"the index {file} was deleted during the run", hint="keep the cache folder; start again"
-        )
+        what = f"the index {file} was deleted during the run"
+        raise DataError(what, hint="keep the cache folder; start again")
     return index
 
 
@@ -211,7 +210,7 @@ def build_index(
         ConfigError: the data set has no such split.
     """
     log = ProblemLog(problems_kept)
-    readers = _without_repeats(spec.readers(split), log)
+    readers = without_repeats(spec.readers(split), log)
     total = sum(len(reader.images) for reader in readers)
     if not total:
         places = ", ".join(str(source.path) for source in spec.sources(split))
@@ -399,19 +398,3 @@ def _digest(names: tuple[str, ...], arrays: dict[str, Any]) -> str:
     for name in ("image_ids", "sizes_wh", "offsets", "classes", "boxes_cxcywh_unit", "crowd", "area_px"):
         digest.update(np.ascontiguousarray(arrays[name]).tobytes())
     return digest.hexdigest()
-
-
-def _without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
-    """Drop each image that is listed again, which would count twice; the first is kept."""
-    seen: set[str] = set()
-    result = []
-    for reader in readers:
-        repeats = []
-        if reader.image_ids is None:
-            for at, path in enumerate(reader.images):
-                if path in seen:
-                    log.add(Problem(path, None, "is listed more than once", "image-twice"))
-                    repeats.append(at)
-                seen.add(path)
-        result.append(reader.without(repeats) if repeats else reader)
-    return result

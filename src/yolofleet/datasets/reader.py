@@ -122,3 +122,19 @@ def stamp(path: str) -> Stamp:
     except (OSError, ValueError):  # ValueError: a name from a list may hold a NUL character
         return ABSENT
     return about.st_size, about.st_mtime_ns
+
+
+def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
+    """Drop each image that is listed again, which would count twice; the first is kept."""
+    seen: set[str] = set()
+    result = []
+    for reader in readers:
+        repeats = []
+        if reader.image_ids is None:
+            for at, path in enumerate(reader.images):
+                if path in seen:
+                    log.add(Problem(path, None, "is listed more than once", "image-twice"))
+                    repeats.append(at)
+                seen.add(path)
+        result.append(reader.without(repeats) if repeats else reader)
+    return result

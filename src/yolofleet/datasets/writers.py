@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH103, PTH118, PTH120, PTH122
+# ruff: noqa: PTH103, PTH118, PTH119, PTH120, PTH122
 """Write the labels of a split as YOLO, COCO or Pascal VOC. The readers are ``yolotxt``, ``cocojson`` and ``vocxml``.
 
 Numbers have enough digits to restore the box: YOLO's fractions all bits of float32, COCO's and VOC's pixels three
@@ -140,6 +140,30 @@ def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
             ]
         lines += ["</annotation>", ""]
         _write(os.path.join(root, os.path.splitext(names[at])[0] + ".xml"), "\n".join(lines))
+
+
+def lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
+    """Return what neither YOLO nor VOC can store, with numbers, for ``Converted.notes``."""
+    lost = []
+    sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)
+    own = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes).prod(1)
+    areas = int((np.abs(own - index.area_px) > 0.01 * own + 1).sum())
+    if areas:
+        lost.append(f"{areas} areas of outlines: written as width x height")
+    stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
+    if not np.array_equal(index.image_ids, np.arange(len(index))) and not all(
+        stem.isascii() and stem.isdecimal() and int(stem) == number
+        for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
+    ):
+        lost.append("image ids: file names are not these numbers")
+    return lost
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a list of images, creating its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
 
 
 def _boxes_px(index: DataIndex) -> Iterator[tuple[int, np.ndarray]]:
