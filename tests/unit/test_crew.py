@@ -99,7 +99,9 @@ def test_too_few_files_are_called_so(begin: Begin) -> None:
         "fleet", "ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 14)
     )
     assert command.end() == 4
-    assert "can be started here: Too many open files" in command.said and "ulimit -n" in command.said
+    assert (
+        "cannot start a connection to it: Too many open files" in command.said and "ulimit -n" in command.said
+    )
     assert "None" not in command.said and "Traceback" not in command.said
 
 
@@ -108,7 +110,7 @@ def test_more_files_are_taken_where_they_may_be(begin: Begin) -> None:
         "fleet", "ps", "--hosts", "a:1,b:1,c:1,d:1", ssh="sleep 1; exit 255", preexec_fn=files(14, 64)
     )
     assert command.end() == 4
-    assert command.said.count("was lost before anything came") == 4, command.said
+    assert command.said.count("was lost before the first message") == 4, command.said
 
 
 def test_two_ctrl_c_end_everything_although_nobody_reads(begin: Begin) -> None:

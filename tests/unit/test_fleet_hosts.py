@@ -19,9 +19,12 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.fleet.description import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.fleet.doctor.network import Endpoint
-from yolofleet.fleet.hosts.host_agent import ASKED, RECALLED
+from yolofleet.fleet.hosts.messages import Exit, LastWords, answer_of
+from yolofleet.fleet.hosts.messages import Log as LogMessage
 from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, host_agent_argv
 from yolofleet.fleet.hosts.requests import claim
+from yolofleet.fleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
+from yolofleet.fleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import Ending, tell
 from yolofleet.fleet.launch.preflight import Plan
@@ -210,7 +213,7 @@ def watch_of(*endings: dict[str, Any] | str, wishes: int = 0) -> Watch:
         if isinstance(ending, str):
             watch.nodes[number].lost = ending
         else:
-            watch.nodes[number].ending = {"code": 0, "words": [], "log": "", "why": "", **ending}
+            watch.nodes[number].ending = Exit.model_validate({"code": 0, **ending})
         watch._ended(number)
     return watch
 
@@ -306,7 +309,7 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
 ) -> None:
     saved = words(0, Stopped("saved", source="SIGTERM", hint="resume").render(), 75, 3.0)
     for asked, source in (("SIGUSR1", "SIGUSR1"), ("Ctrl-C", "Ctrl-C"), ("", "SIGTERM")):
-        assert tell([Ending(1, [saved], "", "agent.log")], "resume", asked) == 75
+        assert tell([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked) == 75
         assert f"  from : {source}\n" in capsys.readouterr().err
 
 
@@ -351,7 +354,7 @@ def test_a_host_writes_the_logs_of_its_own_ranks_only() -> None:
     fleet, written = parse_hosts("a:2,b:2"), []
     watch = Watch(fleet, [Remote(host) for host in fleet.hosts], lambda *log: written.append(log))
     for rank in (-7, -1, 0, 1, 2, 3, 4, 10**14):
-        watch._take(1, {"type": "log", "rank": rank, "text": "words"})
+        watch._take(1, LogMessage(rank=rank, text="words"))
     assert written == [(1, rank, "words") for rank in (-1, 2, 3)]
 
 
@@ -370,7 +373,7 @@ class FakeHost(Remote):
     def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         self.asked.append((request, arguments))
         answer = self.answers[request]
-        return answer(arguments) if callable(answer) else answer
+        return answer_of(request, answer(arguments) if callable(answer) else answer)
 
 
 @pytest.mark.parametrize(
@@ -527,14 +530,6 @@ def test_states_on_another_host_are_looked_for_and_named(
         folders.resume_command(resume_options(settings))
         == "yolofleet train --resume runs/train/exp --hosts n0:1"
     )
-
-
-@pytest.mark.parametrize("piece", [None, {}, {"data": 3}, {"data": "&"}, []])
-def test_pieces_that_are_none_are_refused(tmp_path: Path, piece: Any) -> None:
-    host = FakeHost("n0", {"list_files": [["results.csv", 3]], "read_piece": piece})
-    with pytest.raises(ClusterError, match="piece of a file"):
-        fetch_folder(host, "/there", tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_log_that_came_in_part_is_fetched_whole(tmp_path: Path) -> None:

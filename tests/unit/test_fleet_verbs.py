@@ -17,8 +17,9 @@ from yolofleet.cli.fleet import Log, jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import Fleet, Host
 from yolofleet.fleet.hosts import jobs
-from yolofleet.fleet.hosts.host_agent import RECALLED
+from yolofleet.fleet.hosts.messages import Exit, JobEnd, answer_of
 from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 
@@ -198,7 +199,7 @@ def test_a_fleet_that_needs_long_to_save_is_waited_for(
         if request != "end_job":
             return ask(self, request, **arguments)
         waited.append((arguments["deadline_s"], timeout_s))
-        return {"found": True, "left": False}
+        return JobEnd(found=True, left=False)
 
     ask = Remote.ask
     monkeypatch.setattr(Remote, "ask", end_job)
@@ -221,8 +222,10 @@ def test_every_host_where_a_command_failed_is_said(capsys: pytest.CaptureFixture
     hosts = [FakeHost(name) for name in "abc"]
     watch = Watch(Fleet(tuple(host.host for host in hosts)), hosts, lambda *_: None)
     watch.order = [1, 0, 2]
-    for number, (code, why) in enumerate([(3, ""), (127, "there is no command x"), (-15, RECALLED)]):
-        watch.nodes[number].ending = {"code": code, "why": why}
+    for number, (code, why) in enumerate(
+        [(3, ""), (127, "there is no command x"), (-15, STOPPED_BY_LAUNCHER)]
+    ):
+        watch.nodes[number].ending = Exit(code=code, why=why)
     assert watch.command_code() == 127
     assert capsys.readouterr().err == "b: there is no command x\na: ended with exit code 3\n"
 
@@ -242,12 +245,14 @@ class FakeHost(Remote):
         if not self.well:
             raise ClusterError(f"{self.name} is lost")
         if request == "list_jobs":
-            return [{"job": "exp-aaaaaa", "began_s": 1.0, "node": 0}]
+            job = {"job": "exp-aaaaaa", "title": "", "folder": "", "node": 0, "ranks": [0, 1], "runs": True}
+            return answer_of(request, [{**job, "began_s": 1.0, "ended_s": 0.0, "code": None}])
         size, offset = len(self.file), arguments["offset"]
         begin = offset if offset >= 0 else max(0, size + offset)
         piece = self.file[begin : begin + self.piece_bytes]  # a host gives a piece at a time
         self.given += len(piece)
-        return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
+        data = base64.b64encode(piece).decode()
+        return answer_of(request, {"offset": begin, "data": data, "size": size})
 
 
 @linux

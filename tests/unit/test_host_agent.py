@@ -21,8 +21,9 @@ import pytest
 
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.description import Host
+from yolofleet.fleet.hosts.messages import Gone, JobEnd
 from yolofleet.fleet.hosts.package_sync import discard, packed, take
-from yolofleet.fleet.hosts.remote import Frame, Remote, Unreachable, unreachable
+from yolofleet.fleet.hosts.remote import Remote, Unreachable, unreachable
 from yolofleet.fleet.launch.preflight import files
 from yolofleet.system.proc import descendants
 
@@ -32,7 +33,7 @@ STUBBORN = "trap '' TERM; (trap '' TERM; setsid sleep 61 & wait) & echo up; whil
 DEADLINE_S = 200.0
 
 
-def job(command: str, /, **more: Any) -> Frame:
+def job(command: str, /, **more: Any) -> dict[str, Any]:
     meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo", "secret": "5ec2e7"}
     shell = more.pop("shell", "sh")
     base = {"id": "j1", "title": "a job", "folder": ".", "text": "", "streamed": False, "terminal": None}
@@ -66,12 +67,20 @@ def started(remote: Remote, command: str, **more: Any) -> list[int]:
     """Start a job; everything below the host agent once it has said something."""
     remote.start(job(command, **more))
     assert next_frame(remote)["text"] == "up\n"
-    return wait_for(lambda: descendants(remote.hello["pid"]))
+    return wait_for(lambda: descendants(pid_of(remote)))
 
 
-def next_frame(remote: Remote) -> Frame:
+def pid_of(remote: Remote) -> int:
+    """The process of its host agent."""
+    assert remote.hello
+    return remote.hello.pid
+
+
+def next_frame(remote: Remote) -> dict[str, Any]:
+    """The values of the next message."""
     try:
-        return remote.inbox.get(timeout=DEADLINE_S)[1]
+        message = remote.inbox.get(timeout=DEADLINE_S)[1]
+        return {"type": "gone"} if isinstance(message, Gone) else message.model_dump()
     except Empty:
         raise AssertionError("no frame came") from None
 
@@ -88,12 +97,12 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path) -> None:
-    assert remote.hello["software"]["python"] and abs(remote.ahead_s) < 60
+    assert remote.hello and remote.hello.software["python"] and abs(remote.ahead_s) < 60
     assert abs(remote.ask("time")["time_s"] - time.time()) < 60
     assert remote.ask("enter", folder=str(tmp_path)) == str(tmp_path)
     (tmp_path / "a.bin").write_bytes(bytes(range(256)))
     assert list(remote.ask("hash_files", names=["a.bin", "b.bin"])) == ["a.bin"]
-    assert remote.ask("read_piece", file="a.bin", offset=-6)["data"] == "+vv8/f7/"
+    assert remote.ask("read_piece", file="a.bin", offset=-6).data == "+vv8/f7/"
     with pytest.raises(ClusterError, match="no probe 'rm'"):
         remote.ask("rm", folder="/")
     with pytest.raises(ClusterError, match="No such file"):
@@ -112,7 +121,7 @@ def test_files_that_every_rank_reads_are_compared_and_names_that_are_files_nowhe
     monkeypatch.chdir(here)
     remote.ask("enter", folder=str(there))
     found = files([remote], ["yolov5s.yaml", "same.pt", "other.pt", "mine.pt"])
-    assert [(finding.code, finding.seen) for finding in found] == [("file-missing", "mine.pt is not there")]
+    assert [(finding.code, finding.seen) for finding in found] == [("file-missing", "mine.pt does not exist")]
     subprocess.run(found[0].fix, shell=True, check=True)  # as somebody types it
     assert not files([remote], ["mine.pt"])
     found = files([remote, remote], ["other.pt", "yolov5s.yaml"])
@@ -130,7 +139,7 @@ def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote
     ending = next_frame(remote)
     assert (ending["type"], ending["code"], ending["why"]) == ("exit", 3, "")
     (record,) = remote.ask("list_jobs")
-    assert (record["job"], record["code"], record["runs"], record["ranks"]) == ("j1", 3, False, [2, 4])
+    assert (record.job, record.code, record.runs, record.ranks) == ("j1", 3, False, (2, 4))
     remote.start(job("true", id="j2"))  # one after the other is possible
     assert next_frame(remote)["code"] == 0
 
@@ -148,7 +157,7 @@ def test_torchrun_gives_its_workers_the_time_of_the_fleet(remote: Remote) -> Non
 
 
 def test_orphans_that_have_ended_are_let_go(remote: Remote) -> None:
-    host_agent = remote.hello["pid"]
+    host_agent = pid_of(remote)
     started(remote, "for i in 1 2 3 4 5; do (setsid sleep 0.1 & sleep 0.1 &); done; echo up; exec sleep 60")
     children = Path("/proc", str(host_agent), "task", str(host_agent), "children")
     wait_for(lambda: len(children.read_text().split()) == 1)  # zombies are among them
@@ -168,7 +177,7 @@ def test_stop_kills_what_does_not_listen(remote: Remote) -> None:
     ending = next_frame(remote)
     assert ending["why"] == "stopped by the launcher" and ending["code"] == -signal.SIGKILL
     assert time.monotonic() - began_s > 0.4
-    assert not alive(below) and not descendants(remote.hello["pid"])
+    assert not alive(below) and not descendants(pid_of(remote))
 
 
 def test_a_command_of_one_process_has_all_its_time_to_end(remote: Remote) -> None:
@@ -181,22 +190,22 @@ def test_signals_that_ask_twice_hasten_nothing(remote: Remote) -> None:
     """`fleet stop` typed again, or a machine that is shut down (SIGTERM, and SIGHUP to sessions)."""
     started(remote, "trap 'sleep 1; exit 75' TERM; echo up; while :; do sleep 0.1; done", grace_s=DEADLINE_S)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
-        os.kill(remote.hello["pid"], number)
+        os.kill(pid_of(remote), number)
         time.sleep(0.2)
     assert next_frame(remote)["code"] == 75
 
 
 @pytest.mark.parametrize("terminal", [None, {"rows": 24, "columns": 80, "term": "dumb"}])
-def test_a_job_that_has_closed_its_output_costs_nothing(remote: Remote, terminal: Frame | None) -> None:
+def test_a_job_that_has_closed_its_output_costs_nothing(
+    remote: Remote, terminal: dict[str, Any] | None
+) -> None:
     remote.start(job("exec >&- 2>&-; exec sleep 60", terminal=terminal))
     wait_for(
-        lambda: (
-            "sleep" in [Path(f"/proc/{p}/comm").read_text().strip() for p in descendants(remote.hello["pid"])]
-        )
+        lambda: "sleep" in [Path(f"/proc/{p}/comm").read_text().strip() for p in descendants(pid_of(remote))]
     )
-    before_s = cpu_s(remote.hello["pid"])
+    before_s = cpu_s(pid_of(remote))
     time.sleep(1.0)
-    assert cpu_s(remote.hello["pid"]) - before_s < 0.3
+    assert cpu_s(pid_of(remote)) - before_s < 0.3
 
 
 def cpu_s(pid: int) -> float:
@@ -259,15 +268,15 @@ def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote
         said = json.dumps(frames)
         assert "yolofleet.parallel.rendezvous" in said and secret not in said
         assert ("listener=" in said) == (node == 0)
-        command = Path(f"/proc/{remote.hello['pid']}/cmdline").read_bytes()
-        assert secret.encode() not in command + Path(f"/proc/{remote.hello['pid']}/environ").read_bytes()
+        command = Path(f"/proc/{pid_of(remote)}/cmdline").read_bytes()
+        assert secret.encode() not in command + Path(f"/proc/{pid_of(remote)}/environ").read_bytes()
         for file in tmp_path.rglob("*"):
             assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
 def test_a_rank_that_cannot_end_because_it_is_stopped_is_named(remote: Remote) -> None:
     started(remote, "(RANK=5 exec sh -c 'kill -STOP $$') & echo up; sleep 63")
-    (halted,) = wait_for(lambda: [p for p in descendants(remote.hello["pid"]) if state(p) == "T"])
+    (halted,) = wait_for(lambda: [p for p in descendants(pid_of(remote)) if state(p) == "T"])
     remote.stop(0.2)
     (said,) = next_frame(remote)["stopped"]
     assert said.startswith(f"rank 5: process {halted} is stopped")
@@ -280,7 +289,7 @@ def test_what_outlives_the_command_is_ended(remote: Remote) -> None:
 
 
 def test_everything_ends_when_the_connection_does(remote: Remote) -> None:
-    below = [*started(remote, STUBBORN), remote.hello["pid"]]
+    below = [*started(remote, STUBBORN), pid_of(remote)]
     remote.close()
     assert not alive(below)
 
@@ -307,7 +316,7 @@ def test_no_job_is_an_end_like_others(remote: Remote) -> None:
         del frame[missing]
         remote.start(frame)
         assert "cannot start here" in next_frame(remote)["why"]
-    assert not descendants(remote.hello["pid"]) and remote.ask("list_jobs") == []
+    assert not descendants(pid_of(remote)) and remote.ask("list_jobs") == []
 
 
 @pytest.fixture
@@ -355,7 +364,7 @@ def test_everything_ends_when_nobody_reads(bare: Callable[..., subprocess.Popen[
 
 def test_what_it_started_dies_with_a_host_agent_that_is_killed(remote: Remote) -> None:
     below = started(remote, "echo up; exec sleep 63")
-    os.kill(remote.hello["pid"], signal.SIGKILL)
+    os.kill(pid_of(remote), signal.SIGKILL)
     assert next_frame(remote)["type"] == "gone"
     wait_for(lambda: not alive(below))
 
@@ -364,9 +373,9 @@ def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host)
     below = started(remote, "trap 'exit 75' TERM; echo up; while :; do sleep 0.1; done")
     other = Remote(host)
     other.open()
-    assert [record["runs"] for record in other.ask("list_jobs")] == [True]
-    assert other.ask("end_job", job="j1", deadline_s=10) == {"found": True, "left": False}
-    assert other.ask("end_job", job="j1", deadline_s=10) == {"found": False, "left": False}
+    assert [record.runs for record in other.ask("list_jobs")] == [True]
+    assert other.ask("end_job", job="j1", deadline_s=10) == JobEnd(found=True, left=False)
+    assert other.ask("end_job", job="j1", deadline_s=10) == JobEnd(found=False, left=False)
     other.close()
     ending = next_frame(remote)
     assert (ending["code"], ending["why"]) == (75, "stopped on request")
@@ -410,7 +419,7 @@ def test_words_of_a_login_shell_before_the_greeting_do_no_harm(host: Host, tmp_p
     noisy.write_text(f'#!/bin/sh\necho "Welcome to a host"\necho "{{}}"\nexec {sys.executable} "$@"\n')
     noisy.chmod(0o755)
     remote = Remote(Host("localhost", "cpu", python=str(noisy)))
-    assert remote.open()["platform"] == "linux"
+    assert remote.open().platform == "linux"
     remote.close()
 
 
@@ -437,7 +446,7 @@ def test_why_a_host_cannot_be_reached_has_a_name(words: str, kind: str, says: st
 
 def test_a_host_that_is_switched_off_between_login_and_greeting_says_nothing() -> None:
     problem = unreachable(Host("n9", "cpu"), 255, "")
-    assert problem.kind == "closed" and "was lost before anything came" in problem.render()
+    assert problem.kind == "closed" and "was lost before the first message" in problem.render()
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:

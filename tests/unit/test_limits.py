@@ -55,7 +55,7 @@ LIMITS = {
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_FACTS)}",
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
-    "a message of a host": mib(wire_protocol.MOST_FRAME_BYTES),
+    "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
     "a log that the doctor reads": gib(logs.MOST_LOG_BYTES),
 }
 

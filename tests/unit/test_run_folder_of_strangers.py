@@ -20,6 +20,7 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 from yolofleet.files.lock import exclusive
 from yolofleet.fleet.description import Host
+from yolofleet.fleet.hosts.messages import answer_of
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import explain, last_words
@@ -197,10 +198,16 @@ class FakeHost(Remote):
     def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         self.asked.append(request)
         if request == "list_files":
-            return [[name, self.sizes.get(name, len(data))] for name, data in self.files.items()]
+            sizes = [[name, self.sizes.get(name, len(data))] for name, data in self.files.items()]
+            return answer_of(request, sizes)
         if request == "read_piece":
             data = self.files[arguments["file"].removeprefix("/there/")][arguments["offset"] :]
-            return {"data": base64.b64encode(data).decode(), "offset": arguments["offset"], "size": len(data)}
+            piece = {
+                "data": base64.b64encode(data).decode(),
+                "offset": arguments["offset"],
+                "size": len(data),
+            }
+            return answer_of(request, piece)
         return None
 
 

@@ -14,7 +14,8 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.errors import Stopped
 from yolofleet.fleet.description import Fleet, Host
-from yolofleet.fleet.hosts.remote import Frame, Remote
+from yolofleet.fleet.hosts.messages import Exit
+from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import Folders, Site
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
@@ -82,14 +83,13 @@ class Asked(Remote):
         super().__init__(Host(name, "cpu"))
         self.at_start, self.told = at_start, []
 
-    def start(self, job: Frame) -> None:
+    def start(self, job: dict[str, Any]) -> None:
         self.told.append(job)
         self.at_start()
 
     def stop(self, grace_s: float) -> None:
         self.told.append(grace_s)
-        ending = {"code": 75, "words": [], "log": "", "why": "", "stopped": [], "killed": {}}
-        self.inbox.put((self, {"type": "exit", **ending}))
+        self.inbox.put((self, Exit(code=75)))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from yolofleet.errors import ClusterError
 from yolofleet.fleet.description import Fleet, Host
 from yolofleet.fleet.hosts import remote as channel
 from yolofleet.fleet.hosts.host_agent import introduction
-from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Frame, Remote, Unreachable
-from yolofleet.fleet.hosts.wire_protocol import ANSWERS, fits, frame_of, is_sound
+from yolofleet.fleet.hosts.messages import answer_of, message_of, values_of
+from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Remote, Unreachable
 from yolofleet.fleet.launch.watch import Watch
 
 pytestmark = [
@@ -38,7 +38,7 @@ WORDS = {
 EXIT = {"type": "exit", "code": 1, "words": [WORDS], "log": "a log", "why": "", "stopped": ["rank 1: process 7 is stopped"],
         "killed": {"group": 0, "machine": None}}  # fmt: skip
 JOB = {"job": "j", "title": "t", "folder": "/f", "node": 0, "ranks": [0, 2], "runs": True, "began_s": 1.0, "ended_s": 0, "code": None}  # fmt: skip
-SOUND: list[Frame] = [
+SOUND: list[dict[str, Any]] = [
     {"type": "hello", **HELLO}, {"type": "beat"}, {"type": "reply", "id": 3, "value": None}, {"type": "reply", "id": 3, "error": "no"},
     {"type": "output", "text": "words\n"}, {"type": "log", "rank": -1, "text": "words\n"}, EXIT,
 ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_greeting_that_lacks_something_is_nobodys(begin: Begin, missing: str, 
 def test_a_host_that_says_what_no_host_agent_says_is_lost(
     begin: Begin, said: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(channel, "MOST_FRAME_BYTES", 8 << 20)
+    monkeypatch.setattr(channel, "MOST_MESSAGE_BYTES", 8 << 20)
     remote = begin(None, said)
     remote.open()
     watch = Watch(Fleet((remote.host,)), [remote], lambda *_: None)
@@ -124,7 +124,8 @@ def test_a_host_that_says_what_no_host_agent_says_is_lost(
         ("list_jobs", [{**JOB, "ranks": [0, 1.0]}]),
         ("list_files", [["a"]]),
         ("list_files", [["\ud800", 3]]),
-        ("read_piece", {"offset": 0, "data": "a", "size": 3}),
+        *[("read_piece", {"offset": 0, "data": data, "size": 3}) for data in ("a", "&", 3, None)],
+        ("list_files", [["a", "3"]]),
         ("hash_files", {"a.pt": [3]}),
     ],
 )
@@ -138,14 +139,14 @@ def test_an_answer_to_something_else_is_no_answer(begin: Begin, request_: str, v
         remote.ask(request_)
 
 
-def test_what_keepers_say_is_understood() -> None:
-    assert all(is_sound(frame_of(line(frame))) for frame in SOUND)
+def test_what_host_agents_send_is_accepted() -> None:
+    assert all(message_of(values_of(line(frame))) for frame in SOUND)
     for request, answer in {
         "enter": "/f", "claim": {"folder": "/f", "owner": "", "made": True, "linked": ""}, "unclaim": None, "hash_files": {"a.pt": "00"}, "reserve_port": 29500,
         "list_files": [["a/b", 3]], "read_piece": {"offset": 0, "data": "", "size": 3}, "list_jobs": [JOB, {**JOB, "code": 75}],
         "end_job": {"found": True, "left": False}, "take_code": "/tmp/x",
     }.items():  # fmt: skip
-        assert fits(answer, ANSWERS[request]), request
+        answer_of(request, answer)
 
 
 def altered(value: Any, chance: random.Random) -> Any:
@@ -193,13 +194,13 @@ def test_no_frame_that_gets_through_brings_the_launcher_down(
         frame = chance.choice(SOUND)
         for _ in range(chance.randint(1, 3)):
             frame = altered(frame, chance)
-        frame = frame_of(line(frame))
-        if not is_sound(frame):
+        message = message_of(values_of(line(frame)))
+        if message is None:
             continue
         passed += 1
         with (tmp_path / "log").open("w", encoding="utf-8") as log:
             watch = Watch(Fleet((host,)), [Remote(host)], lambda _node, _rank, text: log.write(text))
-            watch._take(0, frame)
+            watch._take(0, message)
             watch.screen.close()
         for wishes in (0, 1):
             watch.wishes = wishes
@@ -219,7 +220,7 @@ def test_what_comes_faster_than_it_is_taken_waits_on_its_host(begin: Begin) -> N
         time.sleep(0.01)
     assert 0 < most <= MOST_WAITING
     remote.heard_at_s = 0.0
-    frames = [remote.inbox.get(timeout=60)[1]["type"] for _ in range(count)]
+    frames = [remote.inbox.get(timeout=60)[1].type for _ in range(count)]
     assert frames == ["output"] * count and remote.heard_at_s
 
 

@@ -18,6 +18,8 @@ from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
     from yolofleet.fleet.description import Fleet
+    from yolofleet.fleet.hosts.messages import Job as JobRecord
+    from yolofleet.fleet.hosts.messages import JobEnd
     from yolofleet.fleet.hosts.remote import Remote, Unreachable
     from yolofleet.fleet.launch.preflight import Plan
 
@@ -33,7 +35,7 @@ HOSTS = [
     click.Option(["--hosts"], metavar="TEXT", help="hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
     click.Option(["--fleet", "fleet_file"], metavar="FILE", help="hosts, from a YAML file"),
 ]
-Job = tuple["Remote", dict[str, Any]]
+Job = tuple["Remote", "JobRecord"]
 
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
@@ -114,13 +116,13 @@ def jobs_of(remotes: Iterable[Remote]) -> tuple[list[Job], dict[Remote, ClusterE
     """The newest first, and each by its hosts in order; and the hosts that do not answer."""
     listed, lost = each(remotes, lambda remote: list(remote.ask("list_jobs")))
     found = [(remote, job) for remote, jobs in listed.items() for job in jobs]
-    began_s = {job["job"]: float(job["began_s"]) for _, job in found}
-    found.sort(key=lambda entry: (-began_s[entry[1]["job"]], entry[1]["job"], entry[1]["node"]))
+    began_s = {job.job: float(job.began_s) for _, job in found}
+    found.sort(key=lambda entry: (-began_s[entry[1].job], entry[1].job, entry[1].node))
     return found, lost
 
 
 def names_of(jobs: Iterable[Job]) -> list[str]:
-    return list(dict.fromkeys(record["job"] for _, record in jobs))
+    return list(dict.fromkeys(record.job for _, record in jobs))
 
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
@@ -171,12 +173,12 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
 
         rows = []
         for remote, job in found:
-            if job["runs"] or every:
-                first, count = job["ranks"]
+            if job.runs or every:
+                first, count = job.ranks
                 ranks = str(first) if count == 1 else f"{first}-{first + count - 1}"
-                lasted_s = (job["ended_s"] or time.time() + remote.ahead_s) - job["began_s"]
-                state = "runs" if job["runs"] else "lost" if job["code"] is None else f"exit {job['code']}"
-                rows.append((job["job"], remote.name, ranks, state, duration(lasted_s), shown(job["title"])))
+                lasted_s = (job.ended_s or time.time() + remote.ahead_s) - job.began_s
+                state = "runs" if job.runs else "lost" if job.code is None else f"exit {job.code}"
+                rows.append((job.job, remote.name, ranks, state, duration(lasted_s), shown(job.title)))
         if rows:
             table = [("job", "host", "ranks", "state", "time", "what"), *rows]
             widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -194,7 +196,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
     deadline_s = fleet.grace_s + KILLING_S if grace_s is None else grace_s
 
     def end(found: list[Job]) -> int:
-        running = [entry for entry in found if entry[1]["runs"]]
+        running = [entry for entry in found if entry[1].runs]
         names = names_of(running)
         if not job and not names:
             echo("no jobs run")
@@ -205,12 +207,13 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
             )
         name = named_job(job, names, "runs") if job else names[0]
 
-        def ask(remote: Remote) -> dict[str, Any]:
-            return dict(remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s))
+        def ask(remote: Remote) -> JobEnd:
+            found: JobEnd = remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s)
+            return found
 
-        answers, lost = each((remote for remote, record in running if record["job"] == name), ask)
+        answers, lost = each((remote for remote, record in running if record.job == name), ask)
         tell(lost.values())
-        left = [remote.name for remote, answer in answers.items() if answer["left"]]
+        left = [remote.name for remote, answer in answers.items() if answer.left]
         if left:
             raise ClusterError(
                 f"{name} still runs on {', '.join(left)}",
@@ -228,11 +231,11 @@ def logs(
 ) -> int:
     def show(found: list[Job]) -> int:
         name = logged_job(found, job)
-        parts = [(remote, record) for remote, record in found if record["job"] == name]
+        parts = [(remote, record) for remote, record in found if record.job == name]
         ranks = {
-            number: Log(remote, f"{record['folder']}/logs/rank-{number}.log")
+            number: Log(remote, f"{record.folder}/logs/rank-{number}.log")
             for remote, record in parts
-            for number in range(record["ranks"][0], sum(record["ranks"]))
+            for number in range(record.ranks[0], sum(record.ranks))
         }
         if rank is not None and rank not in ranks:
             raise ConfigError(f"job {name} has no rank {rank} there", hint=f"--rank 0 to {max(ranks)}")
@@ -271,7 +274,7 @@ def logs(
             lost |= silent.keys()
             tell(silent.values())
             # looked at before the logs are read: what they have got until a job ended is not missed
-            going = any(record["job"] == name and record["runs"] for _, record in known)
+            going = any(record.job == name and record.runs for _, record in known)
             on_all(partial(write, to_end=not going))
         return ClusterError.exit_code if lost else 0
 
@@ -284,7 +287,7 @@ def logged_job(found: list[Job], asked: str) -> str:
     Raises:
         ConfigError: no job has logs, or ``asked`` names none that has.
     """
-    logged = names_of(entry for entry in found if entry[1]["folder"])
+    logged = names_of(entry for entry in found if entry[1].folder)
     if asked:
         name = named_job(asked, names_of(found), "is known")
         if name not in logged:
@@ -359,13 +362,12 @@ class Log:
             ClusterError: the host is lost.
         """
         from yolofleet.fleet.hosts.remote import Refused
-        from yolofleet.fleet.launch.folders import piece_of
 
         try:
             answer = self.remote.ask("read_piece", file=self.file, offset=offset)
         except Refused:  # there is none yet
             return 0, b""
-        return int(answer["offset"]), piece_of(answer)
+        return answer.offset, answer.content
 
 
 class LineCount(click.IntRange):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from yolofleet.fleet.doctor.findings import Finding, finding
-from yolofleet.fleet.doctor.host_facts import HERE, DataAnswer, HostFacts
+from yolofleet.fleet.doctor.host_facts import DataAnswer, HostFacts
+from yolofleet.fleet.strict import HERE
 
 CLOCK_SKEW_S = 2.0
 

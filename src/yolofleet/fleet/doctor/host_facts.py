@@ -1,65 +1,32 @@
 """What hosts answer to probes (``probes.py``), as models that refuse everything else.
 
-The launcher does not trust a host: it may be broken, have another version, or be malicious. Names, addresses and
-versions go into commands that a person types, so they have nothing in them that a shell would obey. Hosts themselves
-make plain values, because a host agent must start in a Python without pydantic.
+Names, addresses and versions go into commands that a person types, so they have nothing in them that a shell would
+obey.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from yolofleet.errors import ClusterError
+from yolofleet.fleet.strict import (
+    MOST,
+    MOST_ITEMS,
+    Few,
+    FromList,
+    Model,
+    Number,
+    Positive,
+    Text,
+    Whole,
+    text,
+)
 
-MOST = 2**63 - 1  # of any number
-LONGEST_TEXT = 200_000  # characters; the kernel allows a variable 128 KiB
-MOST_ITEMS = 10_000  # of a list or mapping
-HERE = "this machine"  # its own names are trusted, whatever they are
-
-
-def text(check: Callable[[str], object] | str = "", longest: int = LONGEST_TEXT) -> PlainValidator:
-    """Return the validator of a text.
-
-    pydantic's own refuses lone surrogates, which stand for bytes in names of files that are not UTF-8.
-
-    Args:
-        check: a pattern that the whole text must match, or a function that raises ValueError.
-    """
-    pattern = re.compile(check, re.ASCII) if isinstance(check, str) else None
-
-    def validate(value: Any, info: ValidationInfo) -> str:
-        if not isinstance(value, str) or len(value) > longest:
-            raise ValueError(f"expected a text of at most {longest} characters")
-        if info.context == HERE:
-            return value
-        if pattern is not None and pattern.pattern and not pattern.fullmatch(value):
-            raise ValueError(f"expected {pattern.pattern}")
-        if callable(check):
-            check(value)
-        return value
-
-    return PlainValidator(validate)
-
-
-Whole = Annotated[int, Field(ge=-MOST, le=MOST)]
-Number = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Pid = Annotated[int, Field(gt=0, le=MOST)]  # kill -1 would end everything
-Text = Annotated[str, text()]
 HostName = Annotated[str, text(r"[^\s'\"\\`$;&|<>]{1,255}")]
 InterfaceName = Annotated[str, text(r"[\w.:@+,~%=-]+")]
 Version = Annotated[str, text(r"[\w.+!-]{1,100}")] | None
@@ -68,20 +35,14 @@ AddressWithPrefix = Annotated[str, text(ipaddress.ip_interface)]
 ChainPart = Annotated[str, text(r"[\w./-]+")]
 
 
-class Model(BaseModel):
-    """Refuses wrong types; ignores unknown keys, which a newer version may add."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", populate_by_name=True)
-
-
 class Names(Model):
-    addresses: Annotated[list[Address], Field(max_length=MOST_ITEMS)]
+    addresses: Annotated[list[Address], Few]
     problem: Text
 
 
 class Interface(Model):
     name: InterfaceName
-    addresses: Annotated[list[AddressWithPrefix], Field(max_length=MOST_ITEMS)]
+    addresses: Annotated[list[AddressWithPrefix], Few]
     up: bool
     mtu: Whole | None
     kind: Text
@@ -91,19 +52,15 @@ class Interface(Model):
 class Firewall(Model):
     kind: Text = ""
     readable: bool = False
-    rules: Annotated[list[Text], Field(max_length=MOST_ITEMS)] = []
-    chains: Annotated[
-        list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Field(max_length=MOST_ITEMS)
-    ] = []
+    rules: Annotated[list[Text], Few] = []
+    chains: Annotated[list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Few] = []
 
 
 class FirewallAnswer(Firewall):
     kind: Text
     readable: bool
-    rules: Annotated[list[Text], Field(max_length=MOST_ITEMS)]
-    chains: Annotated[
-        list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Field(max_length=MOST_ITEMS)
-    ]
+    rules: Annotated[list[Text], Few]
+    chains: Annotated[list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Few]
 
 
 class Memory(Model):
@@ -121,12 +78,7 @@ class Memory(Model):
 class SharedMemory(Model):
     size: Whole
     free: Whole
-    largest: Annotated[list[Annotated[list[Any], Field(min_length=2, max_length=2)]], Field(max_length=16)]
-
-    @model_validator(mode="after")
-    def _names_files(self) -> SharedMemory:
-        TypeAdapter(list[tuple[Text, Whole]]).validate_python([tuple(pair) for pair in self.largest])
-        return self
+    largest: Annotated[list[Annotated[tuple[Text, Whole], FromList]], Few]
 
 
 class Cores(Model):
@@ -182,7 +134,7 @@ class Gpus(Model):
     said: Text
     cards: Whole
     driver: Text | None
-    gpus: Annotated[list[Gpu], Field(max_length=MOST_ITEMS)]
+    gpus: Annotated[list[Gpu], Few]
 
 
 class Device(Model):
@@ -197,8 +149,8 @@ class Torch(Model):
     cuda: Version
     hip: Version
     nccl: Version
-    arch_list: Annotated[list[Annotated[str, text(r"[\w:+-]{1,100}")]], Field(max_length=MOST_ITEMS)]
-    devices: Annotated[list[Device], Field(max_length=MOST_ITEMS)]
+    arch_list: Annotated[list[Annotated[str, text(r"[\w:+-]{1,100}")]], Few]
+    devices: Annotated[list[Device], Few]
     problem: Text
 
 
@@ -210,7 +162,7 @@ class Child(Model):
 
 
 class Libraries(Child):
-    problems: Annotated[dict[Text, Text], Field(max_length=MOST_ITEMS)] | None = None
+    problems: Annotated[dict[Text, Text], Few] | None = None
     torch: Torch | None = None
 
     @model_validator(mode="before")
@@ -245,19 +197,19 @@ class HostFacts(Model):
     shm: SharedMemory | None
     cores: Cores
     limits: Limits
-    variables: Annotated[dict[Text, Text], Field(max_length=MOST_ITEMS)]
-    interfaces: Annotated[list[Interface], Field(max_length=MOST_ITEMS)] | None = Field(alias="cards")
+    variables: Annotated[dict[Text, Text], Few]
+    interfaces: Annotated[list[Interface], Few] | None = Field(alias="cards")
     names: Names
     port: Port | None
     ephemeral_ports: Annotated[list[Whole], Field(min_length=2, max_length=2)]
-    disks: Annotated[list[Disk], Field(max_length=MOST_ITEMS)]
+    disks: Annotated[list[Disk], Few]
     software: Software
     gpu_count: Whole | None = None
     libraries: Libraries | None = None
     gpus: Gpus | None = None
     firewall: FirewallAnswer | None = None
     clock: Clock | None = None
-    infiniband: Annotated[list[InfinibandPort], Field(max_length=MOST_ITEMS)] | None = None
+    infiniband: Annotated[list[InfinibandPort], Few] | None = None
 
     @property
     def torch(self) -> Torch | None:
@@ -280,7 +232,7 @@ class Split(Model):
 
 
 class DataAnswer(Child):
-    splits: Annotated[dict[Text, Split], Field(max_length=MOST_ITEMS)] = {}
+    splits: Annotated[dict[Text, Split], Few] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -345,11 +297,11 @@ _MODELS: dict[str, Any] = {
     "facts": HostFacts,
     "data": DataAnswer,
     "time": Time,
-    "look_up": Annotated[dict[Text, Names], Field(max_length=MOST_ITEMS)],
+    "look_up": Annotated[dict[Text, Names], Few],
     "firewall": FirewallAnswer,
     "listen": Listening,
     "unlisten": Anything,
-    "reach": Annotated[list[Attempt], Field(max_length=MOST_ITEMS)],
+    "reach": Annotated[list[Attempt], Few],
     "measure": Measured,
     "free_port": FreePort,
     "all_reduce": Summed,
@@ -361,7 +313,7 @@ def read_answer(host: str, probe: str, asked: Mapping[str, Any], answer: Any) ->
     """Return the model of a host's answer.
 
     Args:
-        host: its name, or ``HERE``.
+        host: its name, or ``strict.HERE``.
     Raises:
         ClusterError: the answer does not have the form that the question asks for.
     """

@@ -12,11 +12,12 @@ from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.doctor.findings import LEVELS, Finding, worst
-from yolofleet.fleet.doctor.host_facts import HERE, read_answer
+from yolofleet.fleet.doctor.host_facts import read_answer
 from yolofleet.fleet.doctor.hosts import estimate_for
 from yolofleet.fleet.doctor.local import judge_host
 from yolofleet.fleet.doctor.network import judge_network
 from yolofleet.fleet.doctor.probes import run_probe
+from yolofleet.fleet.strict import HERE
 from yolofleet.text import echo
 
 QUICK = (

@@ -35,7 +35,14 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.fleet.doctor.machine_facts import software
 from yolofleet.fleet.hosts import jobs, package_sync, requests
 from yolofleet.fleet.hosts.relay import Relay
-from yolofleet.fleet.hosts.wire_protocol import MOST_FRAME_BYTES, PROTOCOL, Frame
+from yolofleet.fleet.hosts.wire_protocol import (
+    AGENT,
+    HEARTBEAT_S,
+    MOST_MESSAGE_BYTES,
+    PROTOCOL,
+    STOPPED_BY_LAUNCHER,
+    STOPPED_ON_REQUEST,
+)
 from yolofleet.fleet.job import (
     SAVING_S,
     JobSpec,
@@ -61,7 +68,6 @@ from yolofleet.system.proc import (
     state_of,
 )
 
-BEAT_S = 2.0
 SILENCE_S = 20.0
 FAREWELL_S = 2.0  # for the last frames to leave
 LAST_WORDS_S = 5.0  # for what a job has printed and logged to leave, once it has ended
@@ -71,9 +77,7 @@ TAIL_S = 0.5
 POLL_S = 0.2  # has the agent ended?
 MOST_PENDING_BYTES = 8 << 20  # of frames that nobody reads; then output is left out
 LOG_TAIL_BYTES = 32 << 10
-AGENT = -1  # in place of a rank
-ASKED = "stopped on request"  # by `fleet stop`, or any signal
-RECALLED = "stopped by the launcher"
+Values = dict[str, Any]  # of a message
 
 
 class Tail:
@@ -175,7 +179,7 @@ def stopped_ranks(pids: list[int]) -> list[str]:
     return [f"rank {rank}: {state.text()}" for rank, state in found if rank]
 
 
-def start(job: Frame) -> Running:
+def start(job: Values) -> Running:
     """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the host agent.
 
     Raises:
@@ -262,7 +266,7 @@ def append_line(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode("utf-8", "replace"))
 
 
-def _output(terminal: Frame | None, environment: dict[str, str]) -> tuple[int, int]:
+def _output(terminal: Values | None, environment: dict[str, str]) -> tuple[int, int]:
     """(ours, the workers') ends of their standard output: a pipe, or a terminal like the launcher's."""
     if terminal is None:
         return os.pipe()
@@ -317,7 +321,7 @@ class HostAgent:
                 now = time.monotonic()
                 if not self.leaving and now - self.heard_at_s > self.silence_s:
                     self.leave(f"nothing heard from the launcher for {self.silence_s:.0f} s")
-                if now - self.spoke_at_s > BEAT_S:
+                if now - self.spoke_at_s > HEARTBEAT_S:
                     self.send(type="beat")
                     self.spoke_at_s = now
                 if self.running is not None:
@@ -336,15 +340,16 @@ class HostAgent:
         if over:
             running.ended_at_s = min(running.ended_at_s, now)
         reap_orphans(but=running.agent.pid)
-        nobody_listens = self.leaving not in ("", ASKED)
+        nobody_listens = self.leaving not in ("", STOPPED_ON_REQUEST)
         if not over or not (passed_on or nobody_listens or now - running.ended_at_s > LAST_WORDS_S):
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
+        folder = RunFolder(Path(running.record.folder))
         self.send(
             type="exit",
             code=exit_code,
-            words=last_words(RunFolder(Path(running.record.folder)).failure(rank) for rank in running.ranks),
+            words=[words.model_dump() for words in last_words(map(folder.failure, running.ranks))],
             log=running.log_tail(),
             why=running.why,
             stopped=running.stopped,
@@ -396,7 +401,7 @@ class HostAgent:
         """End in order; SIGINT: at once. Others hasten nothing: `fleet stop` may be typed twice, and a machine that is
         shut down sends SIGTERM and SIGHUP."""
         self.hasty = self.hasty or number == signal.SIGINT
-        self.leave(ASKED)
+        self.leave(STOPPED_ON_REQUEST)
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -437,7 +442,7 @@ class HostAgent:
             return
         except OSError:
             piece = b""
-        if not piece or len(self.received) > MOST_FRAME_BYTES:
+        if not piece or len(self.received) > MOST_MESSAGE_BYTES:
             self.leave("the launcher is gone")
             return
         self.heard_at_s = time.monotonic()
@@ -451,13 +456,13 @@ class HostAgent:
                 except (LookupError, TypeError, ValueError, RecursionError) as problem:
                     self.leave(f"the launcher does not speak as one does: {problem!r}")
 
-    def _handle(self, message: Frame) -> None:
+    def _handle(self, message: Values) -> None:
         kind = message["type"]
         if kind == "ask":
             asked = (message["id"], str(message["request"]), dict(message["arguments"]))
             threading.Thread(target=self._answer, args=asked, daemon=True).start()
         elif kind == "stop" and self.running is not None:
-            self.running.end(RECALLED, float(message["grace_s"]))
+            self.running.end(STOPPED_BY_LAUNCHER, float(message["grace_s"]))
         elif kind == "start" and self.running is None:
             self.silence_s = float(message["job"]["silence_s"])
             try:
@@ -470,7 +475,7 @@ class HostAgent:
                     type="exit", code=code, words=[], log="", why=why, stopped=[], killed=asdict(UNKNOWN)
                 )
 
-    def _answer(self, number: int, request: str, arguments: Frame) -> None:
+    def _answer(self, number: int, request: str, arguments: Values) -> None:
         try:
             self.send(type="reply", id=number, value=requests.answer(request, arguments))
         except Exception as problem:  # whatever it is, the launcher waits for an answer
@@ -491,7 +496,7 @@ def _words(problem: Exception) -> str:
     return (str(problem) if isinstance(problem, (OSError, LookupError)) else "") or repr(problem)
 
 
-def introduction() -> Frame:
+def introduction() -> Values:
     """Who and what is here."""
     return {
         "protocol": PROTOCOL,

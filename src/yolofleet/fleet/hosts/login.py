@@ -10,8 +10,8 @@ from queue import Queue
 
 from yolofleet.errors import ConfigError
 from yolofleet.fleet.description import Fleet
+from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote, Unreachable
-from yolofleet.fleet.hosts.wire_protocol import Frame
 from yolofleet.text import echo
 
 LOGINS_AT_ONCE = 32
@@ -35,7 +35,7 @@ def logged_in(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterato
             "several machines cannot be started from Windows",
             hint="type it on Linux, macOS or in WSL; for this machine alone: --device",
         )
-    inbox: Queue[tuple[Remote, Frame]] = Queue()
+    inbox: Queue[tuple[Remote, Message]] = Queue()
     remotes = [Remote(host, inbox) for host in fleet.hosts]
     _allow_open_files(FILES_PER_HOST * len(remotes) + OTHER_FILES)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import re
 import secrets
@@ -17,8 +16,8 @@ from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.files.atomic import make_folder as make_subfolder
 from yolofleet.files.atomic import open_append, storage_error, whole_file, write_text
-from yolofleet.fleet.hosts.host_agent import AGENT
 from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
 
@@ -121,10 +120,10 @@ class Folders:
                 remote
             ) in remotes:  # one after another: hosts that share a disk must find the first one's mark
                 answer = remote.ask("claim", folder=str(self.here.path), owner=remote.name, **wish)
-                if answer["linked"]:
-                    raise links_refused(f"on {remote.name}, {answer['linked']}", str(answer["folder"]))
-                self.sites.append(Site(str(answer["folder"]), str(answer["owner"]), bool(answer["made"])))
-                if not answer["owner"]:
+                if answer.linked:
+                    raise links_refused(f"on {remote.name}, {answer.linked}", answer.folder)
+                self.sites.append(Site(answer.folder, answer.owner, answer.made))
+                if not answer.owner:
                     break
         except BaseException as problem:
             self.give_back(remotes, discard=True)
@@ -256,8 +255,7 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
             raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
         with whole_file(target) as file:
             while file.tell() < size:
-                answer = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell())
-                piece = piece_of(answer)
+                piece = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell()).content
                 if not piece:
                     break
                 file.write(piece[: size - file.tell()])
@@ -269,11 +267,3 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
 def _is_result(name: str, size_bytes: int) -> bool:
     most = next((most for pattern, most in FETCHED if pattern.fullmatch(name)), -1)
     return 0 <= size_bytes <= most and all(character.isprintable() for character in name)
-
-
-def piece_of(answer: Any) -> bytes:
-    """Return the bytes of a piece of a file in a host's answer. Raises ClusterError if it is malformed."""
-    try:
-        return base64.b64decode(answer["data"], validate=True)
-    except (KeyError, TypeError, ValueError):
-        raise ClusterError("a host sent a malformed piece of a file") from None

@@ -14,13 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.fleet.doctor.shapes import fits
-from yolofleet.fleet.hosts.wire_protocol import WORDS
 from yolofleet.fleet.job import JobSpec, agent_argv, agent_environment
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
@@ -28,6 +26,9 @@ from yolofleet.system.children import die_with_parent, module_environment
 from yolofleet.system.proc import end_descendants
 from yolofleet.system.signals import STOP_SIGNALS, interrupt
 from yolofleet.text import echo
+
+if TYPE_CHECKING:
+    from yolofleet.fleet.hosts.messages import LastWords
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
@@ -67,13 +68,15 @@ MOST_WORDS_BYTES = 1 << 20
 MOST_LOG_BYTES = 64 << 20  # of what the processes of one start wrote
 
 
-def last_words(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Of the workers that failed, as they wrote them; see :meth:`RunFolder.failure`."""
-    found = []
-    for file in files:
-        with suppress(OSError, ValueError, RecursionError):
+def last_words(files: Iterable[Path]) -> list[LastWords]:
+    """Return why workers failed, as they wrote it (:meth:`RunFolder.failure`). Skip files that are not valid."""
+    found: list[LastWords] = []
+    for file in filter(Path.exists, files):
+        from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+
+        with suppress(OSError, ValueError, OverflowError, RecursionError):
             words = json.loads(read_foreign(file, limit_bytes=MOST_WORDS_BYTES, follow=False))
-            found += [words] if fits(words, WORDS) else []
+            found.append(LastWords.model_validate(words))
     return found
 
 
@@ -156,7 +159,7 @@ class Ending:
     """
 
     code: int
-    words: Sequence[dict[str, Any]]
+    words: Sequence[LastWords]
     log: str
     source: str
     host: str = ""
@@ -195,18 +198,18 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
         resume: the command that goes on from what was saved; "" when nothing was.
         asked: see :func:`explain`.
     """
-    words = [{**w, "at_s": w.get("time", 0.0) - ending.ahead_s} for ending in endings for w in ending.words]
-    # the first failure is the cause; ranks that lost their peers afterwards only say so
-    words.sort(key=lambda w: (w.get("secondary", False), w["at_s"]))
+    timed = [(w, w.time - ending.ahead_s) for ending in endings for w in ending.words]
+    # The first failure is the cause. Ranks that lost their peers afterwards report only that.
+    words = [w for w, _ in sorted(timed, key=lambda one: (one[0].secondary, one[1]))]
     ends = [(ending, *end) for ending in endings for end in reversed(ends_in(ending.log))]
     killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
-    if words and not (killed and words[0].get("secondary", False)):
+    if words and not (killed and words[0].secondary):
         first = words[0]
-        said = first["message"].replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
+        said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
         echo(said, to=sys.stderr)
-        if not first.get("of_all") and any(w["message"] != first["message"] for w in words):
-            echo(f"  on   : rank {first['rank']}, host {first['host']}", to=sys.stderr)
-        return int(first["exit_code"])
+        if not first.of_all and any(w.message != first.message for w in words):
+            echo(f"  on   : rank {first.rank}, host {first.host}", to=sys.stderr)
+        return first.exit_code
     hint = resume or "give the same command again"
     ending = endings[0]
     if ends:

@@ -18,9 +18,9 @@ from typing import Any
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.fleet.description import Fleet
-from yolofleet.fleet.hosts.host_agent import AGENT, ASKED, RECALLED
+from yolofleet.fleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.wire_protocol import Frame
+from yolofleet.fleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
 from yolofleet.fleet.launch.local import Ending, ends_in, tell
 from yolofleet.fleet.launch.nonblocking_stdout import Screen
 from yolofleet.system.cgroup import OomKills
@@ -43,7 +43,7 @@ class Node:
     """What is known of one host's part of the job."""
 
     remote: Remote
-    ending: Frame | None = None  # its frame `exit`
+    ending: Exit | None = None
     lost: str = ""  # why it will not come
     ended_at_s: float = 0.0
 
@@ -77,7 +77,7 @@ class Watch:
     def __post_init__(self) -> None:
         self.nodes = [Node(remote) for remote in self.remotes]
 
-    def follow(self, parts: Sequence[Frame]) -> None:
+    def follow(self, parts: Sequence[dict[str, Any]]) -> None:
         """Start each host's part, and stay until every host has ended everything, or is given up."""
         inbox = self.remotes[0].inbox
         with self._signals():
@@ -85,22 +85,21 @@ class Watch:
                 remote.start(part)
             while not all(node.is_over for node in self.nodes):
                 with suppress(Empty):
-                    remote, frame = inbox.get(timeout=0.2)
-                    self._take(self.remotes.index(remote), frame)
+                    remote, message = inbox.get(timeout=0.2)
+                    self._take(self.remotes.index(remote), message)
                 self._look()
             self.screen.close()
 
-    def _take(self, number: int, frame: Frame) -> None:
+    def _take(self, number: int, message: Message) -> None:
         node = self.nodes[number]
-        kind = frame["type"]
-        if kind == "output":
-            self._show(number, self.relayed[number].clean(whole(frame["text"])))
-        elif kind == "log" and (frame["rank"] == AGENT or frame["rank"] in self.fleet.ranks(number)):
-            self.log(number, frame["rank"], whole(frame["text"]))
-        elif kind == "exit" and not node.is_over:
-            node.ending = frame
+        if isinstance(message, Output):
+            self._show(number, self.relayed[number].clean(whole(message.text)))
+        elif isinstance(message, Log) and (message.rank == AGENT or message.rank in self.fleet.ranks(number)):
+            self.log(number, message.rank, whole(message.text))
+        elif isinstance(message, Exit) and not node.is_over:
+            node.ending = message
             self._ended(number)
-        elif kind == "gone" and not node.is_over:
+        elif isinstance(message, Gone) and not node.is_over:
             self._lose(number, node.remote.words() or "the connection to it broke")
 
     def _ended(self, number: int) -> None:
@@ -118,7 +117,7 @@ class Watch:
         for number, node in enumerate(self.nodes):
             if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
                 self._lose(number, f"nothing heard from it for {self.fleet.silence_s:.0f} s")
-        failed = [n for n in self.nodes if n.is_over and (n.lost or (n.ending or {}).get("code") != 0)]
+        failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
         lost = any(node.lost for node in failed)
         if self.wishes > 1:
             self._stop(0.0)
@@ -186,36 +185,42 @@ class Watch:
     @property
     def met_busy_port(self) -> bool:
         """Whether the run did not begin because another process took its port on the first host."""
-        first = self.nodes[0].ending or {}
-        words = f"{first.get('log', '')}\n{first.get('why', '')}"
+        first = self.nodes[0].ending
+        if first is None or first.code == 0:
+            return False
+        words = f"{first.log}\n{first.why}"
         return (
             not self.wishes
-            and first.get("code") not in (0, None)
-            and not any((node.ending or {}).get("words") for node in self.nodes)
+            and not any(node.ending and node.ending.words for node in self.nodes)
             and not ends_in(words)
             and any(known in words for known in BUSY_PORT)
         )
 
     def explain(self, resume: str) -> int:
         """Print why the run ended, unless all is well; returns the exit code."""
-        if all((node.ending or {}).get("code") == 0 for node in self.nodes):
+        if all(node.ending is not None and node.ending.code == 0 for node in self.nodes):
             return 0
         code = self._explain(resume)
         for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their host agents did
-            for rank in (node.ending or {}).get("stopped", []):
+            for rank in node.ending.stopped if node.ending else ():
                 say(f"  {node.remote.name}: {rank}")
         return code
 
     def _explain(self, resume: str) -> int:
         ended = [self.nodes[number] for number in self.order]
         endings = [self._ending(node) for node in ended]
-        asked = bool(self.wishes) or any((n.ending or {}).get("why") == ASKED for n in ended)
-        causes = [w for ending in endings for w in ending.words if not w.get("secondary")]
-        causes = [w for w in causes if w.get("exit_code") != Stopped.exit_code]
+        asked = bool(self.wishes) or any(n.ending and n.ending.why == STOPPED_ON_REQUEST for n in ended)
+        causes = [w for ending in endings for w in ending.words if not w.secondary]
+        causes = [w for w in causes if w.exit_code != Stopped.exit_code]
         problem: YolofleetError | None = None
         if causes:  # ranks that lost them or were asked to stop say no more than that
             endings = [
-                replace(ending, words=[w if w in causes else {**w, "secondary": True} for w in ending.words])
+                replace(
+                    ending,
+                    words=[
+                        w if w in causes else w.model_copy(update={"secondary": True}) for w in ending.words
+                    ],
+                )
                 for ending in endings
             ]
         elif not asked:
@@ -230,15 +235,15 @@ class Watch:
         failed is said."""
         first = 0
         for node in (self.nodes[number] for number in self.order):
-            frame = node.ending or {"code": ClusterError.exit_code, "why": node.lost}
-            code, why = frame["code"], frame["why"]
-            if not first and (why == ASKED or (self.wishes and why == RECALLED)):
-                say(f"{node.remote.name}: {ASKED}")
+            ending = node.ending or Exit(code=ClusterError.exit_code, why=node.lost)
+            code, why = ending.code, ending.why
+            if not first and (why == STOPPED_ON_REQUEST or (self.wishes and why == STOPPED_BY_LAUNCHER)):
+                say(f"{node.remote.name}: {STOPPED_ON_REQUEST}")
                 return Stopped.exit_code
-            if code and not (first and why == RECALLED):  # others end because of the first
+            if code and not (first and why == STOPPED_BY_LAUNCHER):  # others end because of the first
                 ended = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 say(f"{node.remote.name}: {why or ended}")
-                first = first or int(code if code > 0 else 128 - code)
+                first = first or (code if code > 0 else 128 - code)
         return first
 
     def _own_end(self, node: Node, resume: str) -> ClusterError | None:
@@ -251,9 +256,8 @@ class Watch:
             return ClusterError(
                 f"{node.remote.name} is lost, with {ranks}: {what}", source=" ".join(more) or None, hint=hint
             )
-        frame = node.ending or {}
-        if int(frame.get("code") or 0) < 0 and not frame.get("why"):
-            name = signal_name(-frame["code"])
+        if node.ending is not None and node.ending.code < 0 and not node.ending.why:
+            name = signal_name(-node.ending.code)
             return ClusterError(
                 f"torchrun's agent of {ranks} on {node.remote.name} was ended by {name}", hint=hint
             )
@@ -271,17 +275,15 @@ class Watch:
         return f"{shlex.join(words)}   # without {name}; with it again once it is back"
 
     def _ending(self, node: Node) -> Ending:
-        frame = node.ending or {"code": 1, "words": [], "log": "", "why": node.lost}
-        killed = frame.get("killed", {})
-        code = -signal.SIGTERM if frame["why"] and int(frame["code"]) < 0 else int(frame["code"])
+        ending = node.ending or Exit(code=1, why=node.lost)
         return Ending(
-            code=code,
-            words=list(frame["words"]),
-            log=str(frame["log"]) or str(frame["why"]),
+            code=-signal.SIGTERM if ending.why and ending.code < 0 else ending.code,
+            words=ending.words,
+            log=ending.log or ending.why,
             source=f"logs/agent-{self.nodes.index(node)}.log",
             host=node.remote.name,
             ahead_s=node.remote.ahead_s,
-            killed=OomKills(killed.get("group"), killed.get("machine")),
+            killed=OomKills(ending.killed.group, ending.killed.machine),
         )
 
 
