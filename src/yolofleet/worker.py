@@ -42,7 +42,7 @@ from yolofleet.runs.folder import shared_folder, write_config
 from yolofleet.runs.memory import is_out_of_memory, out_of_memory
 from yolofleet.runs.train import train
 from yolofleet.runs.val import validate
-from yolofleet.system.children import die_with_parent
+from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
 from yolofleet.text import echo
 
@@ -150,6 +150,7 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
+    name_process(f"yolofleet-{rank}")
     faulthandler.enable(os.dup(2))  # a crash goes into the agent's log, from where the launcher takes it
     if rank:  # rank 0 speaks; the others write
         with open_append(folder.log(rank)) as log:

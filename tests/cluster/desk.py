@@ -13,8 +13,10 @@ from pathlib import Path
 from commands import environment
 from machines import Lab, Machine
 
+from yolofleet.system.proc import rank_of
+
 DEADLINE_S = 240
-AGENT = "yolofleet.parallel.rendezvous"  # in the command line of a torchrun agent of ours
+AGENT = "yolofleet.parallel.agent"  # in the command line of a torchrun agent of ours
 
 
 class Command:
@@ -70,7 +72,7 @@ def nothing_left(lab: Lab, within_s: float) -> float:
 
 
 def worker_of(machine: Machine) -> int:
-    return next(p for p, c in machine.processes().items() if "yolofleet.worker" in c and AGENT not in c)
+    return next(pid for pid in machine.processes() if rank_of(pid) is not None)
 
 
 def agent_of(machine: Machine) -> int:

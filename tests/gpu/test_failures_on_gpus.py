@@ -17,7 +17,7 @@ import pytest
 from commands import family, results, small_shapes, started, train_args, yolofleet
 from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, two_gpus
 
-from yolofleet.system.proc import environment_variable
+from yolofleet.system.proc import rank_of
 
 pytestmark = [*needs_gpu, two_gpus, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 STALL_S = 10.0
@@ -50,7 +50,7 @@ def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable
             time.sleep(0.02)
         everybody = family(launcher.pid)
         # its loader processes, which come after it, have the variable too
-        rank_1 = next(pid for pid in everybody if environment_variable(pid, "RANK") == "1")
+        rank_1 = next(pid for pid in everybody if rank_of(pid) == 1)
         disturb(rank_1)
         _, err = launcher.communicate(timeout=BOUND_S)
     finally:

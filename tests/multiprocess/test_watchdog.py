@@ -31,7 +31,7 @@ from yolofleet.parallel.stall import Heartbeat, RankInfo, RankSnapshot, parsed, 
 from yolofleet.parallel.watchdog import Watchdog, answer_of
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.system.proc import environment_variable, started_ticks
+from yolofleet.system.proc import rank_of, started_ticks, stat_fields
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks at them in /proc")
 
@@ -388,7 +388,11 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
         assert launcher.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
     everybody = family(launcher.pid)
-    (rank_1,) = [pid for pid in everybody if environment_variable(pid, "RANK") == "1"]
+    rank_0, rank_1 = sorted((pid for pid in everybody if rank_of(pid) is not None), key=rank_of)
+    (server,) = {int(stat_fields(pid)[1]) for pid in (rank_0, rank_1)}
+    assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1, (
+        "workers are forked from a process without threads"
+    )
     os.kill(rank_1, signal.SIGSTOP)
     _, said = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 4, said

@@ -266,7 +266,7 @@ def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote
         while frames[-1]["type"] != "exit":
             frames.append(next_frame(remote))
         said = json.dumps(frames)
-        assert "yolofleet.parallel.rendezvous" in said and secret not in said
+        assert "yolofleet.parallel.agent" in said and secret not in said
         assert ("listener=" in said) == (node == 0)
         command = Path(f"/proc/{pid_of(remote)}/cmdline").read_bytes()
         assert secret.encode() not in command + Path(f"/proc/{pid_of(remote)}/environ").read_bytes()

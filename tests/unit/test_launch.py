@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import yolofleet.worker
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.fleet.job import (
@@ -18,6 +19,7 @@ from yolofleet.fleet.job import (
     agent_argv,
     agent_environment,
     loopback_interface,
+    worker_argv,
 )
 from yolofleet.fleet.launch.local import exit_text, explain
 from yolofleet.report.folder import RunFolder
@@ -28,10 +30,22 @@ from yolofleet.system.children import START
 def test_the_agents_command_is_exactly_this() -> None:
     argv = agent_argv(JobSpec(Path("/r/my run"), 3))
     assert argv[1:] == [
-        "-c", START, "yolofleet.parallel.rendezvous", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
+        "-c", START, "yolofleet.parallel.agent", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
         "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
-        f"--log-dir={os.devnull}", "--no-python", sys.executable, "-c", START, "yolofleet.worker", "/r/my run",
+        f"--log-dir={os.devnull}", *worker_argv("/r/my run"),
     ]  # fmt: skip
+
+
+def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert worker_argv("/r/e") == [
+        "--start-method=forkserver",
+        "--run-path",
+        yolofleet.worker.__file__,
+        "/r/e",
+    ]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert worker_argv("/r/e") == ["--no-python", sys.executable, "-c", START, "yolofleet.worker", "/r/e"]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +55,10 @@ def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd,
     meeting = Meeting(node=1, nodes=3, address="10.0.0.1", port=29501, card="eth1", secret="5ec2e7")
     argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting), store)
     assert argv[1:] == [
-        "-c", START, "yolofleet.parallel.rendezvous", "--nnodes=3", "--rdzv-backend=loopback",
+        "-c", START, "yolofleet.parallel.agent", "--nnodes=3", "--rdzv-backend=loopback",
         "--rdzv-endpoint=127.0.0.1:4711", f"--rdzv-conf={options}", "--local-addr=127.0.0.1", "--nproc-per-node=2",
-        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}", "--no-python", sys.executable, "-c", START,
-        "yolofleet.worker", "/r/exp",
-        "/r/exp/logs/job-1.yaml",
+        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}",
+        *worker_argv("/r/exp", "/r/exp/logs/job-1.yaml"),
     ]  # fmt: skip
 
 

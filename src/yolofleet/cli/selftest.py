@@ -27,7 +27,7 @@ from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import is_worker
 from yolofleet.system.children import die_with_parent, module_argv, module_environment
-from yolofleet.system.proc import descendants, end_descendants, environment_variable
+from yolofleet.system.proc import descendants, end_descendants, rank_of
 from yolofleet.text import echo, screen_line
 
 if TYPE_CHECKING:
@@ -190,11 +190,7 @@ def killed_rank_check(
                 if time.monotonic() > deadline_s:
                     return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
                 time.sleep(0.05)
-                ranks = [
-                    pid
-                    for pid in descendants(run.pid)
-                    if environment_variable(pid, "RANK") == str(processes - 1)
-                ]
+                ranks = [pid for pid in descendants(run.pid) if rank_of(pid) == processes - 1]
             os.kill(ranks[0], signal.SIGKILL)
             killed_at_s = time.monotonic()
             try:

@@ -74,7 +74,7 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
     node, nodes = (job.meeting.node, job.meeting.nodes) if job.meeting else (0, 1)
     options = f"node={node}" + ("" if store.listener is None else f",listener={store.listener}")
     return [
-        *module_argv("yolofleet.parallel.rendezvous"),  # torchrun with a rendezvous that needs no open port
+        *module_argv("yolofleet.parallel.agent"),  # torchrun with a rendezvous that needs no open port
         f"--nnodes={nodes}",
         "--rdzv-backend=loopback",
         f"--rdzv-endpoint=127.0.0.1:{store.port}",
@@ -84,9 +84,24 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
         "--rdzv-id=yolofleet",
         "--max-restarts=0",  # restarts are left to --resume
         f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
-        "--no-python",  # torchrun's own `python -m` would import from the working folder
-        *module_argv("yolofleet.worker", str(job.folder), *([str(job.job)] if job.job else [])),
+        *worker_argv(str(job.folder), *([str(job.job)] if job.job else [])),
     ]
+
+
+def worker_argv(*words: str) -> list[str]:
+    """Return torchrun's arguments that start a worker: forked from a process that has loaded torch, on Linux.
+
+    Elsewhere a new interpreter runs it: macOS's libraries do not survive a fork, Windows has none.
+    """
+    if sys.platform == "linux":
+        return [
+            "--start-method=forkserver",
+            "--run-path",
+            str(Path(__file__).parents[1] / "worker.py"),
+            *words,
+        ]
+    # torchrun's own `python -m` would import from the working folder
+    return ["--no-python", *module_argv("yolofleet.worker", *words)]
 
 
 def meeting_environment(meeting: Meeting, processes: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""A rendezvous of torchrun's agents over a store on loopback: ``python -m yolofleet.parallel.rendezvous ...``.
+"""A rendezvous of torchrun's agents over a store on loopback.
 
-It takes torchrun's arguments. torchrun's own backends do not fit: ``c10d`` unpickles what it finds in the store, and
+torchrun's own backends do not fit: ``c10d`` unpickles what it finds in the store, and
 the store of every backend listens on all addresses. Here the agent of one host owns the store, on 127.0.0.1. Agents of
 other hosts, and all workers, connect to a port of their own 127.0.0.1: behind it is the store itself, or a relay to it
 (``fleet/hosts/relay.py``). Everything in the store is text, numbers or bytes.
@@ -15,7 +15,6 @@ Options of ``--rdzv-conf``, beside ``--rdzv-endpoint=127.0.0.1:PORT``:
 from __future__ import annotations
 
 import socket
-import sys
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -91,10 +90,3 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     node, listener = parameters.get_as_int("node", 0), parameters.get_as_int("listener")
     assert node is not None
     return LoopbackRendezvous(node, parameters.max_nodes, parameters.run_id, port, listener)
-
-
-if __name__ == "__main__":
-    from torch.distributed.run import main
-
-    register()
-    main(sys.argv[1:])

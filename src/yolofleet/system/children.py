@@ -80,6 +80,12 @@ def die_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def name_process(name: str) -> None:
+    """Set the name that ``ps -o comm`` and ``top`` show of this process (Linux; 15 characters, in the main thread)."""
+    if _LIBC is not None:
+        _LIBC.prctl(15, name.encode()[:15])  # PR_SET_NAME
+
+
 def adopt_orphans() -> None:
     """Ask the kernel (Linux) to make descendants that lose their parent children of this process."""
     if _LIBC is not None:

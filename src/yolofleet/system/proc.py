@@ -144,6 +144,18 @@ def environment_variable(pid: int, name: str) -> str:
     return ""
 
 
+def rank_of(pid: int) -> int | None:
+    """Return the rank of a worker of ours, by the name that it gave itself (``worker.main``); None of another process.
+
+    A forked worker has the environment of the process that it was forked from, without RANK.
+    """
+    with suppress(OSError):
+        name, _, rank = (PROC / str(pid) / "comm").read_text("utf-8", "replace").strip().partition("-")
+        if name == "yolofleet" and rank.isdecimal():
+            return int(rank)
+    return None
+
+
 def is_sibling(pid: int) -> bool:
     """Return whether the parent of this process also started ``pid``, from the same executable.
 

@@ -60,7 +60,7 @@ from yolofleet.system.proc import (
     STOPPED,
     descendants,
     end_descendants,
-    environment_variable,
+    rank_of,
     reap_orphans,
     signal_all,
     started_at,
@@ -173,10 +173,8 @@ def no_command(problem: OSError, name: str) -> tuple[int, str]:
 def stopped_ranks(pids: list[int]) -> list[str]:
     """Of these processes the workers that somebody or something has stopped."""
     states = {pid: state_of(pid, started_ticks(pid)) for pid in pids}
-    found = [
-        (environment_variable(pid, "RANK"), state) for pid, state in states.items() if state.letter in STOPPED
-    ]
-    return [f"rank {rank}: {state.text()}" for rank, state in found if rank]
+    found = [(rank_of(pid), state) for pid, state in states.items() if state.letter in STOPPED]
+    return [f"rank {rank}: {state.text()}" for rank, state in found if rank is not None]
 
 
 def start(job: Values) -> Running:

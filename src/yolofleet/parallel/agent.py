@@ -1,0 +1,34 @@
+"""torchrun's agent for the workers of one host: ``python -m yolofleet.parallel.agent TORCHRUN-ARGUMENTS``.
+
+Loading torch takes seconds of processor time. A fork server loads it, and the worker's modules, once for all workers of
+this host while the agent loads it for itself, so that workers start at once when the hosts have met. The fork server has
+no threads, uses no device and starts before the agent has any thread.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from multiprocessing import forkserver, util
+
+from yolofleet.system.children import safe_spawn
+
+
+def start_fork_server(module: str) -> None:
+    """Start the process that workers are forked from, and let it load ``module`` in the background."""
+    # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
+    vars(util)["abstract_sockets_supported"] = False
+    multiprocessing.set_forkserver_preload([module])
+    with safe_spawn():
+        forkserver.ensure_running()
+
+
+if __name__ == "__main__":
+    if "--start-method=forkserver" in sys.argv:
+        start_fork_server("yolofleet.worker")
+    from torch.distributed.run import main
+
+    from yolofleet.parallel.rendezvous import register
+
+    register()
+    main(sys.argv[1:])
