@@ -18,7 +18,7 @@ from pathlib import Path
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import make_shapes
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 SMALL = [
     "--model",
     "yolov5n",

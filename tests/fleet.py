@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from yolofleet.parallel.world import World
 
-DEADLINE_S = 120
+DEADLINE_S = 900
 
 
 def _plain(value: Any) -> Any:

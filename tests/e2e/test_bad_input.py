@@ -36,7 +36,7 @@ from yolofleet.datasets.shapes import make_shapes
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.system.proc import environment_variable
 
-DEADLINE_S = 120
+DEADLINE_S = 900
 NAMES = ("circle", "square", "triangle", "star")
 SMALL = [*commands.SMALL[2:], "--threads", "1", "--epochs", "1"]  # without --model: TINY is smaller still
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="watches processes in /proc")

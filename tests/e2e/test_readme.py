@@ -32,7 +32,7 @@ from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, group
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]  # fmt: skip
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 SMALL_DATA = "--images 16 --val-images 4 --img 64"
 SMALL_TRAINING = (

@@ -235,7 +235,7 @@ def test_prediction_on_the_second_gpu_leaves_the_first_alone(tmp_path: Path, dat
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
 

@@ -20,7 +20,7 @@ from yolofleet.system.proc import environment_variable, signal_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 # meets the other rank, then waits until the test lets it end
 SCRIPT = """
 import sys, time, pathlib, os

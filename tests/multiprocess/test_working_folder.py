@@ -20,7 +20,7 @@ from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.system.children import module_argv
 
 HOSTILE = ("numpy", "yaml", "torch", "cv2", "json", "pickle", "yolofleet", "sitecustomize")
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 @pytest.fixture

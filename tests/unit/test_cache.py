@@ -229,7 +229,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 shapes = [cache.get(i).shape for i in range(5)] + [cache.get(i).shape for i in range(5)]
 print(len(shapes), sum(cache._file.read(i) is not None for i in range(5)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert done.stdout.split() == ["10", "1"], done.stderr
 
 
@@ -297,7 +297,7 @@ def test_processes_that_are_started_share_the_copy(index, method, mode):
     for decodes in (5, 0):  # the first process fills it for the second
         process = context.Process(target=_hash_and_count, args=(cache, results))
         process.start()
-        assert results.get(timeout=240) == (total, decodes, mode)
+        assert results.get(timeout=900) == (total, decodes, mode)
         process.join(240)
         assert process.exitcode == 0
     assert cache._file.read(3) is not None
@@ -315,14 +315,14 @@ def test_local_ranks_share_one_copy_by_their_token(index):
     for process in processes:
         process.start()
     mine = ImageCache(index, 64, "ram", token="run 1")
-    assert [ready.get(timeout=240) for _ in goes] == ["ram"] * 3
+    assert [ready.get(timeout=900) for _ in goes] == ["ram"] * 3
     assert len(named_files()) == 1
     mine.unlink()
     assert named_files() == []
     total = sum(int(expected(index, image, 64).sum()) for image in range(5))
     for go, decodes in zip(goes, (5, 0, 0), strict=True):
         go.set()
-        assert results.get(timeout=240) == (total, decodes, "ram")
+        assert results.get(timeout=900) == (total, decodes, "ram")
     for process in processes:
         process.join(240)
         assert process.exitcode == 0
@@ -344,7 +344,7 @@ def test_nothing_is_left_after_sigkill(index, token, monkeypatch):
     results = context.Queue()
     process = context.Process(target=_hold, args=(index, token, results))
     process.start()
-    assert results.get(timeout=240) == (1 if token else 0)
+    assert results.get(timeout=900) == (1 if token else 0)
     if token:
         mine = ImageCache(index, 64, "ram", token=token)
         assert mine.get(0) is not None
@@ -361,7 +361,7 @@ def test_a_name_that_a_crash_left_is_removed_by_the_next_run(index, monkeypatch)
     results = context.Queue()
     process = context.Process(target=_hold, args=(index, "run 3", results))
     process.start()
-    assert results.get(timeout=240) == 1
+    assert results.get(timeout=900) == 1
     monkeypatch.setattr(cache_module, "_STALE_S", -1.0)
     ImageCache(index, 64, "ram").close()
     assert len(named_files()) == 1  # in use
@@ -388,7 +388,7 @@ def test_processes_that_start_together_agree(index):
         for process in processes:
             process.start()
         start.set()
-        found = [results.get(timeout=240) for _ in processes]
+        found = [results.get(timeout=900) for _ in processes]
         for process in processes:
             process.join(240)
             assert process.exitcode == 0

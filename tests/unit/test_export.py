@@ -110,7 +110,7 @@ def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_pat
     out = tmp_path / ("m" + FORMATS[format].suffix)
     export(model, FORMATS[format], facts_of(model), SIZE_HW, out)
     child = [sys.executable, "-X", "faulthandler", "-c", AFTERWARDS, str(out)]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(child, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["interrupted"]), done.stderr
 
 

@@ -510,7 +510,7 @@ def test_of_two_processes_one_downloads_and_the_other_waits(server, tmp_path):
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in (0, 1)
     ]
-    outputs = [process.communicate(timeout=240) for process in both]
+    outputs = [process.communicate(timeout=900) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert len(server.asked) == 1 and names(tmp_path) == ["file.bin"]
     assert sum("another process is downloading it" in err for _, err in outputs) == 1

@@ -42,7 +42,7 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_the_shell_has_closed(closed: str) -> None:
     script = f'"$0" -m yolofleet data list {closed}'
-    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and not done.stderr
 
 

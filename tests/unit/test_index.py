@@ -540,7 +540,7 @@ def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path,
     for process in processes:
         process.start()
     start.set()
-    digests = {results.get(timeout=240)[0] for _ in processes}
+    digests = {results.get(timeout=900)[0] for _ in processes}
     for process in processes:
         process.join(240)
         assert process.exitcode == 0

@@ -79,7 +79,7 @@ def there(system: str, folder: Path, *argv: str, code: int = 0) -> str:
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -18,7 +18,7 @@ def start_fork_server(module: str) -> None:
     """Start the process that workers are forked from, and let it load ``module`` in the background."""
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
-    multiprocessing.set_forkserver_preload([module])
+    multiprocessing.set_forkserver_preload(["yolofleet.parallel.ends_with_parent", module])
     with safe_spawn():
         forkserver.ensure_running()
 

@@ -145,15 +145,16 @@ def environment_variable(pid: int, name: str) -> str:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the rank of a worker of ours, by the name that it gave itself (``worker.main``); None of another process.
+    """Return the rank of a worker; None of a process that is none.
 
-    A forked worker has the environment of the process that it was forked from, without RANK.
+    Our workers say it in their names (``worker.main``): a forked one has the environment of the process that it was forked
+    from. Workers of others have RANK.
     """
+    name, rank = "", environment_variable(pid, "RANK")
     with suppress(OSError):
-        name, _, rank = (PROC / str(pid) / "comm").read_text("utf-8", "replace").strip().partition("-")
-        if name == "yolofleet" and rank.isdecimal():
-            return int(rank)
-    return None
+        name = (PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    rank = name.removeprefix("yolofleet-") if name.startswith("yolofleet-") else rank
+    return int(rank) if rank.isdecimal() else None
 
 
 def is_sibling(pid: int) -> bool:
