@@ -16,7 +16,7 @@ from commands import environment, family, small_shapes, train_args
 
 from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.parallel.listener import open_listener
-from yolofleet.system.proc import environment_variable, signal_all
+from yolofleet.system.proc import rank_of, signal_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
 
@@ -64,7 +64,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
             assert time.monotonic() < deadline
             for pid in family(run.pid):
                 for port, addresses in listening(pid).items():
-                    if port not in seen and not environment_variable(pid, "RANK"):  # torchrun's agent
+                    if port not in seen and rank_of(pid) is None:  # torchrun's agent
                         stores += [port] * attack("127.0.0.1", port, mark)
                     seen.setdefault(port, set()).update(addresses)
             if len(list(tmp_path.glob("met-*"))) == 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 
 from yolofleet.system.children import safe_spawn
 
@@ -23,12 +23,27 @@ def start_fork_server(module: str) -> None:
         forkserver.ensure_running()
 
 
+def stop_fork_server() -> None:
+    """Wait until the fork server, and the process that multiprocessing started beside it, have ended.
+
+    Both end by themselves when the agent has ended, a moment too late for a launcher that says that nothing is left.
+    """
+    vars(forkserver)["_forkserver"]._stop()
+    vars(util)["_exit_function"]()  # finalizers: the folder of the socket; semaphores, which need the tracker
+    vars(resource_tracker)["_resource_tracker"]._stop()
+
+
 if __name__ == "__main__":
-    if "--start-method=forkserver" in sys.argv:
+    forks = "--start-method=forkserver" in sys.argv
+    if forks:
         start_fork_server("yolofleet.worker")
     from torch.distributed.run import main
 
     from yolofleet.parallel.rendezvous import register
 
     register()
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    finally:
+        if forks:
+            stop_fork_server()
