@@ -71,7 +71,7 @@ def runs_agent(machine: Machine) -> bool:
     ("when", "is_so", "says"),
     [
         ("while it is examined", runs_host_agent, "m2: the connection to it was lost before the first message|m2: the connection to it broke|m2 is lost"),
-        ("while it starts", runs_agent, "m2 is lost, with rank 1: (nothing heard from it for 20 s|the connection to it broke)"),
+        ("while it starts", runs_agent, "m2 is lost, with rank 1: (no message from it for 20 s|the connection to it broke)"),
     ],
 )  # fmt: skip
 def test_a_host_that_dies(

@@ -264,7 +264,7 @@ SAVED = "Stopped: .*saved"
 ENDS: dict[str, tuple[Callable[[Lab, Command], None], int, str]] = {
     "Ctrl-C": (interrupt, 75, SAVED),
     "the launcher is killed": (kill_launcher, -signal.SIGKILL, ""),
-    "a cable is pulled": (cut_link, 4, "m2 is lost, with rank 1: nothing heard from it for 5 s"),
+    "a cable is pulled": (cut_link, 4, "m2 is lost, with rank 1: no message from it for 5 s"),
     "a worker is killed": (kill_worker, 4, r"rank 1 on m2 was killed \(SIGKILL\)"),
     "an agent is killed": (kill_agent, 4, "agent of rank 1 on m2 was ended by SIGKILL"),
     "a host agent is killed": (kill_host_agent, 4, "m2 is lost, with rank 1"),

@@ -55,6 +55,6 @@ def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
     codes = {name: agent.returncode for name, agent in agents.items()}
     assert codes == {"fails": 3, "is killed": 4, "is well": 0, "saves": 75}, said
     assert [mark.read_text() for mark in marks] == ["saved", "saved"]
-    assert "by somebody" in said["is killed"]
+    assert "by a user" in said["is killed"]
     assert "Traceback" not in "".join(said.values())
     assert not list((tmp_path / "tmp").glob("torchelastic_*"))

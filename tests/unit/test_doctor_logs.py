@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.fleet.doctor import log_rules, logs
+from yolofleet.fleet.doctor import log_files, log_rules, logs
 from yolofleet.fleet.doctor.findings import LEVELS, Finding, worst
-from yolofleet.fleet.doctor.logs import classify, read_log
+from yolofleet.fleet.doctor.log_files import read_log
+from yolofleet.fleet.doctor.logs import classify
 
 HERE = Path(__file__).parent
 EXCERPTS = json.loads((HERE / "logs" / "table.json").read_text(encoding="utf-8"))
@@ -157,7 +158,7 @@ def test_a_refused_attempt_before_the_processes_met_is_harmless():
     met = "a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1e0 - Init COMPLETE\n"
     found = of(TRIES * 3 + met)
     assert [(f.code, f.level) for f in found] == [("log-clean", "ok"), ("connection-refused", "note")]
-    assert "(3 lines like it)" in found[1].seen
+    assert "(3 similar lines)" in found[1].seen
     assert sick(of(TRIES + met + TRIES)) == ["connection-refused"]  # and then again
 
 
@@ -357,7 +358,7 @@ def test_an_attempt_that_one_rank_repeated_with_success_does_not_excuse_another(
     for file in (run_folder / "logs").glob("*.log"):
         file.write_text(TRIES + met if file.name == "rank-10.log" else "epoch 1\n")
     [clean, tried] = read_log(run_folder)
-    assert (clean.code, clean.seen) == ("log-clean", "5 files, 6 lines, and no error that is known")
+    assert (clean.code, clean.seen) == ("log-clean", "5 files, 6 lines, and no known error")
     assert (tried.where, tried.level) == ("rank-10.log, line 1", "note")
     (run_folder / "logs" / "rank-1.log").write_text(TRIES)
     [tried] = read_log(run_folder)
@@ -365,7 +366,7 @@ def test_an_attempt_that_one_rank_repeated_with_success_does_not_excuse_another(
 
 
 def test_more_files_than_are_read_at_once_are_said(run_folder, monkeypatch):
-    monkeypatch.setattr(logs, "MOST_FILES", 3)  # agent, rank-0, rank-1
+    monkeypatch.setattr(log_files, "MOST_FILES", 3)  # agent, rank-0, rank-1
     found = read_log(run_folder)
     assert "gpu-memory" not in {f.code for f in found}
     assert (found[-1].code, found[-1].level, found[-1].seen) == (
@@ -387,7 +388,7 @@ def test_an_empty_log_and_a_healthy_one_are_said_so():
 
 def test_rubbish_is_survived():
     rng = random.Random(0)
-    words = [part for _, pattern in logs._PATTERNS for part in pattern.parts]
+    words = [part for _, pattern in log_rules.PATTERNS for part in pattern.parts]
     words += [
         "[",
         "(",
@@ -447,7 +448,7 @@ def test_two_hundred_megabytes_are_read_in_little_memory():
 
 def test_what_is_remembered_of_lines_is_bounded(monkeypatch):
     monkeypatch.setattr(logs, "REMEMBERED", 50)
-    reader = logs._Reader()
+    reader = logs.Reader()
     for number, letters in enumerate((f"{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(600)), 1):
         reader.line(letters, number)
         assert len(reader.known) <= 50
@@ -464,10 +465,10 @@ def test_lines_that_differ_in_a_number_that_matters_are_told_apart():
 
 
 def test_no_pattern_hides_behind_an_earlier_one():
-    for _, pattern in logs._PATTERNS:
+    for _, pattern in log_rules.PATTERNS:
         line = " x ".join(part.strip() if len(pattern.parts) == 1 else part for part in pattern.parts)
         line += "" if pattern.at_end else " x"
-        rule = logs._first_fit(logs._PATTERNS, line if pattern.at_start else f"x {line}")
+        rule = log_rules.first_match(log_rules.PATTERNS, line if pattern.at_start else f"x {line}")
         assert rule is not None, pattern
         assert rule.code == pattern.rule.code, pattern
 
@@ -484,5 +485,5 @@ def test_a_log_that_claims_a_terabyte_is_refused_before_it_is_read(tmp_path: Pat
     log = tmp_path / "x.log"
     with log.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ConfigError, match=r"has more than the 1\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"has more than the limit of 1\.0 GiB"):
         read_log(log)

@@ -54,7 +54,7 @@ def test_bare_names_have_the_devices_of_the_command() -> None:
     ("text", "says"),
     [
         ("a:8,a:4", "a is named twice"),
-        ("a", "how many processes"),
+        ("a", "has no devices"),
         ("a:0", "names no devices"),
         ("a:0+0", "names no devices"),
         ("a:cpu:0", "names no devices"),
@@ -92,14 +92,14 @@ def test_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("hosts:\n  - host: a\n    gpu: 8\n", 3, "'gpu' is not known|gpu is not known"),
+        ("hosts:\n  - host: a\n    gpu: 8\n", 3, "unknown key gpu"),
         ("hosts:\n  - host: a\n    gpus: 0\n", 3, "names no devices"),
         ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both say"),
         ("hosts:\n  - host: '-oX'\n    gpus: 2\n", 2, "not a host's name"),
         ("hosts: a:8\n", 1, "not a list"),
         ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
-        ("hosts:\n  - host: a\n    gpus: 1\n    env: {A B: 1}\n", 4, "cannot be a variable"),
-        ("hosts:\n  - host: a\n    gpus: 1\n    folder: [x]\n", 4, "not a text"),
+        ("hosts:\n  - host: a\n    gpus: 1\n    env: {A B: 1}\n", 4, "is not a valid variable"),
+        ("hosts:\n  - host: a\n    gpus: 1\n    folder: [x]\n", 4, "not a valid text"),
         ("defaults: 3\nhosts: [a:1]\n", 1, "not a mapping"),
         ("port: 29500\n", 0, "names no hosts"),
     ],
@@ -208,7 +208,7 @@ def watch_of(*endings: dict[str, Any] | str, wishes: int = 0) -> Watch:
     """Hosts n0 ... with a process each, which ended in this order; a text: the host was lost."""
     fleet = Fleet(tuple(Host(f"n{i}", "cpu") for i in range(len(endings))))
     watch = Watch(fleet, [Remote(host) for host in fleet.hosts], lambda *_: None)
-    watch.wishes = wishes
+    watch.stop_requests = wishes
     for number, ending in enumerate(endings):
         if isinstance(ending, str):
             watch.nodes[number].lost = ending
@@ -344,7 +344,7 @@ def test_a_plain_commands_exit_code(
 
 def test_each_line_of_a_host_has_its_name_however_it_comes() -> None:
     watch, shown = watch_of({}, {}), []
-    watch.screen.write = shown.append  # type: ignore[method-assign]
+    watch.stdout.write = shown.append  # type: ignore[method-assign]
     for text in ("one\ntw", "o\n", "\n", "three", "\n"):
         watch._show(1, text)
     assert "".join(shown) == "n1: one\nn1: two\nn1: \nn1: three\n"

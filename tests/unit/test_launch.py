@@ -14,7 +14,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.fleet.job import (
     JobSpec,
-    Meeting,
+    Rendezvous,
     StoreEnd,
     agent_argv,
     agent_environment,
@@ -52,7 +52,7 @@ def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.M
     ("store", "options"), [(StoreEnd(4711), "node=1"), (StoreEnd(4711, 5), "node=1,listener=5")]
 )
 def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd, options: str) -> None:
-    meeting = Meeting(node=1, nodes=3, address="10.0.0.1", port=29501, card="eth1", secret="5ec2e7")
+    meeting = Rendezvous(node=1, nodes=3, address="10.0.0.1", port=29501, interface="eth1", secret="5ec2e7")
     argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting), store)
     assert argv[1:] == [
         "-c", START, "yolofleet.parallel.agent", "--nnodes=3", "--rdzv-backend=loopback",
@@ -145,13 +145,13 @@ def test_exit_codes_of_a_silent_worker_are_translated(
             2,
             5,
             "(SIGKILL) by the kernel's out-of-memory killer: the machine, or its control group",
-            "somebody",
+            "by a user",
         ),
-        (0, 0, "by somebody, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
-        (None, 0, "by somebody, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
-        (0, 5, "killer: it ended 5 on this machine meanwhile, but none in the control group", "most likely"),
-        (None, 5, "most likely the kernel's out-of-memory killer: it ended 5 on this machine", "somebody"),
-        (None, None, "most likely the kernel's out-of-memory killer", "somebody"),
+        (0, 0, "by a user, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
+        (None, 0, "by a user, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
+        (0, 5, "killer: it killed 5 on this machine meanwhile, but none in the control group", "most likely"),
+        (None, 5, "most likely the kernel's out-of-memory killer: it killed 5 on this machine", "by a user"),
+        (None, None, "most likely the kernel's out-of-memory killer", "by a user"),
     ],
 )
 def test_a_kill_is_the_kernels_only_where_it_counts_one(

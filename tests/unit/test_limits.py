@@ -19,7 +19,7 @@ from yolofleet.datasets.labels import ProblemLog
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.files import archive
-from yolofleet.fleet.doctor import logs
+from yolofleet.fleet.doctor import log_files
 from yolofleet.fleet.hosts import wire_protocol
 from yolofleet.images import decode, header
 from yolofleet.models import darknet_cfg, description
@@ -56,7 +56,7 @@ LIMITS = {
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
-    "a log that the doctor reads": gib(logs.MOST_LOG_BYTES),
+    "a log that the doctor reads": gib(log_files.MOST_LOG_BYTES),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.agent import meeting_arguments
+from yolofleet.fleet.agent import rendezvous_arguments
 from yolofleet.parallel.place import Place, first_node, is_first, place_from_environment
 
 # of `srun -N2 --ntasks-per-node=2` under SLURM 22.05
@@ -192,9 +192,9 @@ def test_only_the_first_process_speaks() -> None:
 def test_agents_meet_where_the_scheduler_says() -> None:
     two = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     said = ["--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=16050"]
-    assert meeting_arguments(two, ["--nproc-per-node=4"]) == said
-    assert meeting_arguments({}, [])[0] == "--nnodes=1"
-    assert meeting_arguments(two, ["--nnodes=3", "--node-rank=0", "--master-addr=a"]) == []
+    assert rendezvous_arguments(two, ["--nproc-per-node=4"]) == said
+    assert rendezvous_arguments({}, [])[0] == "--nnodes=1"
+    assert rendezvous_arguments(two, ["--nnodes=3", "--node-rank=0", "--master-addr=a"]) == []
 
 
 @pytest.mark.parametrize(

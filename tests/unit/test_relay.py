@@ -15,7 +15,7 @@ import pytest
 
 from yolofleet.fleet.hosts import relay as relays
 from yolofleet.fleet.hosts.relay import Relay
-from yolofleet.fleet.job import Meeting
+from yolofleet.fleet.job import Rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -37,7 +37,7 @@ def make() -> Iterator[Make]:
     def one(
         node: int, *, secret: str = SECRET, store_node: int = 0, say: Callable[[str], None] = print
     ) -> Relay:
-        meeting = Meeting(node, 3, "127.0.0.1", port, "lo", secret, store_node)
+        meeting = Rendezvous(node, 3, "127.0.0.1", port, "lo", secret, store_node)
         relay = Relay(meeting, say)
         if relay.end.listener is not None:
             store = socket.socket(fileno=os.dup(relay.end.listener))
@@ -153,7 +153,7 @@ def test_a_worker_says_nothing_to_a_false_store(make: Make, monkeypatch: pytest.
             assert len(got) == 64 and rest_of(caller) == b""
         assert rest_of(worker) == b""
     assert said == [
-        f"no way to the run's store at 127.0.0.1:{other._port}: what listens there does not know the run's secret"
+        f"cannot reach the run's store at 127.0.0.1:{other._port}: the process that listens there does not know the run's secret"
     ]
 
 
@@ -205,8 +205,8 @@ def test_a_port_that_is_taken_is_an_error_with_its_number() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port}: Address already in use"):
-            Relay(Meeting(0, 2, "127.0.0.1", port, "lo", SECRET))
+            Relay(Rendezvous(0, 2, "127.0.0.1", port, "lo", SECRET))
 
 
 def test_the_secret_is_in_no_text_of_the_meeting() -> None:
-    assert SECRET not in repr(Meeting(0, 2, "10.0.0.1", 29500, "lo", SECRET))
+    assert SECRET not in repr(Rendezvous(0, 2, "10.0.0.1", 29500, "lo", SECRET))

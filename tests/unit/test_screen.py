@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from yolofleet.fleet.launch.nonblocking_stdout import LEFT_OUT, Screen
+from yolofleet.fleet.launch.nonblocking_stdout import LEFT_OUT, NonblockingStdout
 
 
 class Reader:
@@ -37,7 +37,7 @@ def a_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 def test_everything_arrives_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_reader(monkeypatch) as reader:
-        screen = Screen()
+        screen = NonblockingStdout()
         print("before")
         for number in range(2000):
             screen.write(f"{number:050d}\n")
@@ -55,7 +55,7 @@ def test_a_reader_who_pauses_holds_up_nothing_and_sees_what_was_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with a_reader(monkeypatch) as reader:
-        screen = Screen(most_waiting=1 << 20)
+        screen = NonblockingStdout(most_waiting=1 << 20)
         for number in range(100):
             screen.write(str(number % 10) * (1 << 15))  # three mebibytes that nobody reads yet
         while len(reader.text) < 1 << 19:
@@ -71,12 +71,12 @@ def test_a_reader_who_pauses_holds_up_nothing_and_sees_what_was_left_out(
 
 def test_the_end_does_not_wait_for_a_reader_who_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_reader(monkeypatch):
-        screen = Screen(patience_s=0.5)
+        screen = NonblockingStdout(patience_s=0.5)
         screen.write("x" * (1 << 18))
         began_s = time.monotonic()
         screen.close()
         assert time.monotonic() - began_s > 0.4
-        again = Screen(patience_s=3600)
+        again = NonblockingStdout(patience_s=3600)
         again.write("x" * (1 << 18))
         threading.Timer(0.2, again.give_up).start()
         again.close()
@@ -88,7 +88,7 @@ def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (os.fdopen(theirs, "w"), None):
         monkeypatch.setattr(sys, "stdout", stream)
         before = set(threading.enumerate())  # other tests' threads may end meanwhile
-        screen = Screen()
+        screen = NonblockingStdout()
         screen.write("words\n")
         screen.close()
         assert set(threading.enumerate()) <= before
@@ -108,7 +108,7 @@ def test_a_stream_that_is_no_file_is_written_to(monkeypatch: pytest.MonkeyPatch)
 
     notebook = Notebook()
     monkeypatch.setattr(sys, "stdout", notebook)
-    screen = Screen()
+    screen = NonblockingStdout()
     screen.write("a cell's words\n")
     screen.close()
     assert notebook.text == "a cell's words\n"

@@ -36,7 +36,7 @@ PRINTS = {
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
     "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
     "fleet/launch/nonblocking_stdout.py:_put": "text that `fleet/launch/watch.py` has cleaned",
-    "fleet/launch/watch.py:wish": "a fixed sentence, from a signal handler",
+    "fleet/launch/watch.py:request_stop": "a fixed sentence, from a signal handler",
     "fleet/launch/local.py:forward": "the same",
     "train/loop.py:_on_signal": "the same",
     "files/fetch.py:show": "carriage return before a line of `echo`",

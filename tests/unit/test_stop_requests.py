@@ -109,7 +109,7 @@ def test_while_the_hosts_are_told_to_start(
     watch = Watch(Fleet((first.host, second.host)), [first, second], lambda *_: None)
     watch.follow([{"part": 0}, {"part": 1}])
     assert (first.told, second.told) == ([{"part": 0}, grace_s], [{"part": 1}, grace_s])
-    assert watch.wishes == wishes and watch.command_code() == Stopped.exit_code
+    assert watch.stop_requests == wishes and watch.command_code() == Stopped.exit_code
     assert capfd.readouterr().err.count("stopping all hosts") == 1
 
 

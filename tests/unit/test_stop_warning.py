@@ -21,7 +21,7 @@ worker = subprocess.Popen(["sh", "-c", "trap 'exit 7' USR1; echo; while :; do sl
 worker.stdout.readline()
 if sys.argv[1] == "late":
     os.kill(os.getpid(), signal.SIGUSR1)
-print(warning.has_come, worker.wait())
+print(warning.received, worker.wait())
 """
 
 

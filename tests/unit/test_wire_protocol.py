@@ -201,9 +201,9 @@ def test_no_frame_that_gets_through_brings_the_launcher_down(
         with (tmp_path / "log").open("w", encoding="utf-8") as log:
             watch = Watch(Fleet((host,)), [Remote(host)], lambda _node, _rank, text: log.write(text))
             watch._take(0, message)
-            watch.screen.close()
+            watch.stdout.close()
         for wishes in (0, 1):
-            watch.wishes = wishes
+            watch.stop_requests = wishes
             if watch.nodes[0].is_over:
                 assert watch.explain("") in range(256) and watch.command_code() in range(256)
     assert passed > 100

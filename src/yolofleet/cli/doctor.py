@@ -64,7 +64,7 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """What the settings ask for: a log, a fleet or this machine."""
     config = resolved.value
     if config.log:
-        from yolofleet.fleet.doctor.logs import read_log
+        from yolofleet.fleet.doctor.log_files import read_log
 
         return read_log(config.log)
     from yolofleet.fleet.description import named_fleet

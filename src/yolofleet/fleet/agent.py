@@ -1,13 +1,13 @@
 """``python -m yolofleet.fleet.agent --nproc-per-node N -m yolofleet train ...``: torchrun for schedulers.
 
-One on every machine, started by ``srun``, ``mpirun`` or Kubernetes. To torchrun's agent, whose arguments it takes, it
-adds what a scheduler needs:
+``srun``, ``mpirun`` or Kubernetes starts one on every machine. It takes the arguments of torchrun's agent, and adds what
+a scheduler needs:
 
-- under srun or mpirun it finds the machine's number and the address of the first;
-- on one machine everything stays on the loopback interface. Several machines use torchrun's ``static`` rendezvous: it
-  has no pickles, but its store listens on all addresses of the first machine;
-- SIGUSR1, a scheduler's warning, is passed on to the workers, which save and end (torchrun would die of it);
-- the exit code is that of the worker that failed first (torchrun's is 1), so 75 means: start again, it will resume.
+- Under srun or mpirun it finds the machine's number and the address of the first machine.
+- A run on one machine uses only the loopback interface. Several machines use torchrun's ``static`` rendezvous, which
+  has no pickles, but its store listens on all addresses of the first machine.
+- It forwards SIGUSR1, a scheduler's warning, to the workers, which save and end. torchrun alone would end.
+- Its exit code is that of the worker that failed first, where torchrun's is 1. So 75 means that the same job resumes.
 """
 
 from __future__ import annotations
@@ -35,63 +35,60 @@ POLL_S = 0.2
 
 
 def main(argv: list[str]) -> int:
-    """One machine's part of a run, to its end; returns the exit code."""
+    """Run one machine's part of a job to its end. Return the exit code."""
     try:
-        arguments = [*meeting_arguments(os.environ, argv), *argv]
+        arguments = [*rendezvous_arguments(os.environ, argv), *argv]
     except YolofleetError as problem:
         echo(problem.render(), to=sys.stderr)
         return problem.exit_code
     os.environ.update(AGENT_DEFAULTS | os.environ)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
-        logging.CRITICAL
-    )  # see _explained
+    # _exit_code reports the failure
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     warning, before = StopWarning(), oom_kills()
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        wishes = torchrun.parse_args(arguments)
-        if wishes.nnodes in ("1", "1:1"):
-            _keep_to_loopback(wishes)
-        if (
-            wishes.tee == wishes.redirects == "0"
-        ):  # nothing to keep; else every start leaves an empty folder in TMPDIR
-            wishes.log_dir = wishes.log_dir or os.devnull
-        if wishes.module and wishes.training_script.partition(".")[0] == "yolofleet":
-            _ignore_working_folder(wishes)
-        torchrun.run(wishes)
+        options = torchrun.parse_args(arguments)
+        if options.nnodes in ("1", "1:1"):
+            _keep_to_loopback(options)
+        if options.tee == options.redirects == "0":  # else every start leaves an empty folder in TMPDIR
+            options.log_dir = options.log_dir or os.devnull
+        if options.module and options.training_script.partition(".")[0] == "yolofleet":
+            _ignore_working_folder(options)
+        torchrun.run(options)
     except ChildFailedError as failed:
-        if warning.has_come:
+        if warning.received:
             return Stopped.exit_code
         rank, failure = failed.get_first_failure()
-        return _explained(rank, failure.exitcode, oom_kills().since(before))
+        return _exit_code(rank, failure.exitcode, oom_kills().since(before))
     except SignalException as ended:
         return 128 + ended.sigval
     return 0
 
 
 class StopWarning:
-    """SIGUSR1: passed on to the workers whenever it comes; to those that do not run yet when they do."""
+    """Forward SIGUSR1 to the workers. If none run yet, wait until they do."""
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.received = False
         if hasattr(signal, "SIGUSR1"):
-            signal.signal(signal.SIGUSR1, self._pass_on)
+            signal.signal(signal.SIGUSR1, self._forward)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self.has_come = True
-        threading.Thread(target=self._tell_workers, args=(number,), daemon=True).start()
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self.received = True
+        threading.Thread(target=self._signal_workers, args=(number,), daemon=True).start()
 
     @staticmethod
-    def _tell_workers(number: int) -> None:
-        while not (workers := children(os.getpid())):  # the machines have not met yet
+    def _signal_workers(number: int) -> None:
+        while not (workers := children(os.getpid())):  # the rendezvous is not complete
             time.sleep(POLL_S)
         signal_all(workers, number)
 
 
-def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
-    """Return torchrun's arguments for the place that srun or mpirun gave; nothing if ``argv`` has its own.
+def rendezvous_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
+    """Return torchrun's rendezvous arguments from the variables of srun or mpirun; none if ``argv`` has its own.
 
     Raises:
         ConfigError: the variables of srun or mpirun contradict each other.
@@ -110,7 +107,7 @@ def meeting_arguments(environment: Mapping[str, str], argv: list[str]) -> list[s
 
 
 def _keep_to_loopback(options: argparse.Namespace) -> None:
-    """Let a run on one machine meet on loopback, whatever rendezvous its arguments name: nobody else takes part."""
+    """Use a rendezvous on loopback, whatever the arguments say: no other machine takes part."""
     from yolofleet.parallel.rendezvous import BACKEND, register
 
     register()
@@ -121,15 +118,15 @@ def _keep_to_loopback(options: argparse.Namespace) -> None:
 
 
 def _ignore_working_folder(options: argparse.Namespace) -> None:
-    """Let workers that run this package import nothing from the working folder. A user's own script may need it."""
+    """Keep workers of this package from importing from the working folder. A user's own script may need it."""
     python, *words = module_argv(options.training_script, *options.training_script_args)
     options.module, options.no_python = False, True
     options.training_script, options.training_script_args = python, words
     os.environ.update(module_environment(os.environ))
 
 
-def _explained(rank: int, exit_code: int, killed: OomKills) -> int:
-    """A worker that ended by itself has said why; of one that was killed it is said here."""
+def _exit_code(rank: int, exit_code: int, killed: OomKills) -> int:
+    """Return the exit code of a failed worker. Report one that was killed; others have reported themselves."""
     if exit_code > 0:
         return exit_code
     problem = ClusterError(

@@ -1,6 +1,6 @@
-"""A fleet as a value: which hosts, what each of them runs, and where things lie there.
+"""A fleet as a value: its hosts, their devices, and their folders.
 
-From ``--hosts a:8,b:4,c:0+2`` or a YAML file. How to log in (user, port, keys, jumps) is OpenSSH's own business:
+It comes from ``--hosts a:8,b:4,c:0+2`` or from a YAML file. OpenSSH knows how to log in (user, port, keys, jump hosts):
 ~/.ssh/config.
 """
 
@@ -17,15 +17,15 @@ from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
-USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # never an option of ssh
-MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # 8 and 2024-01-01 are slips
+USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading hyphen: ssh would take it for an option
+MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # not 8 or 2024-01-01, which are mistakes
 NAME = rf"(?:{USER}@)?(?:{MACHINE})"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 FORMS = "a:8 is GPUs 0 to 7 of host a, b:0+2 its GPUs 0 and 2, c:+3 its GPU 3 alone, d:cpu:4 four processes on CPUs"
-FILE_FORM = "docs/fleet.md shows the form of a fleet file"
+FILE_FORM = "docs/fleet.md describes the fleet file"
 FIRST_PORT = 29500
 MOST_HOSTS, MOST_GPUS = 1024, 64
-HERE = "localhost"  # this machine: no ssh
+HERE = "localhost"  # this machine, without ssh
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Host:
     Attributes:
         name: as OpenSSH knows it; ``localhost`` is this machine, without ssh.
         device: as ``--device`` there: ``cpu:2``, ``0,2``.
-        address: where the other hosts reach it; "" = found out.
-        interface: the network card to meet on; "" = found out.
+        address: where the other hosts reach it; "" = the preflight check chooses one.
+        interface: the network interface for communication; "" = the preflight check chooses one.
         python: an interpreter that has yolofleet; "" = the same path as here.
-        folder: to work in; "" = the same path as here.
-        data: data set there; "" = what ``--data`` says.
-        env: variables of everything that is started there (seen in its list of processes: no secrets).
+        folder: the working folder; "" = the same path as here.
+        data: the data set there; "" = as ``--data``.
+        env: environment variables of all processes there. The list of processes shows them, so no secrets.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Host:
 class Fleet:
     """Attributes:
     hosts: rank 0 runs on the first.
-    source: where this was said.
-    port: of the rendezvous on the first host, or the first free one after it.
-    silence_s: a host ends everything when it has heard nothing from the launcher for so long.
-    grace_s: from the wish to stop until processes are killed.
+    source: the option or file that names the fleet.
+    port: of the rendezvous on the first host, or the next free one.
+    silence_s: timeout of heartbeats, after which a host ends everything.
+    grace_s: seconds from a request to stop until processes are killed.
     """
 
     hosts: tuple[Host, ...]
@@ -78,36 +78,38 @@ class Fleet:
         return sum(host.processes for host in self.hosts)
 
     def first_rank(self, node: int) -> int:
-        """The lowest rank on the host of that number; ranks are dealt host by host."""
+        """Return the lowest rank on a host. Ranks are numbered host by host."""
         return sum(host.processes for host in self.hosts[:node])
 
     def ranks(self, node: int) -> range:
-        """Of the host of that number."""
+        """Return the ranks on a host."""
         first = self.first_rank(node)
         return range(first, first + self.hosts[node].processes)
 
     def ranks_text(self, node: int) -> str:
-        """``rank 3`` or ``ranks 0 to 7``."""
+        """Return ``rank 3`` or ``ranks 0 to 7``."""
         ranks = self.ranks(node)
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def parse_hosts(text: str, device: str = "auto", source: str = "--hosts") -> Fleet:
-    """``a:8,b:4,c:0+2,d:cpu:2``; a bare name has the devices of ``--device``.
+    """Return the fleet of ``a:8,b:4,c:0+2,d:cpu:2``. A name without devices gets those of ``--device``.
 
     Raises:
-        ConfigError: names the entry.
+        ConfigError: an entry is not valid.
     """
     entries = [entry.strip() for entry in text.split(",")]
     return _fleet([_short(entry, device, source) for entry in entries], source)
 
 
 def load_fleet(path: Path, device: str = "auto") -> Fleet:
-    """A fleet file: ``hosts``, a list of short forms or of mappings; ``defaults`` of every host; ``port``,
-    ``silence_s``, ``grace_s``.
+    """Return the fleet of a YAML file.
+
+    Its keys are ``hosts``, a list of short forms or mappings; ``defaults`` of every host; ``port``, ``silence_s`` and
+    ``grace_s``.
 
     Raises:
-        ConfigError: names the line.
+        ConfigError: a line is not valid.
     """
     values = read_yaml(path)
     _known(values, ("hosts", "defaults", "port", "silence_s", "grace_s"), path)
@@ -135,16 +137,16 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
 
 
 def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | None:
-    """What ``--hosts`` or ``--fleet`` names; None: neither was given.
+    """Return the fleet that ``--hosts`` or ``--fleet`` names; None if neither was given.
 
     Raises:
-        ConfigError: both were, or one that is empty: ``--hosts "$NODES"`` must not use this machine instead.
+        ConfigError: both were given, or one is empty. An empty ``--hosts "$NODES"`` must not mean this machine.
     """
     for flag, value in (("--hosts", hosts), ("--fleet", file)):
         if value is not None and not value.strip():
             raise ConfigError(
                 f"{flag} is given, and empty",
-                hint=f"is a variable in it not set? {flag} {'a:8,b:4' if flag == '--hosts' else 'fleet.yaml'}",
+                hint=f"check that the variable in it is set: {flag} {'a:8,b:4' if flag == '--hosts' else 'fleet.yaml'}",
             )
     if hosts and file:
         raise ConfigError("--hosts and --fleet both name the machines", hint="leave one out")
@@ -181,7 +183,7 @@ def _short(entry: str, device: str, source: str) -> Host:
 
 
 def _device(spec: str, name: str, source: str) -> str:
-    """``8`` -> 0,1,..,7; ``0+2`` -> 0,2; ``+3`` -> 3; ``cpu:4`` as it is."""
+    """Return the value of ``--device`` for a short form: 8 -> 0,1,..,7; 0+2 -> 0,2; +3 -> 3; cpu:4 -> cpu:4."""
     if _is_cpus(spec):
         return spec
     if re.fullmatch(r"[1-9][0-9]?", spec) and int(spec) <= MOST_GPUS:
@@ -195,7 +197,7 @@ def _device(spec: str, name: str, source: str) -> str:
     elif spec.isdigit():
         hint = f"a host has 1 to {MOST_GPUS} GPUs; {FORMS}"
     elif spec.startswith("cpu"):
-        hint = f"{name}:cpu:1 to {name}:cpu:{MOST_PROCESSES} are so many processes on its CPUs"
+        hint = f"{name}:cpu:1 to {name}:cpu:{MOST_PROCESSES} start that many processes on its CPUs"
     raise ConfigError(f"{shown(f'{name}:{spec}')}: {shown(spec)} names no devices", source=source, hint=hint)
 
 
@@ -205,16 +207,16 @@ def _is_cpus(text: str) -> bool:
 
 
 def _are_ids(texts: list[str]) -> bool:
-    """Of GPUs, each once."""
+    """Return whether the texts are numbers of GPUs, each once."""
     return all(re.fullmatch(r"0|[1-9][0-9]{0,2}", text) for text in texts) and len({*texts}) == len(texts)
 
 
 def _bare_device(name: str, device: str, source: str) -> str:
     if device in ("auto", "", "mps"):
         raise ConfigError(
-            f"host {name}: how many processes?",
+            f"host {name} has no devices",
             source=source,
-            hint=f"{FORMS}; --device 0,1 counts for bare names",
+            hint=f"{FORMS}; --device 0,1 counts for hosts without devices",
         )
     return device
 
@@ -255,13 +257,13 @@ def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, li
 
 
 def _default_device(entry: Mapping[str, Any], path: Path) -> str:
-    """From ``device`` (as ``--device``) or ``gpus`` (a number, or a list of ids); "" when neither is there."""
+    """Return the devices of the key ``device`` (as ``--device``) or ``gpus`` (a number or a list of ids); "" without."""
     if "device" in entry:
         value, line = entry["device"]
         text = str(value)
         if not _is_cpus(text) and not _are_ids(text.split(",")):
             raise ConfigError(
-                f"device: {shown(value)} is none for a fleet",
+                f"device: {shown(value)} is not a valid device for a fleet",
                 source=f"{path}:{line}",
                 hint=f'device: "0,2", or cpu:1 to cpu:{MOST_PROCESSES}',
             )
@@ -288,7 +290,7 @@ def _texts(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
             value, line = entry[name]
             if not isinstance(value, (str, int, float)) or isinstance(value, bool) or not _plain(str(value)):
                 raise ConfigError(
-                    f"{name}: {shown(value)} is not a text", source=f"{path}:{line}", hint=FILE_FORM
+                    f"{name}: {shown(value)} is not a valid text", source=f"{path}:{line}", hint=FILE_FORM
                 )
             found[name] = str(value)
     return found
@@ -304,16 +306,16 @@ def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
     for name, (value, at) in values.items():
         if not re.fullmatch(VARIABLE, name) or isinstance(value, (list, Mapping)) or not _plain(str(value)):
             raise ConfigError(
-                f"env: {shown(name)}: {shown(value)} cannot be a variable",
+                f"env: {shown(name)}: {shown(value)} is not a valid variable",
                 source=f"{path}:{at}",
-                hint="env: {NCCL_DEBUG: WARN}; names have letters, digits and _ only",
+                hint="env: {NCCL_DEBUG: WARN}; names consist of letters, digits and _",
             )
         found[name] = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return found
 
 
 def _plain(text: str) -> bool:
-    """No control characters: it becomes part of a command line."""
+    """Return whether a text has no control characters. It becomes part of a command line."""
     return all(character.isprintable() for character in text)
 
 
@@ -346,7 +348,7 @@ def _known(values: Mapping[str, Any], names: Iterable[str], path: Path) -> None:
         if name not in names:
             line = entry.line if isinstance(entry, Located) else "?"
             raise ConfigError(
-                f"{shown(name)} is not known here",
+                f"unknown key {shown(name)}",
                 source=f"{path}:{line}",
                 hint=did_you_mean(name, names) or f"one of {', '.join(names)}",
             )

@@ -1,4 +1,4 @@
-"""What to start, as a value: rendered to argv lists here, watched in ``local.py``."""
+"""A job as a value, and its command. ``launch/local.py`` and ``hosts/host_agent.py`` run it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from yolofleet.system.children import module_argv
 
-# seconds from a SIGTERM until the agent kills its workers; torch's own 30 may be too few to save in (older ones know
-# no other)
+# Seconds from SIGTERM until torchrun's agent kills its workers. torch's default of 30 may be too short to save a
+# checkpoint, and older versions have no other.
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """This host's place among the hosts of a run.
 
     Attributes:
         node: number of this host, of ``nodes``.
         address, port: where the host ``store_node`` lets the other hosts reach the run's store.
-        card: name of this host's network interface that the other hosts reach.
-        secret: hexadecimal; whoever knows it may use the store. Empty for a command, which has no store.
+        interface: name of this host's network interface that the other hosts reach.
+        secret: hexadecimal key of the store. Empty for a command, which has no store.
         store_node: number of the host that runs the store; any host can.
     """
 
@@ -32,7 +32,7 @@ class Meeting:
     nodes: int
     address: str
     port: int
-    card: str
+    interface: str
     secret: str = field(default="", repr=False)
     store_node: int = 0
 
@@ -52,17 +52,17 @@ class StoreEnd:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What one machine does for a run: ``processes`` workers that read the job of the run ``folder``.
+    """What one machine runs: ``processes`` workers, which read the job in the run ``folder``.
 
     Attributes:
-        job: the configuration, when it is not the folder's own ``logs/job.yaml``.
-        meeting: None: there is no other machine.
+        job: file of the configuration; None = ``logs/job.yaml`` of the folder.
+        rendezvous: None if there is no other machine.
     """
 
     folder: Path
     processes: int
     job: Path | None = None
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
 
 def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
@@ -71,10 +71,10 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
     Args:
         store: by default the agent opens a store for this host alone, on a free port.
     """
-    node, nodes = (job.meeting.node, job.meeting.nodes) if job.meeting else (0, 1)
+    node, nodes = (job.rendezvous.node, job.rendezvous.nodes) if job.rendezvous else (0, 1)
     options = f"node={node}" + ("" if store.listener is None else f",listener={store.listener}")
     return [
-        *module_argv("yolofleet.parallel.agent"),  # torchrun with a rendezvous that needs no open port
+        *module_argv("yolofleet.parallel.agent"),  # torchrun with a rendezvous that opens no port
         f"--nnodes={nodes}",
         "--rdzv-backend=loopback",
         f"--rdzv-endpoint=127.0.0.1:{store.port}",
@@ -82,42 +82,39 @@ def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
         "--local-addr=127.0.0.1",  # not the host name, which may not resolve
         f"--nproc-per-node={job.processes}",
         "--rdzv-id=yolofleet",
-        "--max-restarts=0",  # restarts are left to --resume
+        "--max-restarts=0",  # --resume restarts a run
         f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
         *worker_argv(str(job.folder), *([str(job.job)] if job.job else [])),
     ]
 
 
 def worker_argv(*words: str) -> list[str]:
-    """Return torchrun's arguments that start a worker: forked from a process that has loaded torch, on Linux.
+    """Return torchrun's arguments that start a worker.
 
-    Elsewhere a new interpreter runs it: macOS's libraries do not survive a fork, Windows has none.
+    On Linux a process that has loaded torch forks it. Elsewhere a new interpreter runs it: macOS's libraries do not
+    survive a fork, and Windows has none.
     """
     if sys.platform == "linux":
-        return [
-            "--start-method=forkserver",
-            "--run-path",
-            str(Path(__file__).parents[1] / "worker.py"),
-            *words,
-        ]
+        worker = str(Path(__file__).parents[1] / "worker.py")
+        return ["--start-method=forkserver", "--run-path", worker, *words]
     # torchrun's own `python -m` would import from the working folder
     return ["--no-python", *module_argv("yolofleet.worker", *words)]
 
 
-def meeting_environment(meeting: Meeting, processes: int) -> dict[str, str]:
-    """What torchrun reads instead of options: ``torchrun SCRIPT`` on every machine is then one job."""
+def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, str]:
+    """Return the variables that torchrun reads as options, so that ``torchrun SCRIPT`` on every host is one job."""
     return {
-        "PET_NNODES": str(meeting.nodes),
-        "PET_NODE_RANK": str(meeting.node),
+        "PET_NNODES": str(rendezvous.nodes),
+        "PET_NODE_RANK": str(rendezvous.node),
         "PET_NPROC_PER_NODE": str(processes),
-        "PET_MASTER_ADDR": meeting.address,
-        "PET_MASTER_PORT": str(meeting.port),
+        "PET_MASTER_ADDR": rendezvous.address,
+        "PET_MASTER_PORT": str(rendezvous.port),
     }
 
 
 AGENT_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # ids as nvidia-smi shows them
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads steal the cores of other processes
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads take the cores of other processes
     "OMP_NUM_THREADS": "1",  # torchrun would warn; the worker sets its own count (--threads)
     SAVING_S: "300",
 }
@@ -133,12 +130,12 @@ def loopback_interface() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
 
 
-def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]:
-    """Return the agent's environment: the caller's without its place in another fleet, plus missing defaults.
+def agent_environment(base: Mapping[str, str], interface: str = "") -> dict[str, str]:
+    """Return the agent's environment: the caller's, without variables of another launcher, and with our defaults.
 
     Args:
-        card: network interface for gloo and NCCL, whatever the caller's environment says; "" = loopback, for a run
-            on one machine.
+        interface: network interface for gloo and NCCL, which overrides the caller's environment; "" = loopback, for
+            a run on one machine.
     """
     strays = (
         "RANK",
@@ -150,9 +147,9 @@ def agent_environment(base: Mapping[str, str], card: str = "") -> dict[str, str]
         "GROUP_RANK",
     )
     env = AGENT_DEFAULTS | {name: value for name, value in base.items() if name not in strays}
-    if card:
-        env["GLOO_SOCKET_IFNAME"] = card
-        env["NCCL_SOCKET_IFNAME"] = f"={card}"  # this name, not names that begin so
+    if interface:
+        env["GLOO_SOCKET_IFNAME"] = interface
+        env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=" means the whole name, not a prefix
     else:
         env |= loopback_interface()
     if sys.platform == "win32":

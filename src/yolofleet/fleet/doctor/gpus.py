@@ -15,12 +15,12 @@ GPU_TAKEN_MIB = 1024
 INSTALL = "install the build of torch that pytorch.org/get-started names for your driver"
 
 
-def judge_gpus(facts: HostFacts, need: ResourceEstimate, where: str) -> list[Finding]:
+def judge_gpus(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list[Finding]:
     """Judge what was asked: every GPU, their number, or nothing."""
-    found = list(_each(facts, facts.gpus, need, where)) if facts.gpus is not None else []
-    if need.gpu_ids and facts.has_counted_gpus and not _has_fault(found):
-        found += _requested(facts, need, where)
-    if need.on_cpu:  # the run uses no GPU
+    found = list(_each(facts, facts.gpus, estimate, where)) if facts.gpus is not None else []
+    if estimate.gpu_ids and facts.has_counted_gpus and not _has_fault(found):
+        found += _requested(facts, estimate, where)
+    if estimate.on_cpu:  # the run uses no GPU
         found = [replace(one, level="note") if one.level != "ok" else one for one in found]
     return found
 
@@ -64,7 +64,7 @@ def visible_gpus(count: int | None, setting: str | None) -> int | None:
     return next((at for at, number in enumerate(numbers) if number >= count), len(numbers))
 
 
-def _requested(facts: HostFacts, need: ResourceEstimate, where: str) -> list[Finding]:
+def _requested(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list[Finding]:
     """Return a fault if a GPU that the run names by number is missing.
 
     If torch was not loaded, only the driver's count is known, which says nothing about GPUs that are not NVIDIA's.
@@ -75,21 +75,21 @@ def _requested(facts: HostFacts, need: ResourceEstimate, where: str) -> list[Fin
     count = facts.gpu_count if nvidia else None
     has_counted = torch is not None and (nvidia or torch.hip)  # torch.cuda is ROCm's name, too
     usable = len(torch.devices) if torch is not None and has_counted else visible_gpus(count, setting)
-    asked = f"{_ids_text(need.gpu_ids)} {'are' if len(need.gpu_ids) > 1 else 'is'} asked for"
+    asked = f"{_ids_text(estimate.gpu_ids)} {'are' if len(estimate.gpu_ids) > 1 else 'is'} asked for"
     if usable is None:
         return [finding("gpus-uncounted", where, asked=asked)]
     if count == 0 and not torch:
-        return [_none(need, where)]
+        return [_none(estimate, where)]
     if version.endswith("+cpu") and not torch:
         return [finding("torch-without-cuda", where, version=version, install=INSTALL)]
     if not usable:
-        return [_hidden(setting, need, where)]
-    if max(need.gpu_ids) < usable:
+        return [_hidden(setting, estimate, where)]
+    if max(estimate.gpu_ids) < usable:
         return []
     is_hidden = setting is not None and usable != count
     there = f"there {'is 1 GPU' if usable == 1 else f'are {usable} GPUs'}"
     there += f" (CUDA_VISIBLE_DEVICES={setting})" if is_hidden else ""
-    left = [i for i in need.gpu_ids if i < usable] or list(range(usable))
+    left = [i for i in estimate.gpu_ids if i < usable] or list(range(usable))
     fix = ("unset CUDA_VISIBLE_DEVICES; or " if is_hidden else "") + _instead(where, left)
     return [finding("gpu-missing", where, there=there, asked=asked, fix=fix)]
 
@@ -114,19 +114,21 @@ def _instead(where: str, ids: Sequence[int]) -> str:
     )
 
 
-def _none(need: ResourceEstimate, where: str) -> Finding:
-    return finding("gpu-none", where, level="fault" if need.on_gpu else "note", instead=_instead(where, ()))
+def _none(estimate: ResourceEstimate, where: str) -> Finding:
+    return finding(
+        "gpu-none", where, level="fault" if estimate.on_gpu else "note", instead=_instead(where, ())
+    )
 
 
-def _hidden(setting: str | None, need: ResourceEstimate, where: str) -> Finding:
-    level = "fault" if setting is None or need.gpu_ids else "warn"
+def _hidden(setting: str | None, estimate: ResourceEstimate, where: str) -> Finding:
+    level = "fault" if setting is None or estimate.gpu_ids else "warn"
     return finding("gpus-hidden", where, level=level, setting=setting)
 
 
 # -- one by one ----------------------------------------------------------------------------------------------
 
 
-def _each(facts: HostFacts, gpus: Gpus, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _each(facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
     """Judge the GPUs as nvidia-smi and torch see them."""
     torch = facts.torch
     devices = torch.devices if torch else []
@@ -134,15 +136,15 @@ def _each(facts: HostFacts, gpus: Gpus, need: ResourceEstimate, where: str) -> I
         yield finding("driver-silent", where, said=gpus.said, cards=gpus.cards, fix=_revive(gpus.said))
         return
     if not gpus.gpus and not devices:
-        if need.gpu_ids and not is_for_nvidia(str(facts.software.torch)):
+        if estimate.gpu_ids and not is_for_nvidia(str(facts.software.torch)):
             return  # nvidia-smi sees only NVIDIA's GPUs
-        if torch or not need.gpu_ids:  # without torch, the driver's count tells more
-            yield _none(need, where)
+        if torch or not estimate.gpu_ids:  # without torch, the driver's count tells more
+            yield _none(estimate, where)
         return
-    found = list(_torch_and_gpus(facts, gpus, need, where)) if torch else []
+    found = list(_torch_and_gpus(facts, gpus, estimate, where)) if torch else []
     yield from found
     # under CUDA_VISIBLE_DEVICES a run's numbers are not the driver's
-    asked = () if "CUDA_VISIBLE_DEVICES" in facts.variables else need.gpu_ids
+    asked = () if "CUDA_VISIBLE_DEVICES" in facts.variables else estimate.gpu_ids
     for gpu in gpus.gpus:
         if asked and gpu.index not in asked:
             continue
@@ -160,7 +162,9 @@ def _each(facts: HostFacts, gpus: Gpus, need: ResourceEstimate, where: str) -> I
         yield finding("gpus", where, count=len(devices), gpus=shown)
 
 
-def _torch_and_gpus(facts: HostFacts, gpus: Gpus, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _torch_and_gpus(
+    facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, where: str
+) -> Iterator[Finding]:
     """Judge whether this torch can compute on the GPUs."""
     torch = facts.torch
     assert torch is not None
@@ -170,7 +174,7 @@ def _torch_and_gpus(facts: HostFacts, gpus: Gpus, need: ResourceEstimate, where:
         values = {"problem": torch.problem, "install": INSTALL}
         yield finding("cuda-unusable", where, cuda=torch.cuda, driver=gpus.driver, **values)
     elif not torch.devices:
-        yield _hidden(facts.variables.get("CUDA_VISIBLE_DEVICES"), need, where)
+        yield _hidden(facts.variables.get("CUDA_VISIBLE_DEVICES"), estimate, where)
     else:
         yield from _devices(torch, where)
 

@@ -103,9 +103,9 @@ class Examination:
 
         def one(peer: Peer) -> Any:
             began_s = time.time()
-            wish = arguments(peer) if callable(arguments) else arguments
+            question = arguments(peer) if callable(arguments) else arguments
             try:
-                return read_answer(peer.name, probe, wish, peer.ask(probe, wish))
+                return read_answer(peer.name, probe, question, peer.ask(probe, question))
             except YolofleetError as problem:
                 return problem
             finally:
@@ -150,8 +150,8 @@ def examine(
     found = Examination(list(peers))
     with ThreadPoolExecutor(1) as pool:
         data = pool.submit(data_sets, found, wanted)
-        wishes = {"folders": list(folders), "port": port, "quick": quick}
-        found.facts = found.ask("facts", lambda peer: {**wishes, "count_gpus": by_number(peer.device)})
+        question = {"folders": list(folders), "port": port, "quick": quick}
+        found.facts = found.ask("facts", lambda peer: {**question, "count_gpus": by_number(peer.device)})
         found.findings += alone(found, wanted)
         if len(found.facts) > 1:
             found.findings += differences(found.facts, software())
@@ -169,8 +169,8 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     findings = []
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
-        need = estimate_for(replace(wanted, device=peer.device), facts)
-        findings += judge_host(facts, need, peer.name)
+        estimate = estimate_for(replace(wanted, device=peer.device), facts)
+        findings += judge_host(facts, estimate, peer.name)
         network = judge_network(facts, peer.name)
         # the rendezvous is on the first host alone
         findings += [one for one in network if number == 0 or one.code not in ("port", "port-busy")]
@@ -279,12 +279,12 @@ def listen(found: Examination, token: str, port: int) -> dict[str, list[int]]:
     seen = found.facts[first].port
     tried = {peer.name: [one.address for one in endpoints_to_try(found, peer)] for peer in found.peers}
 
-    def wish(peer: Peer) -> Mapping[str, Any]:
+    def question(peer: Peer) -> Mapping[str, Any]:
         ports = [0, port] if peer.name == first and not (seen and seen.busy) else [0]
         return {"addresses": tried[peer.name], "ports": ports, "token": token, "seconds": LISTEN_S}
 
     able = [peer for peer in found.peers if tried[peer.name]]
-    return {name: reply.ports for name, reply in found.ask("listen", wish, able).items()}
+    return {name: reply.ports for name, reply in found.ask("listen", question, able).items()}
 
 
 def judge_ways(
@@ -325,7 +325,7 @@ def attempts_on(
             for number in numbers
         ]
 
-    def wish(peer: Peer) -> Mapping[str, Any]:
+    def question(peer: Peer) -> Mapping[str, Any]:
         return {
             "targets": [
                 {"address": one.address, "port": one.port, "token": token, "host": one.host}
@@ -334,7 +334,7 @@ def attempts_on(
         }
 
     attempts: Attempts = defaultdict(list)
-    for source, results in found.ask("reach", wish).items():
+    for source, results in found.ask("reach", question).items():
         for target, result in zip(targets(source), results, strict=True):
             attempts[source, target.host].append((target, result))
     return attempts
@@ -426,7 +426,7 @@ def measured_all_reduce(found: Examination) -> list[Finding]:
         return []
     shared = {"address": address, "port": answer.port, "size": len(order), "deadline_s": 30}
 
-    def wish(peer: Peer) -> Mapping[str, Any]:
+    def question(peer: Peer) -> Mapping[str, Any]:
         return {**shared, "rank": order[peer.name], "card": found.endpoints[peer.name].interface}
 
-    return judge_all_reduce(found.ask("all_reduce", wish))
+    return judge_all_reduce(found.ask("all_reduce", question))

@@ -84,8 +84,8 @@ def nccl_choice(interfaces: Sequence[Interface], environment: Mapping[str, str])
     """
     names = [one.name for one in interfaces if one.up and one.addresses]
     setting = environment.get("NCCL_SOCKET_IFNAME")
-    for wish in (setting,) if setting else ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
-        chosen = matches(names, wish)
+    for pattern in (setting,) if setting else ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
+        chosen = matches(names, pattern)
         if chosen:
             return chosen[0]
     return None

@@ -23,16 +23,16 @@ LEAST_OPEN_FILES = 1024
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
 
 
-def judge_host(facts: HostFacts, need: ResourceEstimate, where: str = "") -> list[Finding]:
+def judge_host(facts: HostFacts, estimate: ResourceEstimate, where: str = "") -> list[Finding]:
     """Return all findings that need no other host and no network."""
     return [
         *_software(facts, where),
-        *judge_gpus(facts, need, where),
-        *_cores(facts, need, where),
-        *_memory(facts, need, where),
-        *_shm(facts, need, where),
+        *judge_gpus(facts, estimate, where),
+        *_cores(facts, estimate, where),
+        *_memory(facts, estimate, where),
+        *_shm(facts, estimate, where),
         *_disks(facts, where),
-        *_open_files(facts, need, where),
+        *_open_files(facts, estimate, where),
         *_place_variables(facts, where),
         *_variables(facts, where),
         *_clock(facts, where),
@@ -78,21 +78,25 @@ def _repair(library: str, problem: str) -> str:
 # -- cores, memory, disks ------------------------------------------------------------------------------------
 
 
-def _cores(facts: HostFacts, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _cores(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
     usable, quota = facts.cores.usable or facts.cores.visible or 1, facts.cores.quota
     cores = f"{usable} cores may be used of {facts.cores.visible}"
-    processes = need.ranks * max(1, need.workers)
+    processes = estimate.ranks * max(1, estimate.workers)
     if quota is not None and quota < usable:
-        threads = max(1, int(quota // need.ranks))
+        threads = max(1, int(quota // estimate.ranks))
         yield finding("cores-quota", where, cores=cores, quota=quota, threads=threads)
     elif processes > 2 * usable:
-        fix = f"--workers {max(0, usable // need.ranks)}" if need.workers else "fewer processes: --device"
-        yield finding("cores-crowded", where, cores=cores, processes=processes, run=need.text, fix=fix)
+        fix = (
+            f"--workers {max(0, usable // estimate.ranks)}"
+            if estimate.workers
+            else "fewer processes: --device"
+        )
+        yield finding("cores-crowded", where, cores=cores, processes=processes, run=estimate.text, fix=fix)
     else:
         yield finding("cores", where, cores=cores)
 
 
-def _memory(facts: HostFacts, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _memory(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
     memory = facts.memory
     if memory.available is None or memory.machine_available is None or memory.total is None:
         return
@@ -100,25 +104,25 @@ def _memory(facts: HostFacts, need: ResourceEstimate, where: str) -> Iterator[Fi
     shown = f"{size_text(memory.available)} available of {size_text(memory.total)}"
     if is_limited:
         shown += f" (a control group's limit; the machine itself has {size_text(memory.machine_available)})"
-    wanted = f"a run takes about {size_text(need.memory_bytes)} here ({need.text})"
-    is_short = need.memory_bytes > memory.available
+    wanted = f"a run takes about {size_text(estimate.memory_bytes)} here ({estimate.text})"
+    is_short = estimate.memory_bytes > memory.available
     limit = "; docker run --memory, or resources.limits.memory of the pod" if is_limited else ""
     yield finding("memory-short" if is_short else "memory", where, memory=shown, wanted=wanted, limit=limit)
 
 
-def _shm(facts: HostFacts, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _shm(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
     shm = facts.shm
     if shm is None:
         return
     space = f"/dev/shm: {size_text(shm.free)} free of {size_text(shm.size)}"
     if shm.largest:
         space += ", largest " + ", ".join(f"{name} {size_text(size)}" for name, size in shm.largest)
-    wanted = f"loader processes need {size_text(need.shm_bytes)} ({need.text})"
-    if not need.workers:
+    wanted = f"loader processes need {size_text(estimate.shm_bytes)} ({estimate.text})"
+    if not estimate.workers:
         wanted = "nothing needed: no loader processes"
-    if need.shm_bytes > shm.free:
-        gib = max(1, -(-(2 * need.shm_bytes + shm.size - shm.free) // 2**30))
-        level = "fault" if need.train_shm_bytes > shm.free else "warn"
+    if estimate.shm_bytes > shm.free:
+        gib = max(1, -(-(2 * estimate.shm_bytes + shm.size - shm.free) // 2**30))
+        level = "fault" if estimate.train_shm_bytes > shm.free else "warn"
         yield finding("shm-small", where, level=level, space=space, wanted=wanted, gib=gib)
     else:
         code = "shm-default" if shm.size <= DOCKER_SHM else "shm"
@@ -138,9 +142,9 @@ def _disks(facts: HostFacts, where: str) -> Iterator[Finding]:
             yield finding("disk-slow" if speed and speed < DISK_SLOW else "disk", where, disk=shown)
 
 
-def _open_files(facts: HostFacts, need: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _open_files(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
     soft, hard = facts.limits.open_files, facts.limits.open_files_hard
-    wanted = max(LEAST_OPEN_FILES, need.open_files)
+    wanted = max(LEAST_OPEN_FILES, estimate.open_files)
     if soft is None or soft >= wanted:
         return
     fix = f"ulimit -n {max(wanted, 65536) if hard is None else min(hard, 65536)}"

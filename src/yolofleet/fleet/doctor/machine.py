@@ -1,4 +1,4 @@
-"""How this computer is read: files, variables and the answers of its programs. Tests give others. No torch."""
+"""Access to this machine: files, variables and programs. Tests replace them. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-KILLED_S = 1.0  # until a process that was killed is gone
+KILLED_S = 1.0  # for a killed process to end
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program said; ``code`` is None when there is no such program, or it did not end in time (``late``)."""
+    """Output of a program; ``code`` is None if it does not exist, or did not end in time (``late``)."""
 
     code: int | None = None
     out: str = ""
@@ -27,7 +27,7 @@ class Answer:
 
 
 def command(argv: Sequence[str], deadline_s: float) -> Answer:
-    """Run a program to its end; ``out`` holds both of its streams."""
+    """Run a program to its end. ``out`` holds both of its streams."""
     try:
         code, out, _ = run_for(
             deadline_s,
@@ -38,7 +38,7 @@ def command(argv: Sequence[str], deadline_s: float) -> Answer:
         )
     except subprocess.TimeoutExpired:
         return Answer(late=True)
-    except OSError:  # not installed, or not for us
+    except OSError:  # not installed, or not permitted
         return Answer()
     return Answer(code, out.decode("utf-8", "replace"))
 
@@ -46,8 +46,10 @@ def command(argv: Sequence[str], deadline_s: float) -> Answer:
 def run_for(
     deadline_s: float, argv: Sequence[str], given: bytes | None = None, **how: Any
 ) -> tuple[int, bytes, bytes]:
-    """Exit code, output and errors of a program. Unlike ``subprocess.run``, it does not wait for one that nobody can end:
-    a GPU's driver that is stuck holds whoever asks it in the kernel (state D).
+    """Return exit code, output and errors of a program.
+
+    Unlike ``subprocess.run``, it does not wait for a program that cannot be killed: a GPU driver that hangs holds its
+    caller in the kernel (state D).
 
     Raises:
         subprocess.TimeoutExpired: it did not end in time.
@@ -56,20 +58,20 @@ def run_for(
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, **how)
     try:
         out, errors = process.communicate(given, timeout=deadline_s)
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # also Ctrl-C
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_S)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
-                with suppress(OSError):  # what it did not read
+                with suppress(OSError):  # input that it did not read
                     stream.close()
         raise
     return process.returncode, out, errors or b""
 
 
 def within(deadline_s: float, work: Callable[[], T]) -> T | None:
-    """What a function gives; None when it does not end in time, as one that a network disk or name server holds."""
+    """Return a function's result; None on timeout (a hung NFS mount or DNS server)."""
     answer: list[T] = []
     thread = threading.Thread(target=lambda: answer.append(work()), daemon=True)
     thread.start()
@@ -79,12 +81,12 @@ def within(deadline_s: float, work: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that is read of a computer goes through here, and nothing is written.
+    """Where the doctor reads a machine. It writes nothing.
 
     Attributes:
         proc, system, etc, dev: where /proc, /sys, /etc and /dev are.
         shm: the folder of shared memory.
-        run: answers of programs (argv, seconds at most).
+        run: runs a program (argv, timeout in seconds).
     """
 
     proc: Path = Path("/proc")

@@ -1,6 +1,6 @@
-"""What can be seen of one computer, as plain values: nothing is judged here. Standard library alone.
+"""Read the facts of one machine, as plain values; ``local.py`` judges them. Standard library alone.
 
-Sizes are bytes. None: it cannot be seen on this system.
+Sizes are bytes. None means that this system does not show a value.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from yolofleet.system.cgroup import available_bytes, cpu_quota
 from yolofleet.system.kernel_files import entries_of, text_of
 from yolofleet.system.proc import memory_info
 
-Facts = dict[str, Any]  # JSON-able
+Values = dict[str, Any]  # for JSON
 
-# nvidia-smi takes 0.1 to 2 s, with 8 GPUs whose driver is loaded for it up to 9; a stuck driver never answers
+# nvidia-smi takes 0.1 to 2 s, up to 9 s if it must load the driver for 8 GPUs; a driver that hangs never answers
 GPU_QUERY_S = 10.0
 WRITE_S, WRITE_BYTES, PIECE_BYTES = 1.0, 32 << 20, 4 << 20
-LIBRARIES = {  # name of the import -> distributions that bring it
+LIBRARIES = {  # name of the import -> distributions that contain it
     "torch": ("torch",),
     "numpy": ("numpy",),
     "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
@@ -49,8 +49,8 @@ NAMES = (
 )  # fmt: skip
 
 
-def software() -> Facts:
-    """Versions as installed, without importing anything, and a digest of this package's own files."""
+def software() -> Values:
+    """Return installed versions, without importing the libraries, and a digest of this package's files."""
     versions = {}
     for library, distributions in LIBRARIES.items():
         found = (_version(name) for name in distributions)
@@ -76,7 +76,7 @@ def _version(distribution: str) -> str | None:
 
 
 def package_sha256(package: Path) -> str:
-    """Of the names and contents of a package's sources and data files."""
+    """Return a digest of the names and contents of a package's sources and data files."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".yaml") and file.is_file():
@@ -86,8 +86,10 @@ def package_sha256(package: Path) -> str:
 
 
 def network_id(machine: Machine) -> str:
-    """The same for who shares a boot of a machine and its network, as hosts of two names do and containers with
-    addresses of their own do not; "" where it cannot be seen."""
+    """Return an identity of this boot of the machine and of its network; "" if it cannot be seen.
+
+    Two names of one host have the same identity. Containers with their own addresses do not.
+    """
     try:
         network = (machine.proc / "self" / "ns" / "net").readlink()
     except OSError:
@@ -96,9 +98,11 @@ def network_id(machine: Machine) -> str:
     return boot and f"{boot} {network}"
 
 
-def memory(machine: Machine) -> Facts:
-    """Main memory: of the machine, and what this process may still take (control groups v1 and v2 count);
-    ``available`` is None where the kernel does not say."""
+def memory(machine: Machine) -> Values:
+    """Return main memory: of the machine, and what this process may still use under its control groups (v1 and v2).
+
+    ``available`` is None if the kernel does not report it.
+    """
     values = memory_info(machine.proc)
     return {
         "total": values.get("MemTotal"),
@@ -108,8 +112,8 @@ def memory(machine: Machine) -> Facts:
     }
 
 
-def shared_memory(machine: Machine) -> Facts | None:
-    """/dev/shm, and its largest files."""
+def shared_memory(machine: Machine) -> Values | None:
+    """Return the space of /dev/shm, and its largest files; None if there is no /dev/shm."""
     space = _space(machine.shm)
     if space is None:
         return None
@@ -123,14 +127,14 @@ def shared_memory(machine: Machine) -> Facts | None:
     return {**space, "largest": [[name, size] for size, name in largest[:3] if size > 1 << 20]}
 
 
-def cores(machine: Machine) -> Facts:
-    """How many this machine has, how many this process may use, and how much of their time."""
+def cores(machine: Machine) -> Values:
+    """Return how many cores this machine has, how many this process may use, and its quota of their time."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {"visible": os.cpu_count(), "usable": affinity, "quota": cpu_quota(machine.proc, machine.groups)}
 
 
-def limits() -> Facts:
-    """Of this process; None where there are none."""
+def limits() -> Values:
+    """Return the limits of this process; None means unlimited or unknown."""
     try:
         import resource
     except ImportError:  # Windows
@@ -146,26 +150,28 @@ def limits() -> Facts:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that launchers, NCCL, gloo and threads listen to."""
+    """Return the variables that launchers, NCCL, gloo and threads read."""
     return {k: v for k, v in sorted(environment.items()) if k in NAMES or k.startswith(PREFIXES)}
 
 
-def disk(folder: Path, *, measure: bool = True) -> Facts:
-    """Of the folder, or where it would be made: space, and the speed of writing (a nameless file, at most
-    32 MiB and about a second)."""
+def disk(folder: Path, *, measure: bool = True) -> Values:
+    """Return space and writing speed of a folder's disk, or of the disk where it would be made.
+
+    The measurement writes an unnamed file, at most 32 MiB in about a second.
+    """
     asked, folder = folder, folder.absolute()
-    while not os.path.isdir(folder) and folder != folder.parent:  # noqa: PTH112 (Path.is_dir raises where it may not look)
+    while not os.path.isdir(folder) and folder != folder.parent:  # noqa: PTH112 (Path.is_dir raises if it may not read)
         folder = folder.parent
-    facts: Facts = {"folder": str(asked), "below": str(folder), "write_bytes_per_s": None, "problem": None}
-    facts |= _space(folder) or {"size": None, "free": None}
-    if measure and (facts["free"] is None or facts["free"] > 2 * WRITE_BYTES):
+    found: Values = {"folder": str(asked), "below": str(folder), "write_bytes_per_s": None, "problem": None}
+    found |= _space(folder) or {"size": None, "free": None}
+    if measure and (found["free"] is None or found["free"] > 2 * WRITE_BYTES):
         try:
-            facts["write_bytes_per_s"] = _write_speed(folder)
+            found["write_bytes_per_s"] = _write_speed(folder)
         except OSError as problem:
-            facts["problem"] = problem.strerror or str(problem)
+            found["problem"] = problem.strerror or str(problem)
     elif not os.access(folder, os.W_OK):
-        facts["problem"] = "not writable"
-    return facts
+        found["problem"] = "not writable"
+    return found
 
 
 def _write_speed(folder: Path) -> float:
@@ -179,7 +185,7 @@ def _write_speed(folder: Path) -> float:
     return written / (time.perf_counter() - began_s)
 
 
-def _space(folder: Path) -> Facts | None:
+def _space(folder: Path) -> Values | None:
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -187,11 +193,11 @@ def _space(folder: Path) -> Facts | None:
     return {"size": usage.total, "free": usage.free}
 
 
-def gpus(machine: Machine) -> Facts:
-    """NVIDIA cards as the driver and nvidia-smi know them.
+def gpus(machine: Machine) -> Values:
+    """Return NVIDIA GPUs as the driver and nvidia-smi show them.
 
-    ``state``: ok; none: no card and no driver; silent: there is a card, but nvidia-smi does not answer or is
-    missing; ``said`` is then its last words.
+    ``state``: ok; none: no GPU and no driver; silent: there is a GPU, but nvidia-smi does not answer or is missing, and
+    ``said`` is its output.
     """
     cards = [
         folder.name
@@ -202,30 +208,30 @@ def gpus(machine: Machine) -> Facts:
     answer = machine.run(
         ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"], GPU_QUERY_S
     )
-    facts: Facts = {"state": "ok", "said": "", "cards": len(cards), "driver": None, "gpus": []}
+    found: Values = {"state": "ok", "said": "", "cards": len(cards), "driver": None, "gpus": []}
     if answer.code == 0:
         rows = [[part.strip() for part in line.split(",")] for line in answer.out.splitlines()]
-        facts["gpus"] = [_gpu(row) for row in rows if len(row) == len(GPU_FIELDS)]
-        facts["driver"] = next((gpu["driver"] for gpu in facts["gpus"]), None)
-        facts["state"] = "ok" if facts["gpus"] else "none"
+        found["gpus"] = [_gpu(row) for row in rows if len(row) == len(GPU_FIELDS)]
+        found["driver"] = next((gpu["driver"] for gpu in found["gpus"]), None)
+        found["state"] = "ok" if found["gpus"] else "none"
     elif answer.code is None and not answer.late and not cards and not driver:
-        facts["state"] = "none"
+        found["state"] = "none"
     else:
         said = answer.out.strip().splitlines()[:1]
         late = f"no answer within {GPU_QUERY_S:.0f} s" if answer.late else "nvidia-smi is not installed"
-        facts |= {
+        found |= {
             "state": "silent",
             "said": said[0] if said else late,
             "driver": driver[0] if driver else None,
         }
-    return facts
+    return found
 
 
 def gpu_count(machine: Machine) -> int | None:
-    """GPUs that CUDA can have here, CUDA_VISIBLE_DEVICES apart, without loading torch.
+    """Return the number of GPUs that CUDA can use, without torch and without CUDA_VISIBLE_DEVICES.
 
-    None: it does not show. AMD's GPUs, Jetson and WSL have neither NVIDIA's driver in /proc nor, mostly, nvidia-smi;
-    of parts of a GPU (MIG) CUDA takes one; a package may bring torch devices of another kind.
+    None means unknown: AMD's GPUs, Jetson and WSL have no NVIDIA driver in /proc, and mostly no nvidia-smi; CUDA uses
+    only one part of a GPU (MIG); and a package may add torch devices of another kind.
     """
     answer = machine.run(["nvidia-smi", "-L"], GPU_QUERY_S)
     lines = answer.out.splitlines() if answer.code == 0 else []
@@ -243,7 +249,7 @@ def gpu_count(machine: Machine) -> int | None:
     return None if other or machine.platform != "linux" else 0
 
 
-def _gpu(row: list[str]) -> Facts:
+def _gpu(row: list[str]) -> Values:
     def number(text: str) -> int | None:
         return int(text) if text.isdecimal() else None
 
@@ -259,15 +265,15 @@ def _gpu(row: list[str]) -> Facts:
     }
 
 
-def clock(machine: Machine) -> Facts:
-    """This machine's idea of the time, and whether it says that it keeps it."""
+def clock(machine: Machine) -> Values:
+    """Return this machine's time of day, and whether a time server keeps its clock."""
     answer = machine.run(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 2.0)
     said = answer.out.strip() if answer.code == 0 else ""
     return {"time_s": time.time(), "synchronised": {"yes": True, "no": False}.get(said)}
 
 
-def infiniband(machine: Machine) -> list[Facts]:
-    """Ports of InfiniBand and RoCE adapters."""
+def infiniband(machine: Machine) -> list[Values]:
+    """Return the ports of InfiniBand and RoCE adapters."""
     found = []
     for adapter in entries_of(machine.system / "class" / "infiniband"):
         for port in entries_of(adapter / "ports"):

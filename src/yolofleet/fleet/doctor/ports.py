@@ -1,4 +1,4 @@
-"""Who listens on a port here, and what the firewall says, as far as this user may see. Standard library alone."""
+"""Read which process uses a port, and the rules of the firewall, as far as this user may. Standard library alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from yolofleet.fleet.doctor.machine import Machine
 from yolofleet.system.kernel_files import entries_of, text_of
 
-ASK_S = 3.0  # for the tools of a firewall
+ASK_S = 3.0  # timeout of a firewall's tools
 _LISTENING = "0A"
 RULES_SHOWN = 4
 
 
 def port_facts(machine: Machine, port: int) -> dict[str, Any]:
-    """``busy``, and by whom: ``pid``, ``command`` and ``user`` are None where they cannot be seen."""
+    """Return whether a port is ``busy``; ``pid``, ``command`` and ``user`` of its process are None if unknown."""
     found = _listener(machine, port)
     if found is None:
         return {"port": port, "busy": _refuses(port), "pid": None, "command": None, "user": None}
@@ -31,7 +31,7 @@ def port_facts(machine: Machine, port: int) -> dict[str, Any]:
 
 
 def _listener(machine: Machine, port: int) -> tuple[int, str] | None:
-    """(uid, inode) of the socket that listens there on any address."""
+    """Return (uid, inode) of the socket that listens on a port at any address."""
     for table in ("tcp", "tcp6"):
         for line in text_of(machine.proc / "self" / "net" / table).splitlines()[1:]:
             fields = line.split()
@@ -41,7 +41,7 @@ def _listener(machine: Machine, port: int) -> tuple[int, str] | None:
 
 
 def _owner(machine: Machine, inode: str) -> int | None:
-    """Only root sees other users' files."""
+    """Return the process that has a socket open; None if it is unknown: only root sees other users' files."""
     for process in entries_of(machine.proc):
         if not process.name.isdecimal():
             continue
@@ -64,9 +64,9 @@ def _user(uid: int) -> str:
 
 
 def _refuses(port: int) -> bool:
-    """Somebody listens, though no table shows it (not Linux)."""
+    """Return whether a process listens, on systems without the tables of Linux."""
     with socket.socket() as trial:
-        if os.name == "posix":  # elsewhere this option would let two share a port
+        if os.name == "posix":  # on Windows this option would let two processes share a port
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", port))
@@ -76,7 +76,7 @@ def _refuses(port: int) -> bool:
 
 
 def ephemeral_ports(machine: Machine) -> list[int]:
-    """[first, last] of the ports that the kernel gives to who asks for any: what gloo and NCCL listen on."""
+    """Return [first, last] of the kernel's ephemeral port range, in which gloo and NCCL listen."""
     numbers = text_of(machine.proc / "sys" / "net" / "ipv4" / "ip_local_port_range").split()
     return [int(n) for n in numbers] if len(numbers) == 2 and "".join(numbers).isdecimal() else [32768, 60999]
 
@@ -85,11 +85,10 @@ def ephemeral_ports(machine: Machine) -> list[int]:
 
 
 def firewall(machine: Machine) -> dict[str, Any]:
-    """What stands between this computer and connections from others.
+    """Return what filters incoming connections.
 
-    ``kind``: firewalld, ufw, nft, iptables, or "" when none is known to be on; ``readable``: whether rules could
-    be read at all (that takes root); ``rules``: some that drop or refuse what comes in; ``chains``: [family,
-    table, chain] of nft in which they begin.
+    ``kind``: firewalld, ufw, nft, iptables, or "" if none is known to be active; ``readable``: whether the rules can be
+    read, which takes root; ``rules``: some that drop or reject; ``chains``: their [family, table, chain] in nft.
     """
     nothing: dict[str, Any] = {"kind": "", "readable": False, "rules": [], "chains": []}
     if machine.platform != "linux":
@@ -103,7 +102,7 @@ def firewall(machine: Machine) -> dict[str, Any]:
 
 
 def _nft(machine: Machine) -> dict[str, Any] | None:
-    """None where nft is not there or not for us."""
+    """Return the rules of nft; None if nft is missing or not permitted."""
     answer = machine.run(["nft", "--json", "list", "ruleset"], ASK_S)
     try:
         items = json.loads(answer.out)["nftables"] if answer.code == 0 else None
@@ -134,7 +133,7 @@ def _nft(machine: Machine) -> dict[str, Any] | None:
 
 
 def _verdicts(base: Any, by_chain: dict[tuple[str, str, str], list[Any]]) -> list[str]:
-    """Drops and rejects of a chain and of those it jumps to."""
+    """Return the verdicts drop and reject of a chain, and of the chains that it jumps to."""
     verdicts, seen, waiting = [], set(), [base]
     while waiting:
         chain = waiting.pop()
@@ -143,7 +142,7 @@ def _verdicts(base: Any, by_chain: dict[tuple[str, str, str], list[Any]]) -> lis
         seen.add(chain)
         for expressions in by_chain.get(chain, []):
             for expression in expressions:
-                target = (expression.get("xt") or {}).get("name")  # how nft shows what iptables made
+                target = (expression.get("xt") or {}).get("name")  # how nft shows rules of iptables
                 further = expression.get("jump") or expression.get("goto")
                 if "drop" in expression or target == "DROP":
                     verdicts.append("drop")

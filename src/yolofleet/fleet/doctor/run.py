@@ -44,8 +44,8 @@ def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) ->
         quick: only what takes a tenth of a second; two seconds if the run asks for GPUs.
     """
     folders = [str(wanted.results)]
-    wishes = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
-    facts = read_answer(HERE, "facts", wishes, run_probe("facts", wishes))
+    question = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
+    facts = read_answer(HERE, "facts", question, run_probe("facts", question))
     return [*judge_host(facts, estimate_for(wanted, facts)), *judge_network(facts)]
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from yolofleet.fleet.doctor.machine_facts import LIBRARIES
 
-ALL_REDUCE_BYTES = 4 << 20  # about the gradients of yolov5n twice over
+ALL_REDUCE_BYTES = 4 << 20
 ALL_REDUCES, BARRIERS = 4, 20
 
 
 def libraries(_: Mapping[str, Any]) -> dict[str, Any]:
-    """Import every library as a run would, and ask torch what it can do.
+    """Import every library as a run does, and ask torch what it can do.
 
     Returns:
-        ``problems``: library -> why it cannot be loaded; ``torch``: None when that is one of them.
+        ``problems``: library -> why it cannot be loaded; ``torch``: None if torch is one of them.
     """
     problems: dict[str, str] = {}
     for library in LIBRARIES:
@@ -67,8 +67,8 @@ def _torch() -> dict[str, Any]:
             "memory": properties.total_memory,
             "problem": "",
         }
-        try:  # a card may be there and refuse to compute
-            assert float((torch.ones(1024, device=f"cuda:{number}") * 2).sum()) == 2048, "it computes wrongly"
+        try:  # a GPU may be visible and unable to compute
+            assert float((torch.ones(1024, device=f"cuda:{number}") * 2).sum()) == 2048, "its result is wrong"
         except (RuntimeError, AssertionError) as problem:
             device["problem"] = _words(problem)
         facts["devices"].append(device)
@@ -80,12 +80,12 @@ def _words(problem: Exception) -> str:
 
 
 def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Meet the other hosts as a run does, with gloo, and time sums of 4 MiB.
+    """Join the other hosts as a run does, with gloo, and measure sums of 4 MiB.
 
     Args:
         arguments: ``address`` and ``port`` where rank 0 keeps the store, ``rank``, ``size``, ``deadline_s``.
     Returns:
-        ``seconds`` of one sum and ``barrier_s`` of the smallest, medians; ``problem``, "" when there is none.
+        ``seconds`` of one sum and ``barrier_s`` of the smallest one, medians; ``problem``, "" if there is none.
     """
     import torch
     import torch.distributed as dist
@@ -98,7 +98,7 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
     address, port = str(arguments["address"]), int(arguments["port"])
     torch.set_num_threads(1)
     try:
-        if rank == 0:  # the store has no password: only this network may reach it
+        if rank == 0:  # the store has no password, so only this network may reach it
             store = host_store(open_listener(address, port), timeout.total_seconds())
         else:
             store = connect_store(address, port, timeout.total_seconds())
@@ -112,7 +112,7 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _median_s(work: Callable[[], object], times: int) -> float:
-    work()  # connections are made now
+    work()  # the first call opens the connections
     taken = []
     for _ in range(times):
         began_s = time.perf_counter()

@@ -1,286 +1,54 @@
-"""What runs on every host of a fleet: ``remote.host_agent_argv`` starts it through ssh.
+"""The host agent: the process that runs a job on one host of a fleet. ``remote.host_agent_argv`` starts it through ssh.
 
-It speaks with the launcher in lines of JSON on standard input and output: requests and their answers, a job, and
-frames of what the job says. Its life hangs on standard input: when that ends, or says nothing for ``silence_s``,
-everything that was started here is ended. Nothing that it started outlives it: it adopts orphans, and what it
-starts dies with it. Standard library alone; Linux.
-
-From the launcher: ``{"type": "beat"}``, ``ask`` (id, request, arguments), ``start`` (job), ``stop`` (grace_s).
-To it: ``hello``, ``beat``, ``reply`` (id, value or error), ``output`` (text for the screen), ``log`` (rank, text;
-rank -1: the agent), ``exit`` (code, words, log, why, stopped, killed). ``wire_protocol.py`` says what they look like.
+It exchanges lines of JSON with the launcher on standard input and output (``wire_protocol.py``). It ends everything that
+it started when its standard input ends, or when it hears nothing for ``silence_s``. No process that it started outlives
+it: it adopts orphans, and its children die with it. Standard library alone, so that it starts on a host where a library
+is missing, and the doctor can report that; Linux.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
-import math
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from yolofleet.errors import YolofleetError
-from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import open_foreign
 from yolofleet.fleet.doctor.machine_facts import software
 from yolofleet.fleet.hosts import jobs, package_sync, requests
-from yolofleet.fleet.hosts.relay import Relay
+from yolofleet.fleet.hosts.running import Running, Values, no_command, start
 from yolofleet.fleet.hosts.wire_protocol import (
-    AGENT,
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
     PROTOCOL,
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.fleet.job import (
-    SAVING_S,
-    JobSpec,
-    Meeting,
-    StoreEnd,
-    agent_argv,
-    agent_environment,
-    meeting_environment,
-)
 from yolofleet.fleet.launch.local import last_words
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
-from yolofleet.system.children import adopt_orphans, die_with_parent, module_environment
-from yolofleet.system.proc import (
-    STOPPED,
-    descendants,
-    end_descendants,
-    rank_of,
-    reap_orphans,
-    signal_all,
-    started_at,
-    started_ticks,
-    state_of,
-)
+from yolofleet.system.cgroup import UNKNOWN, oom_kills
+from yolofleet.system.children import adopt_orphans
+from yolofleet.system.proc import end_descendants, reap_orphans
 
-SILENCE_S = 20.0
-FAREWELL_S = 2.0  # for the last frames to leave
-LAST_WORDS_S = 5.0  # for what a job has printed and logged to leave, once it has ended
-AFTER_AGENT_S = 5.0  # for what is left when the agent has ended
-BEFORE_WORKERS_S = 2.0  # torchrun's agent without workers has nothing to save
-TAIL_S = 0.5
-POLL_S = 0.2  # has the agent ended?
-MOST_PENDING_BYTES = 8 << 20  # of frames that nobody reads; then output is left out
-LOG_TAIL_BYTES = 32 << 10
-Values = dict[str, Any]  # of a message
-
-
-class Tail:
-    """What is appended to a file from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = path.stat().st_size if path.exists() else 0
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def read(self) -> str:
-        try:
-            with open_foreign(self.path, follow=False) as file:
-                file.seek(self.offset)
-                piece = file.read(1 << 18)
-        except OSError:
-            return ""
-        self.offset += len(piece)
-        return self._decode(piece)
-
-
-@dataclass
-class Running:
-    """The job of this host agent: torchrun's agent and everything below it."""
-
-    record: jobs.Record
-    agent: subprocess.Popen[bytes]
-    output: int  # what the agent and its workers print
-    tails: dict[int, Tail]  # by rank, and AGENT's own log; none for a plain command
-    streamed: bool  # the launcher does not see this disk
-    log_offset: int
-    grace_s: float
-    relay: Relay | None = None  # to the run's store, if the run has other hosts
-    killed_before: OomKills = field(default_factory=oom_kills)
-    why: str = ""
-    stopped: list[str] = field(default_factory=list)  # ranks that could not react when they were asked to end
-    kill_at_s: float = float("inf")
-    swept: bool = False
-    ended_at_s: float = float("inf")  # nothing of it was left
-    is_mute: bool = False  # everything has closed its end of ``output``
-    tailed_at_s: float = 0.0
-    decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
-
-    @property
-    def ranks(self) -> range:
-        return range(self.record.ranks[0], sum(self.record.ranks))
-
-    def end(self, why: str, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL after ``grace_s``; a second call can only hasten it."""
-        if not self.why and self.agent.poll() is None:
-            self.stopped = stopped_ranks(descendants(self.agent.pid))
-            self.agent.terminate()
-        self.why = self.why or why
-        if self.tails and not descendants(self.agent.pid):
-            grace_s = min(grace_s, BEFORE_WORKERS_S)
-        self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
-
-    def is_over(self) -> bool:
-        """The agent and everything that it started are gone. Ends what outlives the agent."""
-        agent_lives = self.agent.poll() is None
-        if agent_lives and time.monotonic() < self.kill_at_s:
-            return False
-        left = descendants(os.getpid())
-        if not agent_lives and left and not self.swept:
-            self.swept = True
-            signal_all(left, signal.SIGTERM)  # workers whose agent was killed save, and stop
-            was_killed = not self.why and self.agent.returncode < 0
-            grace_s = self.grace_s if was_killed else AFTER_AGENT_S
-            self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
-        if time.monotonic() > self.kill_at_s:
-            end_descendants(os.getpid())
-            with suppress(subprocess.TimeoutExpired):
-                self.agent.wait(1)
-            return True
-        return not agent_lives and not left
-
-    def log_tail(self) -> str:
-        if self.tails:
-            path = self.tails[AGENT].path
-            with suppress(OSError), open_foreign(path, follow=False) as file:
-                file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
-                return file.read().decode("utf-8", "replace")
-        return ""
-
-
-def no_command(problem: OSError, name: str) -> tuple[int, str]:
-    """Exit code, as shells have it, and words of a command that cannot be started."""
-    if isinstance(problem, FileNotFoundError):
-        return 127, f"there is no command {name}"
-    return 126, f"{name} cannot be started: {problem.strerror or problem}"
-
-
-def stopped_ranks(pids: list[int]) -> list[str]:
-    """Of these processes the workers that somebody or something has stopped."""
-    states = {pid: state_of(pid, started_ticks(pid)) for pid in pids}
-    found = [(rank_of(pid), state) for pid, state in states.items() if state.letter in STOPPED]
-    return [f"rank {rank}: {state.text()}" for rank, state in found if rank is not None]
-
-
-def start(job: Values) -> Running:
-    """Start torchrun's agent, or any command. Must run in the main thread, which lives as long as the host agent.
-
-    Raises:
-        OSError, StorageError: a folder or file cannot be written, or there is no such command.
-        LookupError, TypeError, ValueError: that is no job.
-    """
-    meeting = Meeting(**job["meeting"])
-    first_rank, processes = int(job["first_rank"]), int(job["processes"])
-    environment = agent_environment(os.environ, meeting.card if meeting.nodes > 1 else "")
-    folder, tails = Path(job["folder"]), {}
-    if job["command"]:
-        argv = list(job["command"])
-        environment |= meeting_environment(meeting, processes)
-        programs = str(
-            Path(sys.executable).parent
-        )  # torchrun's, and what else is installed beside this python
-        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
-    else:
-        environment = module_environment(environment)
-        logs = folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        text = logs / f"job-{meeting.node}.yaml"
-        write_text(text, job["text"])
-        ranks = range(first_rank, first_rank + processes)
-        for rank in ranks:
-            RunFolder(folder).failure(rank).unlink(missing_ok=True)
-        tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
-        tails[AGENT] = Tail(logs / f"agent-{meeting.node}.log")
-    grace_s = float(job["grace_s"])
-    environment |= {SAVING_S: str(math.ceil(grace_s)), **job["env"]}
-    host_agent = os.getpid()
-
-    def in_child() -> None:
-        die_with_parent()
-        if os.getppid() != host_agent:  # it died before that
-            os._exit(1)
-
-    relay, store = None, StoreEnd()
-    output, workers_output = _output(job["terminal"], environment)
-    try:
-        if tails:
-            if meeting.nodes > 1:
-                relay = Relay(meeting, lambda line: append_line(tails[AGENT].path, line))
-                store = relay.end
-            argv = agent_argv(JobSpec(folder, processes, text, meeting), store)
-        with open_append(tails[AGENT].path) if tails else nullcontext() as log:
-            agent = subprocess.Popen(
-                argv,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=workers_output,
-                stderr=log or workers_output,
-                start_new_session=True,
-                preexec_fn=in_child,
-                pass_fds=() if store.listener is None else (store.listener,),
-            )
-    except BaseException:
-        os.close(output)
-        if relay is not None:
-            relay.close()
-        raise
-    finally:
-        os.close(workers_output)
-    if relay is not None:
-        relay.start()
-    os.set_blocking(output, False)
-    record = jobs.Record(
-        job=job["id"],
-        title=job["title"],
-        host=socket.gethostname(),
-        folder=str(folder.absolute()) if tails else "",
-        node=meeting.node,
-        ranks=(first_rank, processes),
-        host_agent=(host_agent, started_at(host_agent)),
-        began_s=time.time(),
-    )
-    jobs.write(record)
-    log_offset = tails[AGENT].offset if tails else 0
-    return Running(record, agent, output, tails, job["streamed"], log_offset, grace_s, relay)
-
-
-def append_line(path: Path, line: str) -> None:
-    with suppress(OSError), open_append(path) as file:
-        file.write(f"{line}\n".encode("utf-8", "replace"))
-
-
-def _output(terminal: Values | None, environment: dict[str, str]) -> tuple[int, int]:
-    """(ours, the workers') ends of their standard output: a pipe, or a terminal like the launcher's."""
-    if terminal is None:
-        return os.pipe()
-    import fcntl
-    import struct
-    import termios
-
-    ours, theirs = os.openpty()
-    size = struct.pack("HHHH", int(terminal["rows"]), int(terminal["columns"]), 0, 0)
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
-    environment["TERM"] = str(terminal["term"])
-    return ours, theirs
+SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
+LAST_MESSAGES_S = 2.0  # for the last messages to leave
+LAST_OUTPUT_S = 5.0  # for the output and logs of an ended job to leave
+LOGS_EVERY_S = 0.5
+POLL_S = 0.2  # between two checks whether the agent has ended
+MOST_PENDING_BYTES = 8 << 20  # of messages that the launcher does not read; then output is left out
+OUTPUT_PIECES = 64  # at a time, before other messages have their turn
 
 
 class HostAgent:
-    """The loop of one connection.
+    """The loop of one connection to a launcher.
 
     Args:
         incoming, outgoing: file descriptors.
@@ -289,26 +57,26 @@ class HostAgent:
     def __init__(self, incoming: int, outgoing: int) -> None:
         self.incoming, self.outgoing = incoming, outgoing
         self.received, self.pending = bytearray(), bytearray()
-        self.lock = threading.Lock()  # of `pending`: answers come from threads
+        self.lock = threading.Lock()  # guards `pending`: answers come from threads
         self.wakes, self.wake = os.pipe()
         for descriptor in (incoming, outgoing, self.wakes, self.wake):
             os.set_blocking(descriptor, False)
         self.silence_s = SILENCE_S
         self.heard_at_s = self.spoke_at_s = time.monotonic()
         self.running: Running | None = None
-        self.leaving = ""  # why
-        self.hasty = False
-        self.left_out = False
+        self.leaving = ""  # the reason
+        self.ends_at_once = False
+        self.has_left_out = False
 
-    def send(self, **frame: Any) -> None:
-        line = json.dumps(frame).encode() + b"\n"
+    def send(self, **message: Any) -> None:
+        line = json.dumps(message).encode() + b"\n"
         with self.lock:
             self.pending += line
         with suppress(OSError):
             os.write(self.wake, b"w")
 
     def run(self) -> int:
-        """Until the launcher is gone and everything is ended."""
+        """Serve the launcher until it is gone and everything has ended."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
@@ -318,28 +86,28 @@ class HostAgent:
                 self._wait()
                 now = time.monotonic()
                 if not self.leaving and now - self.heard_at_s > self.silence_s:
-                    self.leave(f"nothing heard from the launcher for {self.silence_s:.0f} s")
+                    self.leave(f"no message from the launcher for {self.silence_s:.0f} s")
                 if now - self.spoke_at_s > HEARTBEAT_S:
                     self.send(type="beat")
                     self.spoke_at_s = now
                 if self.running is not None:
                     self._follow(self.running)
         finally:
-            self._farewell()
+            self._finish()
         return 0
 
     # -- the job -----------------------------------------------------------------------------------
 
     def _follow(self, running: Running) -> None:
         if self.leaving:
-            running.end(self.leaving, 0.0 if self.hasty else running.grace_s)
+            running.end(self.leaving, 0.0 if self.ends_at_once else running.grace_s)
         over, now = running.is_over(), time.monotonic()
-        passed_on = self._pass_on(running, everything=over)
+        has_forwarded = self._forward(running, everything=over)
         if over:
             running.ended_at_s = min(running.ended_at_s, now)
         reap_orphans(but=running.agent.pid)
-        nobody_listens = self.leaving not in ("", STOPPED_ON_REQUEST)
-        if not over or not (passed_on or nobody_listens or now - running.ended_at_s > LAST_WORDS_S):
+        is_alone = self.leaving not in ("", STOPPED_ON_REQUEST)
+        if not over or not (has_forwarded or is_alone or now - running.ended_at_s > LAST_OUTPUT_S):
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
@@ -354,14 +122,12 @@ class HostAgent:
             killed=asdict(oom_kills().since(running.killed_before)),
         )
         jobs.write(jobs.ended(running.record, exit_code))
-        os.close(running.output)
-        if running.relay is not None:
-            running.relay.close()
+        running.close()
         self.running = None
 
-    def _pass_on(self, running: Running, *, everything: bool) -> bool:
-        """What was printed, and what the logs have got; False: the channel cannot take it all now."""
-        for _ in range(64):  # and then it is the channel's turn
+    def _forward(self, running: Running, *, everything: bool) -> bool:
+        """Forward output and logs of the job. Return False if the connection cannot take all of it now."""
+        for _ in range(OUTPUT_PIECES):
             if running.is_mute or (everything and self._is_full):
                 break
             try:
@@ -374,12 +140,12 @@ class HostAgent:
                 running.is_mute = True
             elif not self._is_full:
                 self.send(type="output", text=running.decode(piece))
-                self.left_out = False
-            elif not self.left_out:  # what prints must not wait for who reads
-                self.left_out = True
+                self.has_left_out = False
+            elif not self.has_left_out:  # a worker that prints must not wait for the launcher
+                self.has_left_out = True
                 self.send(type="output", text="\n[...]\n")
         now = time.monotonic()
-        if running.streamed and (everything or now - running.tailed_at_s > TAIL_S):
+        if running.streamed and (everything or now - running.tailed_at_s > LOGS_EVERY_S):
             running.tailed_at_s = now
             for rank, tail in running.tails.items():
                 while not self._is_full and (text := tail.read()):
@@ -396,9 +162,12 @@ class HostAgent:
         self.leaving = self.leaving or why
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """End in order; SIGINT: at once. Others hasten nothing: `fleet stop` may be typed twice, and a machine that is
-        shut down sends SIGTERM and SIGHUP."""
-        self.hasty = self.hasty or number == signal.SIGINT
+        """End the job in order; SIGINT: at once.
+
+        Other signals change nothing the second time: `fleet stop` may be typed twice, and a shutdown sends SIGTERM and
+        SIGHUP.
+        """
+        self.ends_at_once = self.ends_at_once or number == signal.SIGINT
         self.leave(STOPPED_ON_REQUEST)
 
     def _wait(self) -> None:
@@ -452,7 +221,7 @@ class HostAgent:
                 try:
                     self._handle(json.loads(line))
                 except (LookupError, TypeError, ValueError, RecursionError) as problem:
-                    self.leave(f"the launcher does not speak as one does: {problem!r}")
+                    self.leave(f"unexpected protocol message of the launcher: {problem!r}")
 
     def _handle(self, message: Values) -> None:
         kind = message["type"]
@@ -465,7 +234,7 @@ class HostAgent:
             self.silence_s = float(message["job"]["silence_s"])
             try:
                 self.running = start(message["job"])
-            except Exception as problem:  # whatever it is, the launcher waits for the end
+            except Exception as problem:  # of any kind: the launcher waits for the end
                 code, why = 1, f"cannot start here: {_words(problem)}"
                 if isinstance(problem, OSError) and message["job"]["command"]:
                     code, why = no_command(problem, message["job"]["command"][0])
@@ -476,12 +245,12 @@ class HostAgent:
     def _answer(self, number: int, request: str, arguments: Values) -> None:
         try:
             self.send(type="reply", id=number, value=requests.answer(request, arguments))
-        except Exception as problem:  # whatever it is, the launcher waits for an answer
+        except Exception as problem:  # of any kind: the launcher waits for an answer
             self.send(type="reply", id=number, error=_words(problem))
 
-    def _farewell(self) -> None:
-        """Let the last frames leave; then end what requests have started."""
-        gives_up_at_s = time.monotonic() + FAREWELL_S
+    def _finish(self) -> None:
+        """Send the last messages; then end what requests have started."""
+        gives_up_at_s = time.monotonic() + LAST_MESSAGES_S
         while self.pending and time.monotonic() < gives_up_at_s:
             self._wait()
         end_descendants(os.getpid())
@@ -495,7 +264,7 @@ def _words(problem: Exception) -> str:
 
 
 def introduction() -> Values:
-    """Who and what is here."""
+    """Return the fields of the message ``hello``."""
     return {
         "protocol": PROTOCOL,
         "platform": sys.platform,
@@ -508,11 +277,11 @@ def introduction() -> Values:
 def main() -> int:
     incoming, outgoing = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what anything prints here must not get between the frames
+    os.dup2(2, 1)  # prints of libraries must not get between messages
     adopt_orphans()
     exit_code = HostAgent(incoming, outgoing).run()
     sys.stderr.flush()
-    os._exit(exit_code)  # threads of requests may still wait for something
+    os._exit(exit_code)  # threads of requests may still wait
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What runs on this host: one small file for each job, which its host agent writes. No daemon, no lock.
+"""The list of jobs on this host: one small file for each, which its host agent writes. No daemon and no lock.
 
-They lie on the machine's own disk, in a folder of this user's: home folders may be shared by many hosts.
-Standard library alone.
+The files are on the machine's own disk, in a folder of the user, because hosts may share home folders. Standard library
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign
 from yolofleet.system.proc import started_at
 
-KEPT = 20  # jobs that have ended
+KEPT = 20  # records of ended jobs
 MOST_RECORD_BYTES = 1 << 20
 
 
@@ -32,11 +32,11 @@ class Record:
 
     Attributes:
         job: its name, the same on every host of the fleet.
-        title: what was asked for, as a person would say it.
-        folder: of the run, on this host; "" = a plain command, which has none.
-        ranks: first one and their number here.
-        host_agent: (pid, when it started): ends everything of the job here on SIGTERM.
-        began_s, ended_s: time of day, seconds since 1970; 0 = not yet.
+        title: a short description for a person.
+        folder: of the run, on this host; "" for a command.
+        ranks: the first rank on this host, and their number.
+        host_agent: (PID, start time) of the process that ends the job here on SIGTERM.
+        began_s, ended_s: seconds since 1970; 0 = not yet.
         code: exit code of the agent, None while it runs.
     """
 
@@ -60,10 +60,10 @@ class Record:
 
 
 def folder() -> Path:
-    """Of this user's jobs on this host, made when missing.
+    """Return the folder of this user's jobs on this host. Make it if it is missing.
 
     Raises:
-        StorageError: it is somebody else's.
+        StorageError: it belongs to another user, or cannot be written.
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     root = Path(tempfile.gettempdir(), f"yolofleet-{user}")
@@ -80,14 +80,14 @@ def folder() -> Path:
 
 
 def write(record: Record) -> None:
-    """Whole or not at all. Without it the job runs, but ``ps`` and ``stop`` do not see it."""
+    """Write a record. If the disk refuses, the job runs, but ``fleet ps`` and ``stop`` do not find it."""
     with suppress(OSError, StorageError):
         path = folder() / f"{record.job}.json"
         write_text(path, json.dumps(asdict(record)))
 
 
 def records() -> list[Record]:
-    """Newest first; those of jobs that ended long ago are forgotten."""
+    """Return all records, the newest first. Remove those of jobs that ended long ago."""
     found = []
     for path in folder().glob("*.json"):
         with suppress(OSError, ValueError, TypeError):
@@ -104,4 +104,5 @@ def records() -> list[Record]:
 
 
 def ended(record: Record, code: int) -> Record:
+    """Return the record of a job that has just ended."""
     return replace(record, ended_s=time.time(), code=code)

@@ -1,7 +1,7 @@
-"""``--sync-code``: hosts compute with this machine's yolofleet, for one run. Standard library alone.
+"""``--sync-code``: copy this machine's yolofleet to hosts, for one run. Standard library alone.
 
-Only the package travels, through the channel that is there anyway; what it imports must be installed on the host. A
-host agent removes what it was sent when it ends.
+Only the package is copied, over the connection to the host agent. The libraries that it imports must be installed on the
+host. A host agent removes the copy when it ends.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import yolofleet
 from yolofleet.fleet.doctor.machine_facts import package_sha256
 
-SUFFIXES = (".py", ".yaml")  # as package_sha256 has them
+SUFFIXES = (".py", ".yaml")  # as in package_sha256
 MOST_BYTES = 32 << 20
 
 _taken: list[Path] = []
 
 
 def packed() -> dict[str, str]:
-    """The package as :func:`take` wants it."""
+    """Return the arguments of :func:`take`: this package."""
     package = Path(yolofleet.__file__).parent
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as archive:
@@ -37,10 +37,10 @@ def packed() -> dict[str, str]:
 
 
 def take(arguments: Mapping[str, Any]) -> str:
-    """Everything that is started here from now on imports the package that was sent; returns where it is.
+    """Unpack a package, and let all processes that start from now on import it. Return its folder.
 
     Raises:
-        OSError: it did not arrive whole, or cannot be written.
+        OSError: the package is incomplete, or cannot be written.
     """
     folder = Path(tempfile.mkdtemp(prefix="yolofleet-code-"))
     _taken.append(folder)
@@ -51,18 +51,20 @@ def take(arguments: Mapping[str, Any]) -> str:
             name, left = PurePosixPath(member.name), left - member.size
             file = archive.extractfile(member)
             if file is None or name.is_absolute() or ".." in name.parts or left < 0:
-                raise OSError(f"the code that was sent has {member.name[:80]!r} in it, and that cannot be")
+                raise OSError(
+                    f"the package from the launcher contains {member.name[:80]!r}, which is not allowed"
+                )
             target = package.joinpath(*name.parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read())
     if package_sha256(package) != arguments["sha256"]:
-        raise OSError("the code that was sent did not arrive whole")
+        raise OSError("the package from the launcher is incomplete")
     others = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), others]))
     return str(package)
 
 
 def discard() -> None:
-    """Remove what was taken."""
+    """Remove all unpacked packages."""
     while _taken:
         shutil.rmtree(_taken.pop(), ignore_errors=True)

@@ -1,9 +1,9 @@
-"""The way from one host of a run to the run's store on another, for those who know the run's secret.
+"""Authenticated connections from the hosts of a run to the run's store on one of them.
 
 The store listens on 127.0.0.1 of its host. There the host agent listens on the fleet's network interface, and forwards
-a connection to the store once both ends have proved that they know the secret. On every other host the host agent
-listens on 127.0.0.1, proves the secret, and forwards what its own workers say. The secret itself never travels between
-hosts, and no process but the host agents has it. Standard library alone.
+a connection to the store once both ends have proved that they know the run's secret. On every other host the host agent
+listens on 127.0.0.1, proves the secret, and forwards the connections of its own workers. The secret itself is never sent
+between hosts, and only the host agents have it. Standard library alone.
 
 The proof, with H(label, a, b) = HMAC-SHA256(secret, label + a + b) and a fresh random number of 32 bytes from each end:
 
@@ -11,7 +11,7 @@ The proof, with H(label, a, b) = HMAC-SHA256(secret, label + a + b) and a fresh 
     other host -> store's host: B, H("caller", A, B)
     store's host -> other host: H("store", A, B)
 
-What follows is not encrypted: a private network or a VPN is still needed against those who can change packets.
+The data after that is not encrypted. Against an attacker who can change packets, use a private network or a VPN.
 """
 
 from __future__ import annotations
@@ -25,46 +25,45 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from yolofleet.fleet.job import Meeting, StoreEnd
+from yolofleet.fleet.job import Rendezvous, StoreEnd
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32  # of SHA-256
-PROOF_S = 10.0  # a caller must have proved the secret by then
-MOST_UNPROVED = 64  # callers at a time; one more, and the one that has waited longest is dropped
-REACH_S = 60.0  # how long the way to the store's host is tried: that host may start its relay later
+PROOF_S = 10.0  # deadline of a caller's proof
+MOST_UNPROVED = 64  # callers without a proof; one more, and the oldest is dropped
+REACH_S = 60.0  # for attempts to reach the store's host, which may start its relay later
 RETRY_S = 0.2
 PIECE_BYTES = 1 << 16
 
 
 class NoProof(OSError):
-    """The other end does not know the secret, or is no relay."""
+    """The other end does not know the secret, or is not a relay."""
 
 
 class Relay:
     """This host's end of the run's store, while the run lasts.
 
-    The sockets are open once it is made; call :meth:`start` when the agent has been started, and :meth:`close` at the
-    end.
+    The constructor opens the sockets. Call :meth:`start` after the agent has started, and :meth:`close` at the end.
 
     Args:
-        say: takes a line about a connection that failed; called in the relay's thread.
+        say: takes a line about a connection that failed; the relay's thread calls it.
     Raises:
         OSError: an address or port cannot be used.
         ValueError: the secret is not hexadecimal, or empty.
     """
 
-    def __init__(self, meeting: Meeting, say: Callable[[str], None] = lambda _: None) -> None:
-        self._secret = bytes.fromhex(meeting.secret)
+    def __init__(self, place: Rendezvous, say: Callable[[str], None] = lambda _: None) -> None:
+        self._secret = bytes.fromhex(place.secret)
         if not self._secret:
             raise ValueError("a run on several hosts needs a secret")
-        self._address, self._port, self._say = meeting.address, meeting.port, say
+        self._address, self._port, self._say = place.address, place.port, say
         self._store: socket.socket | None = None
         self._unproved: dict[asyncio.Task[None], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        if meeting.node == meeting.store_node:
+        if place.node == place.store_node:
             self._handle = self._admit
-            self._listener = open_listener(meeting.address, meeting.port)
+            self._listener = open_listener(place.address, place.port)
             try:
                 self._store = open_listener(LOOPBACK)
             except OSError:
@@ -73,7 +72,7 @@ class Relay:
             self._store_port = self._store.getsockname()[1]
             self.end = StoreEnd(self._store_port, self._store.fileno())
         else:
-            self._handle = self._lead
+            self._handle = self._connect_worker
             self._listener = open_listener(LOOPBACK)
             self.end = StoreEnd(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
@@ -81,7 +80,7 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
-        """Forward connections from now on, in a thread. The agent has inherited the store's socket by now."""
+        """Forward connections from now on, in a thread. The agent has inherited the store's socket before."""
         if self._store is not None:
             self._store.close()
         self._thread.start()
@@ -119,7 +118,7 @@ class Relay:
         while True:
             try:
                 caller, _ = await loop.sock_accept(self._listener)
-            except OSError:  # too many open files, or the caller has left already
+            except OSError:  # too many open files, or the caller has closed already
                 await asyncio.sleep(RETRY_S)
                 continue
             task = asyncio.ensure_future(self._guarded(caller))
@@ -127,12 +126,12 @@ class Relay:
             task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, caller: socket.socket) -> None:
-        """One connection to its end, whatever happens to it."""
+        """Serve one connection to its end. A failure of it must not end the relay."""
         with caller, suppress(OSError, asyncio.TimeoutError):
             await self._handle(caller)
 
     async def _admit(self, caller: socket.socket) -> None:
-        """On the store's host: let a caller that proves the secret speak with the store."""
+        """On the store's host: connect a caller that proves the secret with the store."""
         task = asyncio.current_task()
         assert task is not None
         while len(self._unproved) >= MOST_UNPROVED:
@@ -147,8 +146,8 @@ class Relay:
         with await _connect(LOOPBACK, self._store_port) as store:
             await _join(caller, store)
 
-    async def _lead(self, caller: socket.socket) -> None:
-        """On another host: lead a worker of this host to the store."""
+    async def _connect_worker(self, caller: socket.socket) -> None:
+        """On another host: connect a worker of this host with the store."""
         loop = asyncio.get_running_loop()
         gives_up_at_s = loop.time() + REACH_S
         while True:
@@ -158,7 +157,7 @@ class Relay:
             except (OSError, asyncio.TimeoutError) as problem:
                 if loop.time() > gives_up_at_s:
                     why = "it does not answer" if isinstance(problem, asyncio.TimeoutError) else str(problem)
-                    self._say(f"no way to the run's store at {self._address}:{self._port}: {why}")
+                    self._say(f"cannot reach the run's store at {self._address}:{self._port}: {why}")
                     raise
                 await asyncio.sleep(RETRY_S)
         with store:
@@ -175,10 +174,10 @@ class Relay:
 
 
 async def prove_to_caller(caller: socket.socket, secret: bytes) -> None:
-    """Prove the secret, as the store's host, to a caller that proves it first.
+    """Prove the secret as the store's host, after the caller has proved it.
 
     Raises:
-        OSError: it does not know the secret, or has left.
+        OSError: the caller does not know the secret, or has closed the connection.
     """
     loop = asyncio.get_running_loop()
     caller.setblocking(False)
@@ -192,16 +191,16 @@ async def prove_to_caller(caller: socket.socket, secret: bytes) -> None:
 
 
 async def prove_to_store(store: socket.socket, secret: bytes) -> None:
-    """Prove the secret, as a caller, and let the store's host prove it.
+    """Prove the secret as a caller, and check the proof of the store's host.
 
     Raises:
-        OSError: it does not know the secret, or has left.
+        OSError: the store's host does not know the secret, or has closed the connection.
     """
     loop = asyncio.get_running_loop()
     theirs, mine = await _exactly(store, NONCE_BYTES), os.urandom(NONCE_BYTES)
     await loop.sock_sendall(store, mine + _proof(secret, b"caller", theirs, mine))
     if not hmac.compare_digest(await _exactly(store, PROOF_BYTES), _proof(secret, b"store", theirs, mine)):
-        raise NoProof("what listens there does not know the run's secret")
+        raise NoProof("the process that listens there does not know the run's secret")
 
 
 def _proof(secret: bytes, label: bytes, stores: bytes, callers: bytes) -> bytes:
@@ -214,7 +213,7 @@ async def _exactly(source: socket.socket, count: int) -> bytes:
     while len(got) < count:
         piece = await loop.sock_recv(source, count - len(got))
         if not piece:
-            raise NoProof("what listens there, or calls, closed the connection before it proved the secret")
+            raise NoProof("the other end closed the connection before it proved the secret")
         got += piece
     return got
 
@@ -231,10 +230,10 @@ async def _connect(address: str, port: int) -> socket.socket:
 
 
 async def _join(one: socket.socket, other: socket.socket) -> None:
-    """Forward both ways until either end closes."""
+    """Forward in both directions until either end closes."""
     for end in (one, other):
         end.setblocking(False)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small questions that wait for answers
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests that wait for answers
     ways = [asyncio.ensure_future(_forward(one, other)), asyncio.ensure_future(_forward(other, one))]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

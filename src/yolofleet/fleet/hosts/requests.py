@@ -1,7 +1,7 @@
-"""What a launcher may ask of a host, by name: plain values in, plain values out. Standard library alone.
+"""Requests of a launcher that a host agent answers, by name. Standard library alone.
 
-The doctor's probes can be asked in the same way (``fleet/doctor/probes.py``); here is what starting and ending jobs
-needs beside them. Everything is done with the rights of the user who logged in.
+Arguments and answers are plain values; ``messages.py`` has models of the answers. The launcher may also ask the doctor's
+probes (``doctor/probes.py``). All requests run with the rights of the user who logged in.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ Arguments = Mapping[str, Any]
 
 
 def enter(arguments: Arguments) -> str:
-    """Work in ``folder`` from now on; returns its full path. Raises OSError: it is not there."""
+    """Change to ``folder``, and return its full path. Raise OSError if it does not exist."""
     os.chdir(Path(str(arguments["folder"])).expanduser())
     return str(Path.cwd())
 
 
 def claim(arguments: Arguments) -> dict[str, Any]:
-    """Make the run folder ``folder``, or find that it is the one that somebody of this fleet has made.
+    """Make the run folder ``folder``, or recognise it as the one that another host of this fleet has made.
 
     Args:
-        arguments: ``mark``: name of a file that whoever makes the folder puts there; ``owner``: its content, when
-            this host is the one; ``used``: the folder may be there already; ``may_link``: it may hold symbolic
-            links to other folders.
+        arguments: ``mark``: name of a file that the maker of the folder puts there; ``owner``: its content, if this
+            host is the maker; ``used``: the folder may exist already; ``may_link``: it may hold symbolic links to
+            other folders.
     Returns:
-        ``folder``: its full path; ``owner``: who sees the same disk and was first, or this host; "" when the folder
-        is somebody else's; ``made``: it was made just now; ``linked``: which sub-folder is a link that it must not
-        hold, and to where; nothing is written then.
+        ``folder``: its full path; ``owner``: the first host that sees the same disk, or this host; "" if the folder
+        belongs to another run; ``made``: this call made it; ``linked``: which sub-folder is a forbidden link, and to
+        where; nothing is written then.
     """
     folder = Path(str(arguments["folder"])).absolute()
     mark = folder / str(arguments["mark"])
@@ -67,7 +67,7 @@ def claim(arguments: Arguments) -> dict[str, Any]:
 
 
 def _appears(file: Path) -> bool:
-    """At once, or within the moment that a network disk may need to show it."""
+    """Return whether a file exists, or appears within the moment that a network disk may need."""
     for _ in range(5):
         if file.is_file():
             return True
@@ -76,7 +76,7 @@ def _appears(file: Path) -> bool:
 
 
 def unclaim(arguments: Arguments) -> None:
-    """Remove the mark; with ``discard``, the folder too unless it holds more than a failed start leaves."""
+    """Remove the mark; with ``discard`` also the folder, unless it holds more than a failed start leaves."""
     folder = Path(str(arguments["folder"]))
     (folder / str(arguments["mark"])).unlink(missing_ok=True)
     if arguments.get("discard"):
@@ -84,7 +84,7 @@ def unclaim(arguments: Arguments) -> None:
 
 
 def hash_files(arguments: Arguments) -> dict[str, str]:
-    """SHA-256 of those of ``names`` that are files here."""
+    """Return the SHA-256 of each of ``names`` that is a file here."""
     found = {}
     for name in arguments["names"]:
         path = Path(str(name))
@@ -101,21 +101,22 @@ _reserved: list[socket.socket] = []
 
 
 def reserve_port(arguments: Arguments) -> int:
-    """The first of ``count`` ports from ``first`` on that nobody listens on at any address; nobody is given it by
-    chance while this process lives, but who asks for this very number can listen on it, as torch's store will.
+    """Return the first of ``count`` ports from ``first`` on where no process listens at any address.
+
+    While this process lives, the kernel gives the port to no process that asks for any port. A process that asks for
+    this number can listen on it, as torch's store will.
 
     Raises:
-        OSError: none is free.
+        OSError: no port is free.
     """
     first, count = int(arguments["first"]), int(arguments["count"])
     for port in range(first, first + count):
         mark, held = socket.socket(socket.AF_UNIX), socket.socket()
-        # as torch's store does: connections of an ended run, which last a minute (TIME_WAIT), keep nobody out
+        # as torch's store does: connections of an ended run stay for a minute (TIME_WAIT), and must not block the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            mark.bind(
-                f"\0yolofleet-port-{port}"
-            )  # fails where another launcher holds it and does not listen yet
+            # fails if another launcher has reserved the port, but does not listen yet
+            mark.bind(f"\0yolofleet-port-{port}")
             held.bind(("", port))
         except OSError:
             mark.close()
@@ -127,7 +128,7 @@ def reserve_port(arguments: Arguments) -> int:
 
 
 def list_files(arguments: Arguments) -> list[list[Any]]:
-    """Files below ``folder`` as [name with /, bytes], but for what is below the folders ``without``."""
+    """Return the files below ``folder`` as [name with /, bytes], except those below the folders ``without``."""
     folder, without = Path(str(arguments["folder"])), {str(name) for name in arguments["without"]}
     found: list[list[Any]] = []
     for path in sorted(folder.rglob("*")):
@@ -138,7 +139,7 @@ def list_files(arguments: Arguments) -> list[list[Any]]:
 
 
 def read_piece(arguments: Arguments) -> dict[str, Any]:
-    """At most a mebibyte of ``file`` from ``offset`` on, as base64; a negative offset counts from its end."""
+    """Return at most a mebibyte of ``file`` from ``offset`` on, as base64. A negative offset counts from its end."""
     path, offset = Path(str(arguments["file"])), int(arguments["offset"])
     size = path.stat().st_size
     begin = offset if offset >= 0 else max(0, size + offset)
@@ -149,14 +150,15 @@ def read_piece(arguments: Arguments) -> dict[str, Any]:
 
 
 def list_jobs(_: Arguments) -> list[dict[str, Any]]:
+    """Return the jobs of this host, the newest first."""
     return [record.to_dict() for record in jobs.records()]
 
 
 def end_job(arguments: Arguments) -> dict[str, Any]:
-    """Ask the host agent of ``job`` to end it, and wait until it has.
+    """Ask the host agent of ``job`` to end it, and wait until it has ended.
 
     Returns:
-        ``found``: it ran here; ``left``: it still does after ``deadline_s``.
+        ``found``: it ran here; ``left``: it still runs after ``deadline_s``.
     """
     wanted = [r for r in jobs.records() if r.job == str(arguments["job"]) and r.runs]
     number = signal.SIGINT if arguments.get("now") else signal.SIGTERM  # see host_agent.py
@@ -182,7 +184,7 @@ REQUESTS: dict[str, Callable[[Arguments], Any]] = {
 
 
 def answer(name: str, arguments: Arguments) -> Any:
-    """One of ours, or a probe of the doctor's.
+    """Return the answer to a request, or to a probe of the doctor.
 
     Raises:
         LookupError: there is no such request.

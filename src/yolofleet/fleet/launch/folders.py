@@ -1,4 +1,4 @@
-"""The run's folder here and on every host: one folder where they see one disk, and copied at the end where not."""
+"""The run's folder here and on every host: one folder if they share a disk; else copied here at the end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from yolofleet.report.folder import RunFolder
 
 LAUNCHER = "(this machine)"  # no host has such a name
 NOT_FETCHED = ("checkpoints",)
-# What a run leaves in its folder, and how large it may be. Not config.yaml: this machine knows the settings, and a
-# host must not say how the run goes on.
+# Files that a run leaves in its folder, and their largest sizes. Not config.yaml: this machine knows the settings, and
+# a host must not decide how the run continues.
 FETCHED = tuple(
     (re.compile(pattern), size_bytes)
     for pattern, size_bytes in (
@@ -38,19 +38,19 @@ FETCHED = tuple(
         (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
     )
 )
-NAMED = 5  # files that are left where they are, in a message
-LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # as on every run
-MOST_NAMES = 100  # that are tried
-ASK_S = 5.0  # at the end, when a host may be lost
+NAMED = 5  # names in a message about files that stay on a host
+LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # every run has them; no message
+MOST_NAMES = 100  # attempts to find a free name
+ASK_S = 5.0  # timeout at the end, when a host may be lost
 
 
 @dataclass(frozen=True)
 class Site:
-    """The run's folder as one host has it.
+    """The run's folder on one host.
 
     Attributes:
         folder: its full path there.
-        owner: whose disk it is on: LAUNCHER, or the name of the host that was the first to find it there.
+        owner: LAUNCHER, or the first host that sees the same disk.
         made: that host made it for this run.
     """
 
@@ -65,7 +65,7 @@ class Folders:
 
     Attributes:
         sites: of the hosts, in their order.
-        mark: the file by which they know whose disk they see.
+        mark: name of the file that shows which hosts share a disk.
     """
 
     here: RunFolder
@@ -92,17 +92,17 @@ class Folders:
                 folder of the resumed run has a linked sub-folder.
         """
         mark = f".fleet-{secrets.token_hex(6)}"
-        wish = {"mark": mark, "used": is_resumed or may_exist, "may_link": may_link}
+        question = {"mark": mark, "used": is_resumed or may_exist, "may_link": may_link}
         passed_over: list[Folders] = []
         try:
             while len(passed_over) < MOST_NAMES:
                 found = cls(make_folder(), [], mark)
-                found._claim_on(remotes, wish)
+                found._claim_on(remotes, question)
                 if all(site.owner for site in found.sites):
-                    found.give_back(remotes, discard=False)  # the marks have done their work
+                    found.give_back(remotes, discard=False)  # the marks are no longer needed
                     make_subfolder(found.here.logs)
                     return found
-                passed_over.append(found)  # kept for now, so that the next try gets another name
+                passed_over.append(found)  # keep it, so that the next attempt gets another name
             raise ClusterError(
                 f"{remotes[len(found.sites) - 1].name} has folders of all {MOST_NAMES} names that were tried",
                 source=found.sites[-1].folder,
@@ -112,14 +112,14 @@ class Folders:
             for one in passed_over:
                 one.give_back(remotes, discard=True)
 
-    def _claim_on(self, remotes: Sequence[Remote], wish: dict[str, Any]) -> None:
+    def _claim_on(self, remotes: Sequence[Remote], question: dict[str, Any]) -> None:
         """Ask the hosts for the folder, up to the first host where another run has it; its owner is then ""."""
         try:
             (self.here.path / self.mark).write_text(LAUNCHER, encoding="utf-8")
             for (
                 remote
             ) in remotes:  # one after another: hosts that share a disk must find the first one's mark
-                answer = remote.ask("claim", folder=str(self.here.path), owner=remote.name, **wish)
+                answer = remote.ask("claim", folder=str(self.here.path), owner=remote.name, **question)
                 if answer.linked:
                     raise links_refused(f"on {remote.name}, {answer.linked}", answer.folder)
                 self.sites.append(Site(answer.folder, answer.owner, answer.made))
@@ -133,16 +133,16 @@ class Folders:
 
     @property
     def states_are_elsewhere(self) -> bool:
-        """Rank 0 writes them, and this machine does not see its disk."""
+        """Whether rank 0 writes checkpoints on a disk that this machine does not see."""
         return self.sites[0].owner != LAUNCHER
 
     def begin(self, config: str, remotes: Sequence[Remote], *, is_resumed: bool) -> None:
-        """Note here what is needed to go on, should this process not live to fetch it.
+        """Write here what a resume needs, in case the launcher dies before it fetches the results.
 
         Args:
-            config: the run's, as text.
+            config: text of the run's configuration.
         Raises:
-            CheckpointError: the first host has no state of the run that is resumed.
+            CheckpointError: the first host has no checkpoint of the resumed run.
         """
         if not self.states_are_elsewhere:
             return
@@ -152,20 +152,20 @@ class Folders:
             raise CheckpointError(
                 f"{name} has no state of this run in {folder}/checkpoints",
                 source=f"{where}: {read_where(where)}" if where.is_file() else None,
-                hint="name the host first that has them, or copy them there (scp -r)",
+                hint="name the host that has them first, or copy them there (scp -r)",
             )
         if not self.here.config.exists():
             write_text(self.here.config, config)
         write_text(where, f"{name}:{folder}/checkpoints\n")
 
     def log(self, node: int, rank: int, text: str) -> None:
-        """Keep what a rank, or the agent of a host, says."""
+        """Append to the log of a rank, or of a host's agent."""
         path = self.here.logs / f"agent-{node}.log" if rank == AGENT else self.here.log(rank)
         with suppress(OSError), open_append(path) as file:
             file.write(text.encode("utf-8", "replace"))
 
     def has_states(self, remotes: Sequence[Remote]) -> bool | None:
-        """Whether there is something to resume from; None: the first host cannot be asked."""
+        """Return whether there is a checkpoint; None if the first host does not answer."""
         if not self.states_are_elsewhere:
             return any(self.here.path.glob(CHECKPOINTS))
         try:
@@ -182,15 +182,15 @@ class Folders:
     def fetch(
         self, remotes: Sequence[Remote], *, saved: bool | None, discard: bool, config: str = ""
     ) -> None:
-        """Copy what lies elsewhere; of a start that failed, leave nothing anywhere.
+        """Copy results from other disks. Remove everything that a failed start left.
 
-        States to resume from are large and stay where they are.
+        Checkpoints are large, and stay where they are.
 
         Args:
-            saved: there are some.
-            config: the text of the run's ``config.yaml``, written here where the first host has its own.
+            saved: whether there are checkpoints; None: unknown.
+            config: text of ``config.yaml``, written here if the first host has another disk.
         Raises:
-            Stopped: it was asked to stop while it copied.
+            Stopped: a signal asked to stop during the copy.
         """
         first_on = {
             site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != LAUNCHER
@@ -205,7 +205,7 @@ class Folders:
                 say(f"warning: the results stay on {owner}, in {folder}: {words}")
             except KeyboardInterrupt:
                 raise Stopped(
-                    "the run has ended, and its results are not copied: stopped on request",
+                    "the run has ended, but its results are not copied: stopped on request",
                     hint=f"they are on {owner}, in {folder}",
                 ) from None
         if self.states_are_elsewhere and not discard:
@@ -221,7 +221,7 @@ class Folders:
         self.give_back(remotes, discard=discard)
 
     def give_back(self, remotes: Sequence[Remote], *, discard: bool) -> None:
-        """Remove the marks; with ``discard`` everything that a start that failed leaves."""
+        """Remove the marks; with ``discard`` also everything that a failed start leaves."""
         for remote, site in zip(remotes, self.sites, strict=False):
             if site.owner == remote.name:
                 leave = {"folder": site.folder, "mark": self.mark, "discard": discard and site.made}
@@ -234,11 +234,11 @@ class Folders:
 
 
 def fetch_folder(remote: Remote, there: str, here: Path) -> None:
-    """Copy the results of a run (``FETCHED``), but the logs that came as they were written.
+    """Copy the results of a run (``FETCHED``), except logs that arrived as they were written.
 
     Raises:
         ClusterError: the host is lost, or names files outside of the folder.
-        OSError: the disk refused, or a folder to write into is a symbolic link.
+        OSError: the disk refused, or a folder is a symbolic link.
     """
     left = []
     for name, size in remote.ask("list_files", folder=there, without=list(NOT_FETCHED)):
@@ -261,7 +261,9 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
                 file.write(piece[: size - file.tell()])
     if left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
-        say(f"note: not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}")
+        say(
+            f"note: these files are not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}"
+        )
 
 
 def _is_result(name: str, size_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Start torchrun's agent on this machine, watch it, and say in one message why it ended."""
+"""Start torchrun's agent on this machine, wait for it, and explain in one message why it ended."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
-    -6: "aborted itself: a library met a state that it cannot go on from; see its logs/rank-*.log",
+    -6: "aborted: a library met a state that it cannot continue from; see its logs/rank-*.log",
     -7: "died of a bus error: /dev/shm is most likely full; use --workers 0 or --cache disk",
     -11: "died of a segmentation fault; run again with --workers 0 and --device cpu to narrow it down",
-    -15: "was ended from outside (SIGTERM)",
+    -15: "was ended by another process (SIGTERM)",
 }
 
 LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
 
 
 def exit_text(exit_code: int, killed: OomKills) -> str:
-    """How a process ended.
+    """Return how a process ended.
 
     Args:
-        killed: by the kernel for lack of memory meanwhile.
+        killed: processes that the kernel killed for lack of memory meanwhile.
     """
     what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
     if exit_code != -9:
         return what
     if killed.group:
-        return f"{what} by the kernel's out-of-memory killer: the machine, or its control group, has too little; {LESS_MEMORY}"
-    by = "by somebody, or by a memory guard such as systemd-oomd"
+        return f"{what} by the kernel's out-of-memory killer: the machine, or its control group, has too little memory; {LESS_MEMORY}"
+    by = "by a user, or by a memory guard such as systemd-oomd"
     if killed.machine == 0 or (killed.machine is None and killed.group == 0):
-        return f"{what} {by}; the kernel's own out-of-memory killer ended nothing"
-    meanwhile = "" if killed.machine is None else f": it ended {killed.machine} on this machine meanwhile"
+        return f"{what} {by}; the kernel's own out-of-memory killer killed no process"
+    meanwhile = "" if killed.machine is None else f": it killed {killed.machine} on this machine meanwhile"
     if killed.group is None:
         return f"{what}: most likely the kernel's out-of-memory killer{meanwhile}; {LESS_MEMORY}"
     return (
-        f"{what} {by}, or by the kernel's out-of-memory killer{meanwhile}, but none in the control group that "
-        f"this run was started in; {LESS_MEMORY}"
+        f"{what} {by}, or by the kernel's out-of-memory killer{meanwhile}, but none in the control group of "
+        f"this run; {LESS_MEMORY}"
     )
 
 
 MOST_WORDS_BYTES = 1 << 20
-MOST_LOG_BYTES = 64 << 20  # of what the processes of one start wrote
+MOST_LOG_BYTES = 64 << 20  # of the agent's log of one start
 
 
 def last_words(files: Iterable[Path]) -> list[LastWords]:
@@ -81,9 +81,9 @@ def last_words(files: Iterable[Path]) -> list[LastWords]:
 
 
 def run_agent(job: JobSpec) -> int:
-    """Run a job to its end; returns the exit code of DESIGN section 4.
+    """Run a job to its end. Return the exit code.
 
-    The agent gets a session of its own: Ctrl-C reaches it through us, as SIGTERM; a second one kills.
+    The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
     """
     logs = job.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -91,23 +91,25 @@ def run_agent(job: JobSpec) -> int:
         stale.unlink()
     agent: subprocess.Popen[bytes] | None = None
     before = oom_kills()
-    asked, hasty = "", False
+    asked, at_once = "", False
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal asked, hasty
+        nonlocal asked, at_once
         if agent is None:
             interrupt(number, frame)
         elif agent.poll() is None:
-            hasty = hasty or (bool(asked) and number == signal.SIGINT)
+            at_once = at_once or (bool(asked) and number == signal.SIGINT)
             words = (
                 "ending at once"
-                if hasty
+                if at_once
                 else "stopping after this step, then saving; Ctrl-C again ends at once"
             )
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
-            if hasty:
-                end_descendants(agent.pid, deadline_s=1.0)  # Linux; elsewhere they lose each other
+            if at_once:
+                end_descendants(
+                    agent.pid, deadline_s=1.0
+                )  # on Linux; elsewhere the workers end when they lose each other
                 agent.kill()
             elif not asked:
                 agent.terminate()
@@ -135,9 +137,9 @@ def run_agent(job: JobSpec) -> int:
             agent.kill()
     if code == 0:
         return 0
-    if hasty:
+    if at_once:
         stopped = Stopped(
-            "ended at once, on request; what was saved last is there", hint=resume_command(job.folder)
+            "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
         )
         echo(stopped.render(), to=sys.stderr)
         return stopped.exit_code
@@ -150,11 +152,11 @@ class Ending:
 
     Attributes:
         code: of torchrun's agent; below 0: a signal.
-        words: the last ones of its workers, as they wrote them (``worker.main``).
+        words: why its workers failed.
         log: of the agent.
-        source: where that log is.
-        host: its name, when there are several.
-        ahead_s: of its clock.
+        source: the file of that log.
+        host: its name, if there are several.
+        ahead_s: how far its clock is ahead.
         killed: see :func:`exit_text`.
     """
 
@@ -168,10 +170,10 @@ class Ending:
 
 
 def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN, asked: str = "") -> int:
-    """Print why the workers of this machine ended, and return the exit code to give.
+    """Print why the workers of this machine ended. Return the exit code of the launcher.
 
     Args:
-        asked: the signal with which the launcher was asked to stop; its workers only saw the agent's SIGTERM.
+        asked: the signal that asked the launcher to stop; the workers got the agent's SIGTERM.
     """
     words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
     log_path = folder / "logs" / "agent.log"
@@ -185,17 +187,17 @@ def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on from what was saved; "" when nothing was."""
+    """Return the command that resumes the run; "" if there is no checkpoint."""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
     return RunFolder(folder).resume_command if saved else ""
 
 
 def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
-    """Print the cause of the first end that was not asked for; returns the exit code to give.
+    """Print the cause of the first end that nobody requested. Return the exit code of the launcher.
 
     Args:
         endings: the earliest first.
-        resume: the command that goes on from what was saved; "" when nothing was.
+        resume: the command that resumes the run; "" if there is no checkpoint.
         asked: see :func:`explain`.
     """
     timed = [(w, w.time - ending.ahead_s) for ending in endings for w in ending.words]
@@ -219,7 +221,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
         problem: YolofleetError = ClusterError(f"rank {rank}{on} {what}", source=ending.source, hint=hint)
         echo(crash_text(ending.log), end="", to=sys.stderr)
     elif ending.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or "SignalException" in ending.log:
-        known = "what was saved last is there" if resume else "nothing had been saved"
+        known = "the last checkpoint is kept" if resume else "there is no checkpoint"
         problem = Stopped(f"stopped on request; {known}", source=asked or None, hint=hint)
     else:
         tail = "\n".join(ending.log.strip().splitlines()[-15:])
@@ -230,14 +232,16 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
 
 
 def ends_in(log: str) -> list[tuple[int, int]]:
-    """(rank, exit code) of the workers that failed, as the agent's log has them; the root cause comes last."""
+    """Return (rank, exit code) of the failed workers in an agent's log. The root cause comes last."""
     found = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", log, re.MULTILINE)
     return [(int(rank), int(exit_code)) for rank, exit_code in found]
 
 
 def crash_text(agent_log: str) -> str:
-    """What a process wrote that died before, or without, having last words: the last traceback in the agent's
-    log above what the agent itself says of it; "" without one."""
+    """Return the last traceback in an agent's log, above the agent's own report; "" without one.
+
+    A process that died early, or was killed, writes its traceback there.
+    """
     processes = re.split(
         r"^[WE]\d{4} .*torch/distributed/elastic", agent_log, maxsplit=1, flags=re.MULTILINE
     )[0]

@@ -1,4 +1,4 @@
-"""Standard output that may be read slowly, or not at all for a while (``| less``), without holding up who writes."""
+"""Standard output that never blocks its writer, even if its reader pauses (``| less``)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections import deque
 from contextlib import suppress
 
 MOST_WAITING = 32 << 20  # characters; then text is left out
-PATIENCE_S = 5.0  # at the end: with a reader who reads nothing at all meanwhile
+PATIENCE_S = 5.0  # at the end, for a reader that reads nothing
 LEFT_OUT = "\n[...]\n"
 
 
-class Screen:
-    """Texts go out in their order, from a thread of their own.
+class NonblockingStdout:
+    """Write texts in their order, from a thread.
 
     Args:
         patience_s: see :meth:`close`.
@@ -26,7 +26,7 @@ class Screen:
         self.patience_s, self.most_waiting = patience_s, most_waiting
         self._stream = sys.stdout
         self._texts: deque[str] = deque()
-        self._waiting = 0  # characters, with those that are being written
+        self._waiting = 0  # characters, including those that the thread is writing
         self._left_out = False
         self._wrote_at_s = 0.0
         self._changed = threading.Condition()
@@ -48,11 +48,11 @@ class Screen:
                 self._thread.start()
 
     def give_up(self) -> None:
-        """Do not wait for the reader at the end. A signal's handler may call it."""
+        """Do not wait for the reader at the end. A signal handler may call it."""
         self._given_up = True
 
     def close(self) -> None:
-        """Wait until everything has been read, or nothing for ``patience_s``; the rest is dropped."""
+        """Wait until all text is read, or none for ``patience_s``. Drop the rest."""
         if self._left_out:
             self.write("")
         began_s = time.monotonic()
@@ -69,7 +69,7 @@ class Screen:
 
     def _work(self) -> None:
         with suppress(OSError, ValueError, AttributeError):
-            self._stream.flush()  # what came before
+            self._stream.flush()  # text of earlier writers
         while True:
             with self._changed:
                 while not self._texts and not self._closed:
@@ -85,10 +85,12 @@ class Screen:
                 self._changed.notify_all()
 
     def _put(self, text: str) -> None:
-        """Past Python's own buffer, whose lock nobody gets who ends while this waits."""
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads, or there is no such thing
+        """Write past Python's buffered writer: its lock can deadlock the shutdown while this thread waits."""
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # the reader has closed it, or there is no standard output
             stream = self._stream
-            if not isinstance(stream, io.TextIOWrapper):  # a notebook's
+            if not isinstance(stream, io.TextIOWrapper):  # of a notebook
                 stream.write(text)
                 stream.flush()
                 return

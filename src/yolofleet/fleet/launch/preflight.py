@@ -1,5 +1,4 @@
-"""Before anything is started: the doctor's quick look at all hosts, the files that every rank reads, and where the
-hosts meet."""
+"""Preflight checks of hosts: the doctor's quick examination, the files that every rank reads, and the rendezvous."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from yolofleet.fleet.hosts.requests import hash_files
 T = TypeVar("T")
 
 PORTS_TRIED = 100
-PROBE_S = 60.0  # longer than any probe takes
+PROBE_S = 60.0  # longer than any probe
 HASH_S = 120.0
 
 
@@ -39,19 +38,19 @@ class Plan:
 
 
 def on_each(remotes: Sequence[Remote], work: Callable[[Remote], T]) -> list[T]:
-    """``work`` for all hosts at the same time; the first exception, in their order, is raised."""
+    """Call ``work`` for all hosts at the same time. Raise the first exception, in their order."""
     pool = ThreadPoolExecutor(max(1, len(remotes)))
     try:
         return list(pool.map(work, remotes))
-    finally:  # Ctrl-C does not wait for answers
+    finally:  # after Ctrl-C, do not wait for answers
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def enter_folders(remotes: Sequence[Remote]) -> None:
-    """Each host works in its own folder, or in one of the same path as this one.
+    """Let each host work in its own folder, or in the folder of the same path as this one.
 
     Raises:
-        ConfigError: it is not there, or cannot be entered.
+        ConfigError: the folder does not exist, or cannot be entered.
         ClusterError: a host is lost.
     """
 
@@ -63,7 +62,7 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
             raise ConfigError(
                 f"{remote.name} has no folder {folder}",
                 source=problem.what,
-                hint="make it there, or say folder: for this host (fleet.yaml)",
+                hint="make it there, or set folder: for this host (fleet.yaml)",
             ) from None
 
     on_each(remotes, enter)
@@ -72,26 +71,26 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
 def inspect(
     fleet: Fleet, remotes: Sequence[Remote], wanted: RunResources, names: Sequence[str] = ()
 ) -> tuple[list[Finding], Plan]:
-    """What the doctor finds within a second or two, and where the hosts meet (that is of use without faults only).
+    """Return what the doctor finds within a second or two, and where the hosts meet, which is valid without faults.
 
     Args:
-        wanted: by the run on each host.
-        names: of files that every rank reads.
+        wanted: what the run asks of each host.
+        names: files that every rank reads.
     """
     port = free_port(fleet, remotes)
-    beside = ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(1)
     try:
-        hashing = beside.submit(files, remotes, names)
+        hashing = pool.submit(files, remotes, names)
         peers = [peer_of(remote) for remote in remotes]
         seen = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=True)
         findings = [*seen.findings, *hashing.result()]
-    finally:  # Ctrl-C does not wait for answers
-        beside.shutdown(wait=False, cancel_futures=True)
+    finally:  # after Ctrl-C, do not wait for answers
+        pool.shutdown(wait=False, cancel_futures=True)
     return findings, Plan(tuple(seen.endpoints.get(remote.name, ALONE) for remote in remotes), port)
 
 
 def peer_of(remote: Remote) -> Peer:
-    """The doctor's way to a host."""
+    """Return a host as the doctor asks it."""
 
     def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
         return remote.ask(probe, timeout_s=PROBE_S, **arguments)
@@ -101,10 +100,10 @@ def peer_of(remote: Remote) -> Peer:
 
 
 def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int] = ()) -> int:
-    """On the first host, and kept for us; ``passed_over`` turned out to be of no use.
+    """Reserve a port on the first host, after those of ``passed_over``, which turned out to be busy.
 
     Raises:
-        ClusterError: none is free.
+        ClusterError: no port is free.
     """
     ports = ports_of(fleet)
     first = max([ports.start, *(port + 1 for port in passed_over)])
@@ -112,17 +111,17 @@ def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int
 
 
 def ports_of(fleet: Fleet) -> range:
-    """Of the first host: a run meets on one of them, so these are what a firewall guards."""
+    """Return the ports of the first host that a run may use for its rendezvous, for the rules of a firewall."""
     return range(fleet.port, fleet.port + PORTS_TRIED)
 
 
 def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
-    """Files that every rank reads must be on every host, and equal; names that are files nowhere are not judged."""
+    """Compare files that every rank reads. Names that are no file on any host are ignored."""
     if not names:
         return []
     try:
         here = hash_files({"names": names})
-    except OSError:  # this machine computes nothing
+    except OSError:  # this machine runs no rank
         here = {}
     every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
     found = []
@@ -141,9 +140,9 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
 
 
 def copy_command(name: str, source: Remote | None, target: Remote) -> str:
-    """What to type here so that ``target`` gets a file from ``source``, or from this machine.
+    """Return the command, typed here, that copies a file from ``source``, or this machine, to ``target``.
 
-    Not scp: whether its far side takes quotes for part of a name is a matter of its version.
+    It does not use scp, whose versions differ in how the remote side treats quotes.
     """
     path = _full_path(target, name)
     take = f"mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
@@ -163,7 +162,7 @@ def _shell_of(remote: Remote) -> str:
 
 
 def raise_faults(findings: Sequence[Finding]) -> None:
-    """Raises ClusterError: one or more of them make a run impossible."""
+    """Raise ClusterError if there are faults."""
     faults = [finding for finding in findings if finding.level == "fault"]
     if faults:
         first, others = faults[0], faults[1:]

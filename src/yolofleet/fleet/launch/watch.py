@@ -1,4 +1,4 @@
-"""What becomes of a job on several hosts: followed to the end of all its processes, and explained."""
+"""Follow a job on several hosts to the end of all its processes, and explain its end."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from yolofleet.fleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
 from yolofleet.fleet.launch.local import Ending, ends_in, tell
-from yolofleet.fleet.launch.nonblocking_stdout import Screen
+from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import STOP_SIGNALS
 from yolofleet.text import RelayedText, echo
 
-SETTLE_S = 2.0  # after a failure: others may fail by themselves, and say why
+SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
 FAILED_GRACE_S = 8.0
-AFTER_GRACE_S = 10.0  # a host that has not ended everything by then is given up
+AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host that still runs processes
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own."""
+    """Print a line of the launcher itself."""
     echo(text, to=sys.stderr)
 
 
 @dataclass
 class Node:
-    """What is known of one host's part of the job."""
+    """One host's part of the job."""
 
     remote: Remote
     ending: Exit | None = None
-    lost: str = ""  # why it will not come
+    lost: str = ""  # why the launcher gave the host up
     ended_at_s: float = 0.0
 
     @property
@@ -54,31 +54,35 @@ class Node:
 
 @dataclass
 class Watch:
-    """Follows one start of a job to the end of all its processes.
+    """Follow one start of a job to the end of all its processes.
 
-    Args:
+    Attributes:
         log: takes (node, rank or AGENT, text).
+        plain: a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint.
+        stop_requests: number of requests to stop; two or more end the job at once.
+        asked: the first of them: Ctrl-C, or the name of a signal.
+        order: nodes in the order in which they ended.
     """
 
     fleet: Fleet
     remotes: Sequence[Remote]
     log: Callable[[int, int, str], None]
-    plain: bool = False  # a command, not a run: there is no rank 0 that speaks for all, and nothing to save
+    plain: bool = False
     nodes: list[Node] = field(init=False)
-    wishes: int = 0  # to stop; more than one: at once
-    asked: str = ""  # the first of them: Ctrl-C, or the name of a signal
-    order: list[int] = field(default_factory=list)  # nodes as they ended
+    stop_requests: int = 0
+    asked: str = ""
+    order: list[int] = field(default_factory=list)
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
     began_line: dict[int, bool] = field(default_factory=dict)
     relayed: dict[int, RelayedText] = field(default_factory=lambda: defaultdict(RelayedText))
-    screen: Screen = field(default_factory=Screen)
+    stdout: NonblockingStdout = field(default_factory=NonblockingStdout)
 
     def __post_init__(self) -> None:
         self.nodes = [Node(remote) for remote in self.remotes]
 
     def follow(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Start each host's part, and stay until every host has ended everything, or is given up."""
+        """Start each host's part, and return when every host has ended everything or is given up."""
         inbox = self.remotes[0].inbox
         with self._signals():
             for remote, part in zip(self.remotes, parts, strict=True):
@@ -88,7 +92,7 @@ class Watch:
                     remote, message = inbox.get(timeout=0.2)
                     self._take(self.remotes.index(remote), message)
                 self._look()
-            self.screen.close()
+            self.stdout.close()
 
     def _take(self, number: int, message: Message) -> None:
         node = self.nodes[number]
@@ -112,16 +116,16 @@ class Watch:
         threading.Thread(target=self.nodes[number].remote.close, daemon=True).start()
 
     def _look(self) -> None:
-        """Does anything ask for an end?"""
+        """Stop the job if a host failed, is silent, or the user asked for it."""
         now = time.monotonic()
         for number, node in enumerate(self.nodes):
             if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
-                self._lose(number, f"nothing heard from it for {self.fleet.silence_s:.0f} s")
+                self._lose(number, f"no message from it for {self.fleet.silence_s:.0f} s")
         failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
         lost = any(node.lost for node in failed)
-        if self.wishes > 1:
+        if self.stop_requests > 1:
             self._stop(0.0)
-        elif self.wishes:
+        elif self.stop_requests:
             self._stop(self.fleet.grace_s)
         elif failed and (lost or now - min(node.ended_at_s for node in failed) > SETTLE_S):
             self._stop(FAILED_GRACE_S)
@@ -131,7 +135,7 @@ class Watch:
                     self._lose(number, "it did not end its processes in time")
 
     def _stop(self, grace_s: float) -> None:
-        """Ask the hosts that still run to end; once, or again to hasten."""
+        """Ask the hosts that still run to end. A second call can only shorten the grace."""
         now = time.monotonic()
         give_up_at_s = now + grace_s + AFTER_GRACE_S
         if self.stopped_at_s and give_up_at_s > self.give_up_at_s - 1.0:
@@ -144,27 +148,33 @@ class Watch:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and the like: the first asks all hosts to save and stop, a Ctrl-C after that ends them at once.
+        """Handle Ctrl-C and the like: the first asks all hosts to save and stop, a later Ctrl-C ends them at once.
 
-        Other signals hasten nothing: who manages processes sends several, to a group and to each in it.
+        Further signals of other kinds change nothing: a process manager sends several, to a group and its members.
         """
 
-        def wish(number: int, _frame: Any) -> None:
-            if self.wishes and number != signal.SIGINT:
+        def request_stop(number: int, _frame: Any) -> None:
+            if self.stop_requests and number != signal.SIGINT:
                 return
-            self.wishes += 1
+            self.stop_requests += 1
             self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal_name(number))
             first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
-            words = f"{first}; Ctrl-C again ends at once" if self.wishes == 1 else "ending all hosts at once"
+            words = (
+                f"{first}; Ctrl-C again ends at once"
+                if self.stop_requests == 1
+                else "ending all hosts at once"
+            )
             with suppress(OSError):
-                if select.select([], [2], [], 0)[1]:  # else it waits for who reads
+                if select.select([], [2], [], 0)[1]:  # else the write would block
                     os.write(2, f"\n{words}\n".encode())
-            if self.wishes > 1:
-                self.screen.give_up()
+            if self.stop_requests > 1:
+                self.stdout.give_up()
 
         previous = {}
         if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.signal(number, wish) for number in (signal.SIGINT, *STOP_SIGNALS)}
+            previous = {
+                number: signal.signal(number, request_stop) for number in (signal.SIGINT, *STOP_SIGNALS)
+            }
         try:
             yield
         finally:
@@ -172,13 +182,13 @@ class Watch:
                 signal.signal(number, handler)
 
     def _show(self, number: int, text: str) -> None:
-        """On the screen as it came; what is not the console's has its host before each line."""
+        """Print a text. Lines that are not of rank 0's host begin with the host's name."""
         if (self.plain and len(self.nodes) > 1) or number > 0:
             mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
             self.began_line[number] = not text.endswith("\n")
             text = (mark if begins else "") + text.replace("\n", f"\n{mark}")
             text = text if self.began_line[number] else text.removesuffix(mark)
-        self.screen.write(text)
+        self.stdout.write(text)
 
     # -- why it ended ------------------------------------------------------------------------------
 
@@ -190,18 +200,18 @@ class Watch:
             return False
         words = f"{first.log}\n{first.why}"
         return (
-            not self.wishes
+            not self.stop_requests
             and not any(node.ending and node.ending.words for node in self.nodes)
             and not ends_in(words)
             and any(known in words for known in BUSY_PORT)
         )
 
     def explain(self, resume: str) -> int:
-        """Print why the run ended, unless all is well; returns the exit code."""
+        """Print why the run ended, unless it succeeded. Return the exit code."""
         if all(node.ending is not None and node.ending.code == 0 for node in self.nodes):
             return 0
         code = self._explain(resume)
-        for node in self.nodes:  # rank 0 cannot look at processes of other hosts; their host agents did
+        for node in self.nodes:  # rank 0 cannot see processes of other hosts, but their host agents can
             for rank in node.ending.stopped if node.ending else ():
                 say(f"  {node.remote.name}: {rank}")
         return code
@@ -209,11 +219,13 @@ class Watch:
     def _explain(self, resume: str) -> int:
         ended = [self.nodes[number] for number in self.order]
         endings = [self._ending(node) for node in ended]
-        asked = bool(self.wishes) or any(n.ending and n.ending.why == STOPPED_ON_REQUEST for n in ended)
+        asked = bool(self.stop_requests) or any(
+            n.ending and n.ending.why == STOPPED_ON_REQUEST for n in ended
+        )
         causes = [w for ending in endings for w in ending.words if not w.secondary]
         causes = [w for w in causes if w.exit_code != Stopped.exit_code]
         problem: YolofleetError | None = None
-        if causes:  # ranks that lost them or were asked to stop say no more than that
+        if causes:  # other ranks report only that they lost these, or were asked to stop
             endings = [
                 replace(
                     ending,
@@ -231,13 +243,14 @@ class Watch:
         return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
     def command_code(self) -> int:
-        """Of a plain command: its exit code where it failed first, or that it was asked to stop. Every host where it
-        failed is said."""
+        """Print every host where a command failed. Return the exit code of the first failure, or of a stop."""
         first = 0
         for node in (self.nodes[number] for number in self.order):
             ending = node.ending or Exit(code=ClusterError.exit_code, why=node.lost)
             code, why = ending.code, ending.why
-            if not first and (why == STOPPED_ON_REQUEST or (self.wishes and why == STOPPED_BY_LAUNCHER)):
+            if not first and (
+                why == STOPPED_ON_REQUEST or (self.stop_requests and why == STOPPED_BY_LAUNCHER)
+            ):
                 say(f"{node.remote.name}: {STOPPED_ON_REQUEST}")
                 return Stopped.exit_code
             if code and not (first and why == STOPPED_BY_LAUNCHER):  # others end because of the first
@@ -247,7 +260,7 @@ class Watch:
         return first
 
     def _own_end(self, node: Node, resume: str) -> ClusterError | None:
-        """A host that was lost, or whose agent somebody killed."""
+        """Return the error of a host that was lost, or whose agent was killed; None if it was neither."""
         ranks = self.fleet.ranks_text(self.nodes.index(node))
         hint = resume or "give the same command again"
         if node.lost:
@@ -264,7 +277,7 @@ class Watch:
         return None
 
     def _resume_without(self, lost: Node, resume: str) -> str:
-        """Return ``resume`` for the hosts that are left; the first host has the states, so it must come back."""
+        """Return ``resume`` for the remaining hosts. The first host has the states, so it must come back."""
         number, name, words = self.nodes.index(lost), lost.remote.name, shlex.split(resume)
         if number == 0:
             return f"{resume}   # once {name} is back: it has the states of the run"
@@ -288,12 +301,12 @@ class Watch:
 
 
 def whole(text: str) -> str:
-    """What JSON can say and no file can hold is replaced."""
+    """Replace lone surrogates, which JSON can hold but a file cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def signal_name(number: int) -> str:
-    """Real-time signals have none."""
+    """Return the name of a signal; real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,8 @@
-"""A run as an Indexed Job of Kubernetes with a headless service, as YAML for ``kubectl apply``.
+"""Render a run as an Indexed Job of Kubernetes with a headless service, as YAML for ``kubectl apply``.
 
-Every pod is one machine with an agent (``fleet/agent.py``); pod 0 is where all meet. A pod that is evicted, or whose
-node is drained, gets SIGUSR1 from its preStop hook: the run saves, all pods end, Kubernetes starts them again, and the
-run resumes. The project folder must be on a volume that all pods share.
+Every pod is one machine with an agent (``fleet/agent.py``); the rendezvous is on pod 0. If a pod is evicted or its node
+drained, its preStop hook sends SIGUSR1: the run saves, all pods end, Kubernetes starts them again, and the run resumes.
+The project folder must be on a volume that all pods share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from yolofleet.system.children import SAFE_PATH
 from yolofleet.text import shown
 
 PORT = 29400
-LONGEST_NAME = 52  # a pod's host name is the job's, a hyphen and the index, of 63 characters
+LONGEST_NAME = 52  # a pod's host name has 63 characters: the job's name, a hyphen and the index
 QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SERVICE = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # names of services begin with a letter
@@ -73,8 +73,8 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
         "kind": "Service",
         "metadata": metadata,
         "spec": {
-            "clusterIP": "None",  # only names: NAME-0.NAME is the first pod
-            "publishNotReadyAddresses": True,  # they meet before they are ready
+            "clusterIP": "None",  # only host names: NAME-0.NAME is the first pod
+            "publishNotReadyAddresses": True,  # the rendezvous comes before the pods are ready
             "selector": labels,
             "ports": [{"name": "meeting", "port": PORT}],
         },
@@ -106,7 +106,7 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what occurs twice twice, not as an alias."""
+    """Write a value that occurs twice twice, not as an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -135,7 +135,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
         "command": command,
         **({"workingDir": settings.mount} if settings.claim else {}),
         "env": [
-            {  # names the run, so that a new job of the same name does not resume an old one
+            {  # part of the run's name, so that a new job of the same name does not resume an old run
                 "name": "JOB_UID",
                 "valueFrom": {
                     "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
@@ -146,13 +146,13 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
         ],
         "ports": [{"name": "meeting", "containerPort": PORT}],
         "resources": {"limits": {kind: amount for kind, amount in amounts.items() if amount}},
-        # Ready: all have met, and the workers run. Nothing is killed for silence here: the run's own watchdog
-        # knows a long validation from a stall.
+        # Ready means that the rendezvous is complete and the workers run. There is no liveness probe: the run's own
+        # watchdog can tell a long validation from a stall.
         "readinessProbe": {
             "exec": {"command": ["sh", "-c", "grep -q . /proc/1/task/1/children"]},
             "periodSeconds": 10,
         },
-        # The agent (process 1) passes the signal on; the container ends when the run has saved.
+        # The agent (process 1) forwards the signal. The container ends when the run has saved.
         "lifecycle": {
             "preStop": {"exec": {"command": ["sh", "-c", f"kill -USR1 1; sleep {settings.grace_s}"]}}
         },
@@ -160,7 +160,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
     }
     return {
         "subdomain": name,
-        "restartPolicy": "Never",  # a pod that failed is replaced, by the policy above
+        "restartPolicy": "Never",  # the policy above replaces a pod that failed
         "terminationGracePeriodSeconds": settings.grace_s,
         "containers": [trainer],
         "volumes": volumes,
@@ -172,8 +172,8 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
     for word in (*run.arguments, run.name):
         if any(
             "\ud800" <= letter <= "\udfff" for letter in word
-        ):  # bytes of a file's name that are no letters
-            raise ConfigError(f"{shown(word)} is not UTF-8, and Kubernetes takes nothing else")
+        ):  # bytes of a file's name that are not UTF-8
+            raise ConfigError(f"{shown(word)} is not UTF-8, which Kubernetes requires")
     words = [*run.arguments, *([f"--resume={run.resume}"] if run.resume else [])]
     literal = [word.replace("$", "$$") for word in words]
     if not run.resume:
@@ -193,7 +193,7 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
 
 
 def _label(name: str) -> str:
-    """A run's name as Kubernetes allows it for a service."""
+    """Return a run's name in the form that Kubernetes allows for a service."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"yolofleet-{label}"

@@ -1,8 +1,8 @@
-"""A run as a batch job of SLURM: rendered as a script, handed to ``sbatch``.
+"""Render a run as a batch script of SLURM, and submit it.
 
-The script starts one agent on every node (``fleet/agent.py``) with one ``srun``. Before the time limit, and when the
-job is preempted, SLURM warns; the run saves and ends with 75, and the script puts the job back into the queue, where
-it resumes. Project folder and data must be on a file system that all nodes share.
+The script starts one agent on every node (``fleet/agent.py``) with one ``srun``. Before the time limit, and before a
+preemption, SLURM sends a signal. The run saves and ends with exit code 75, and the script requeues the job, which then
+resumes. Project folder and data must be on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from yolofleet.fleet.schedulers.scheduler import ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 
 SUBMIT_S = 60
-WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # what names in SLURM consist of; nothing that quotes
-LATE_ENDS_S = 300  # that the last node may need longer than the first
+WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # characters of names in SLURM, without quotes
+LATE_ENDS_S = 300  # how much longer the last node may take than the first
 
 
 class SlurmSettings(Frozen):
@@ -79,11 +79,11 @@ def render(settings: SlurmSettings, run: ScheduledRun) -> str:
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in head),
             "",
-            "# what another fleet may have left in the environment of sbatch",
+            "# variables that another fleet may have left in the environment of sbatch",
             "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
             f"export {SAFE_PATH}=1  # import nothing from the working folder (Python 3.11 and newer)",
             "",
-            "# one agent on each node; the last one may still save when the first has ended",
+            "# one agent on each node; the last one may still save after the first has ended",
             f'srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task={cpus} \\',
             f"  --kill-on-bad-exit=0 --wait={LATE_ENDS_S} --input=none \\",
             " \\\n".join(f"  {line}" for line in lines),
@@ -100,16 +100,16 @@ def render(settings: SlurmSettings, run: ScheduledRun) -> str:
 
 
 def _named_by_job(name: str) -> list[str]:
-    """The job's number makes the run's name unique, so that `auto` finds this run and no other."""
+    """Return options of a new run. The job's number makes its name unique, so `--resume auto` finds this run only."""
     return [f'--name=slurm-"$SLURM_JOB_ID"-{shlex.quote(name)}', "--resume=auto"]
 
 
 def submit(script: str) -> str:
-    """Hand ``script`` to sbatch; returns the number of the job.
+    """Submit ``script`` with sbatch. Return the number of the job.
 
     Raises:
-        ConfigError: there is no sbatch here.
-        ClusterError: it refused, or did not answer.
+        ConfigError: this machine has no sbatch.
+        ClusterError: sbatch refused the job, or did not answer.
     """
     try:
         done = subprocess.run(
@@ -126,7 +126,7 @@ def submit(script: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise ClusterError(
-            f"sbatch did not answer within {SUBMIT_S} s", hint="does sinfo answer? Is slurmctld up?"
+            f"sbatch did not answer within {SUBMIT_S} s", hint="check that sinfo answers and slurmctld runs"
         ) from None
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip().removeprefix("sbatch: error: ")
