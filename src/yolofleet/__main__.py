@@ -1,4 +1,4 @@
-"""``python -m yolofleet`` is ``yolofleet``."""
+"""Run ``yolofleet`` as ``python -m yolofleet``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The Python face: what ``yolofleet train`` and ``yolofleet predict`` do, as two names.
+"""The Python interface: ``yolofleet train`` and ``yolofleet predict`` as two names.
 
 from yolofleet import Trainer, load_model
 
@@ -37,18 +37,19 @@ from yolofleet.runs.start import start
 def load_model(
     weights: str | Path, *, cfg: str | Path = "", device: str = "auto", **settings: Any
 ) -> Predictor:
-    """A detector from a weights file (.safetensors, or a foreign one, which is read without executing it).
+    """Load a detector from a weights file. No code from the file is executed.
 
     Args:
-        weights: a file, exported or not, or the folder of a run (its best weights).
-        cfg: description of the network where the file has none (.weights).
+        weights: a weights file (.safetensors, .pt, .weights, .pdparams), an exported file, or the folder of a run
+            (its best weights).
+        cfg: description of the network, if the file has none (.weights).
         device: auto | cpu | mps | one CUDA id.
         settings: further arguments of :class:`yolofleet.predict.predictor.Predictor`: conf, iou, classes,
             img (default: as in training), ...
 
     Raises:
-        CheckpointError: no such file, or not weights.
-        ConfigError: no such device, class or precision.
+        CheckpointError: the file is missing, or has no weights.
+        ConfigError: the device, class or precision does not exist.
     """
     path = Path(weights)
     if format_of(path) is not None:
@@ -61,19 +62,19 @@ def load_model(
 
 
 def best_weights(run: Path) -> Path:
-    """Of a run's folder: those of the best validation, or the last ones of a run that never validated."""
+    """Return the weights of the run's best validation, or the last ones if the run never validated."""
     best = run / "weights" / "best.safetensors"
     return best if best.exists() else best.with_name("last.safetensors")
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run left behind.
+    """The result of a finished run.
 
     Attributes:
         folder: of the run.
-        metrics: of its last validation, as in results.json: "P", "R", "mAP50", "mAP50-95", ...
-        weights: its best.
+        metrics: of the last validation, as in results.json: "P", "R", "mAP50", "mAP50-95", ...
+        weights: file of the best weights.
     """
 
     folder: Path
@@ -82,14 +83,14 @@ class TrainResult:
 
 
 class Trainer:
-    """A training run, checked when it is made and done by :meth:`fit`.
+    """A training run. The constructor checks its settings, :meth:`fit` trains.
 
     Args:
-        settings: every setting of ``yolofleet train``, by its name with underscores: data, model, weights,
+        settings: any settings of ``yolofleet train``, with underscores in their names: data, model, weights,
             epochs, batch, device, ...; ``set=("lr0=0.005",)`` changes the recipe.
 
     Raises:
-        ConfigError: an unknown name (with the nearest one), a wrong value, or some that exclude each other.
+        ConfigError: a name is unknown, a value is not valid, or settings are mutually exclusive.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -97,14 +98,16 @@ class Trainer:
         self.config, self.recipe = resolve_train(given, source="Trainer(...)")
 
     def fit(self) -> TrainResult:
-        """Train: here for one device, in a process per device for several (also from a notebook), or on ``hosts``.
+        """Train in this process for one device, in one process per device for several, or on ``hosts``.
+
+        Works in a notebook too.
 
         Raises:
-            YolofleetError: anything foreseen; Stopped when the run was asked to stop and can be resumed.
+            YolofleetError: any expected failure; Stopped if the run got a stop request and can be resumed.
         """
         if is_worker():
             raise ConfigError(
-                "Trainer starts its processes by itself, and this one was started by torchrun",
+                "Trainer starts its own processes, so it cannot run in a process that torchrun started",
                 hint="start the script with python, or use torchrun with -m yolofleet train",
             )
         code, folder = start(plan_run(self.config, self.recipe))
@@ -118,13 +121,14 @@ class Trainer:
 
 
 def failure(exit_code: int, folder: RunFolder) -> YolofleetError:
-    """The error of a job whose processes ended with ``exit_code``; they have said why on standard error."""
+    """Return the error for processes that ended with ``exit_code``; they have printed the reason on standard error."""
     kinds = (ConfigError, DataError, StorageError, ClusterError, NumericsError, Stopped)
     kind = next((kind for kind in kinds if kind.exit_code == exit_code), YolofleetError)
     if kind is Stopped:
         return Stopped(
-            "the run was stopped; its state is saved", hint=f"Trainer(resume={str(folder.path)!r}).fit()"
+            "the run stopped on request; its state is saved",
+            hint=f"Trainer(resume={str(folder.path)!r}).fit()",
         )
     return kind(
-        f"the run ended with exit code {exit_code}", source=str(folder.logs), hint="its message is above"
+        f"the run ended with exit code {exit_code}", source=str(folder.logs), hint="see its message above"
     )

@@ -1,8 +1,8 @@
-"""What depends on the kind of device: all other modules work with any ``torch.device``.
+"""All code that depends on the type of device; other modules work with any ``torch.device``.
 
-Functions prefer ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and devices outside of PyTorch. Where it
-lacks one (torch 2.6 has no memory, name or context functions), they use the device's own module, such as
-``torch.xpu``. The *accelerator* is the one kind of device beside the CPU that this process can use.
+Functions prefer ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and devices outside of PyTorch. If it lacks a
+function (torch 2.6 has none for memory, name or context), they use the device's own module, such as ``torch.xpu``. The
+*accelerator* is the one type of device besides the CPU that this process can use.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from yolofleet.errors import ConfigError
 
-HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale was tried there
-ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not take it: several operations fall back to the CPU
-WITHOUT_PINNING = ("mps",)  # its memory is the host's
+HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
+ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
+WITHOUT_PINNING = ("mps",)  # it shares the memory of the host
 
 
 def accelerator() -> str:
@@ -49,7 +49,7 @@ def device_of(spec: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if spec == "mps":
         if kind != "mps":
-            raise ConfigError("--device mps: this torch has no Metal device", hint="--device cpu")
+            raise ConfigError("--device mps: torch finds no Metal device", hint="--device cpu")
         return torch.device("mps")
     ids = [int(part) for part in spec.split(",")]
     missing = [i for i in ids if i >= have]
@@ -72,14 +72,14 @@ def is_host(device: torch.device) -> bool:
 
 
 def select(device: torch.device) -> None:
-    """Make ``device`` the current one of this thread, for libraries that ask for it (NCCL)."""
+    """Make ``device`` the current one of this thread, for libraries that use the current device (NCCL)."""
     if not is_host(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 @contextmanager
 def selected(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current one inside the block; the CPU changes nothing."""
+    """Make ``device`` the current one inside the block; no effect for the CPU."""
     if is_host(device) or device.index is None:
         yield
         return
@@ -95,38 +95,38 @@ def selected(device: torch.device) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all work that this process gave it."""
+    """Wait until ``device`` has finished all work of this process."""
     if not is_host(device):
         torch.accelerator.synchronize(device)
 
 
 def completion(device: torch.device) -> torch.Event:
-    """Return an event behind the work that this thread has given to ``device``; not for the CPU."""
+    """Record and return an event in the current stream of ``device``; not for the CPU."""
     event = torch.Event(device=device)
     event.record()
     return event
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for the current stream of ``device``; work on other streams (NCCL's) is not waited for."""
+    """Wait for the current stream of ``device`` only, not for other streams (NCCL's)."""
     if not is_host(device):
         completion(device).synchronize()
 
 
 def can_pin(device: torch.device) -> bool:
-    """Return whether copies to ``device`` are faster, and need no wait, from page-locked memory."""
+    """Return whether page-locked memory makes copies to ``device`` faster and asynchronous."""
     return not is_host(device) and device.type not in WITHOUT_PINNING and device.type == accelerator()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to ``device`` without a wait for the work that is queued there; one that is there stays."""
+    """Return ``tensor`` on ``device``; copy a CPU tensor without waiting for work queued on the device."""
     if is_host(tensor.device) and can_pin(device):
-        tensor = tensor.pin_memory()  # the allocator keeps the memory until the copy is done
+        tensor = tensor.pin_memory()  # the allocator keeps the memory until the copy has finished
     return tensor.to(device, non_blocking=True)
 
 
 class HostCopy:
-    """A copy of a device tensor on its way to the host: started at once, waited for when it is read."""
+    """An asynchronous copy of a device tensor to the host: the constructor starts it, :meth:`read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         # torch chooses page-locked memory for such a copy
@@ -134,14 +134,14 @@ class HostCopy:
         self._event = None if is_host(tensor.device) else completion(tensor.device)
 
     def read(self) -> Tensor:
-        """Return the CPU tensor; waits only for work that was queued before the copy, and for the copy."""
+        """Return the CPU tensor; wait for the copy and the work queued before it."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
         return self._host
 
 
-# -- numbers -------------------------------------------------------------------------------------------------
+# -- number formats and kernels ------------------------------------------------------------------------------
 
 
 def half_by_default(device: torch.device) -> bool:
@@ -150,7 +150,7 @@ def half_by_default(device: torch.device) -> bool:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether ``device`` computes in bfloat16 itself; emulation (V100, T4) is slower than float32."""
+    """Return whether ``device`` has bfloat16 in hardware; emulation (V100, T4) is slower than float32."""
     ask = _function(device, "is_bf16_supported")
     if ask is None:
         return True
@@ -168,9 +168,9 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextManager[object]:
-    """Compute float32 convolutions and products in float32 or, if allowed, TensorFloat-32 inside the block.
+    """Compute float32 convolutions and matrix products inside the block in float32, or in TensorFloat-32 if allowed.
 
-    By itself torch uses TensorFloat-32 (10 bits instead of 23) for convolutions.
+    torch's default for convolutions is TensorFloat-32 (10 mantissa bits instead of 23).
     """
     return nullcontext() if is_host(device) else _tf32(tf32)
 
@@ -186,13 +186,13 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def allow_tf32(convolutions: bool, products: bool) -> None:
-    """Let NVIDIA GPUs use TensorFloat-32 for float32, in this process."""
+    """Allow or forbid TensorFloat-32 on NVIDIA GPUs, in this process."""
     torch.backends.cudnn.allow_tf32 = convolutions
     torch.backends.cuda.matmul.allow_tf32 = products
 
 
 def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
-    """Let cuDNN and MIOpen choose kernels by time (``benchmark``), or only deterministic ones."""
+    """Make cuDNN and MIOpen choose kernels by measured time (``benchmark``), or only deterministic ones."""
     allow_tf32(tf32, tf32)
     if deterministic:
         torch.backends.cudnn.deterministic = True
@@ -200,7 +200,7 @@ def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
 
 
 def kernel_versions(device: torch.device) -> dict[str, Any]:
-    """Return what the last bits of results on an accelerator depend on; JSON."""
+    """Return what the last bits of results on an accelerator depend on, as values for JSON."""
     found: dict[str, Any] = {"device": name_of(device)}
     if torch.backends.cudnn.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
@@ -209,7 +209,7 @@ def kernel_versions(device: torch.device) -> dict[str, Any]:
 
 
 def has_fused(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> bool:
-    """Return whether ``optimizer(parameters, fused=True)`` works on ``device``; found out by one step of it."""
+    """Return whether ``optimizer(parameters, fused=True)`` works on ``device``, by trying one step."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -219,7 +219,7 @@ def has_fused(optimizer: Callable[..., torch.optim.Optimizer], device: torch.dev
     return True
 
 
-# -- facts ---------------------------------------------------------------------------------------------------
+# -- names, memory and versions ------------------------------------------------------------------------------
 
 
 def name_of(device: torch.device) -> str:
@@ -229,7 +229,7 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors on ``device`` have had; 0 where torch does not count."""
+    """Return the peak memory of tensors on ``device``, bytes; 0 if torch does not count it."""
     ask = None if is_host(device) else _function(device, "max_memory_allocated")
     with suppress(RuntimeError):  # torch.accelerator has the function, but not for every device
         return int(ask(device)) if ask is not None else 0
@@ -237,7 +237,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of the platform that torch was built for, by its name."""
+    """Return the versions of the platforms that torch was built for, by name."""
     found = {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
@@ -247,7 +247,7 @@ def versions() -> dict[str, str]:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return torch's name of the process group's backend: that of the device beside gloo, or gloo alone."""
+    """Return torch's name of the backend: gloo with the device's own backend, or gloo alone."""
     of_device = dist.Backend.default_device_backend_map.get(device.type)
     if is_host(device) or of_device is None or not dist.is_backend_available(of_device):
         return "gloo"  # NCCL does not exist on Windows

@@ -1,7 +1,7 @@
-"""The few ways a run can fail, each with what happened, where it came from, what to try, and an exit code.
+"""The kinds of expected failures. Each has what failed, where it came from, what to try, and an exit code.
 
-A user's or the world's fault is one of these and is shown without a traceback; our own fault is an
-``assert`` and is.
+Faults of the user or the environment are one of these and are printed without a traceback. Bugs of this package are
+failed assertions or other exceptions, with a traceback.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from yolofleet.text import screen_text
 
 
 class YolofleetError(Exception):
-    """Base of all foreseen failures.
+    """Base of all expected failures.
 
     Args:
-        what: one sentence with the values that are wrong.
+        what: one sentence with the wrong values.
         source: where the value came from (file:line, command line, environment).
-        hint: what to do about it; None = the kind's usual remedy.
+        hint: what to do about it; None: ``usual_hint``.
     """
 
     exit_code = 1
@@ -28,9 +28,9 @@ class YolofleetError(Exception):
         self.hint = hint or self.usual_hint
 
     def render(self) -> str:
-        """Return the message for a screen: what, then an optional ``from`` and a ``try`` line.
+        """Return the message for a terminal: what failed, an optional ``from`` line, and a ``try`` line.
 
-        Further lines of a value are indented, so that no value can pass for a line of the message.
+        Further lines of a value are indented, so that no value can imitate a line of the message.
         """
         lines = [f"{type(self).__name__}: {self.what}"]
         if self.source:
@@ -63,17 +63,17 @@ class CheckpointError(YolofleetError):
 
 
 class StorageError(YolofleetError):
-    """The disk refused: full, read-only or failing."""
+    """The disk is full, read-only or failing."""
 
     exit_code = 3
     usual_hint = "check the disk, or choose another folder"
 
 
 class ClusterError(YolofleetError):
-    """Processes or machines could not start, meet or talk."""
+    """Processes or machines could not start, connect or communicate."""
 
     exit_code = 4
-    usual_hint = "the logs of the run tell more: logs/rank-*.log and logs/agent.log in its folder"
+    usual_hint = "read the logs of the run: logs/rank-*.log and logs/agent.log in its folder"
 
 
 class NumericsError(YolofleetError):
@@ -84,7 +84,7 @@ class NumericsError(YolofleetError):
 
 
 class Stopped(YolofleetError):
-    """The run was asked to stop; its state is saved and ``--resume`` continues it."""
+    """The run got a stop request; its state is saved and ``--resume`` continues it."""
 
     exit_code = 75
-    usual_hint = "give the same command again"
+    usual_hint = "run the same command again"

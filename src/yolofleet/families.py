@@ -1,4 +1,4 @@
-"""The table of model families: the network of a description, its loss, and the recipe it was made for."""
+"""The table of model families: network, loss and default recipe."""
 
 from __future__ import annotations
 
@@ -57,28 +57,29 @@ FAMILIES = {
 
 
 def family_of(description: ModelDescription) -> Family:
-    """The family that ``description`` names."""
+    """Return the family of ``description``."""
     return FAMILIES[description.family]
 
 
 def outline(description: ModelDescription, nc: int) -> Detector:
-    """A network on the meta device: names and shapes, neither memory nor random numbers.
+    """Return the network on the meta device: names and shapes, without memory or random numbers.
 
     Raises:
-        ConfigError: the description's parts do not fit together, or a number is out of range.
+        ConfigError: layers of the description do not fit together, or a number is out of range.
     """
     with torch.device("meta"):
         model = family_of(description).network(description, nc)
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"model {description.name} has {parameters:,} parameters", hint="use smaller multiples"
+            f"model {description.name} has {parameters:,} parameters, at most {MAX_PARAMETERS:,} are possible",
+            hint="use smaller multiples",
         )
     return model
 
 
 def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> Detector:
-    """A network with starting weights that depend on nothing but the arguments.
+    """Return the network with initial weights that depend only on the arguments.
 
     Raises:
         ConfigError: see :func:`outline`.

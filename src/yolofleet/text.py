@@ -1,6 +1,6 @@
-"""Text for people: sizes, lists, suggestions, and strangers' words made safe for a screen. Imports nothing of this package.
+"""Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
-Everything that is shown goes through :func:`echo` or ``report/console.py``; tests/unit/test_screen_text.py checks it.
+All output goes through :func:`echo` or ``report/console.py``; tests/unit/test_screen_text.py checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNSAFE = re.compile(
 
 
 def size_text(size_bytes: float) -> str:
-    """Return a size for people: ``1.5 GiB``, ``64.0 MiB``, ``3.2 KiB``, ``12 bytes``."""
+    """Return a size as text: ``1.5 GiB``, ``64.0 MiB``, ``3.2 KiB``, ``12 bytes``."""
     for unit, bytes_each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= bytes_each:
             return f"{size_bytes / bytes_each:.1f} {unit}"
@@ -27,13 +27,13 @@ def size_text(size_bytes: float) -> str:
 
 
 def listed(texts: Sequence[str], between: str = ", ", *, most: int = 4) -> str:
-    """Return the first texts, and how many more there are."""
+    """Return the first ``most`` texts, and the number of the others."""
     more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that is most like ``name``; None if none is near."""
+    """Return the known name most similar to ``name``; None if none is similar."""
     import difflib
 
     folded = {n.lower(): n for n in names}
@@ -42,13 +42,13 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:
-    """Return the hint of an error message that names the nearest known name; None if none is near."""
+    """Return the hint "did you mean ...?" with the nearest known name; None if none is similar."""
     near = nearest(name, names)
     return f"did you mean {near}?" if near else None
 
 
 def shown(value: object) -> str:
-    """Return a stranger's value for a message: one line, never long."""
+    """Return an untrusted value as a short text of one line."""
     if isinstance(value, (dict, list, tuple)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     if isinstance(value, int) and abs(value) >= 10**18:
@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 
 
 def screen_text(value: object) -> str:
-    """Return ``str(value)`` with every character that a terminal could obey written as an escape (``\\x1b``).
+    """Return ``str(value)`` with every control character, which a terminal could execute, as an escape (``\\x1b``).
 
     Tabs and newlines stay. Use :func:`screen_line` for a value that must stay inside one line.
     """
@@ -70,41 +70,41 @@ def screen_text(value: object) -> str:
 
 
 def screen_line(value: object, *, limit: int | None = None) -> str:
-    """Return :func:`screen_text` in one line: tabs and newlines become escapes, too.
+    """Return :func:`screen_text` in one line, with tabs and newlines as escapes too.
 
     Args:
-        limit: characters; a longer text ends in ``...``.
+        limit: maximum number of characters; a longer text ends in ``...``.
     """
     text = screen_text(value).replace("\n", "\\n").replace("\t", "\\t")
     return text if limit is None or len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def echo(text: object = "", *, to: TextIO | None = None, end: str = "\n") -> None:
-    """Print ``text`` as :func:`screen_text` has it, and flush.
+    """Print :func:`screen_text` of ``text``, and flush.
 
     Args:
-        to: default: standard output.
+        to: None: standard output.
     """
     print(screen_text(text), file=sys.stdout if to is None else to, end=end, flush=True)
 
 
-# What a bar of progress needs: colours, cursor up and to the left, erase a line, hide and show the cursor.
+# Commands of progress bars: colours, cursor up and to the left, erase a line, hide and show the cursor.
 _BAR = re.compile(r"\x1b\[(?:[0-9;]*m|[0-9]*[AG]|[0-2]?K|\?25[lh])|\r")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;?]{0,16})?\Z")
 
 
 class RelayedText:
-    """Text from a terminal program of another machine, piece by piece: only what a bar of progress needs is obeyed.
+    """Cleans the output of a terminal program on another machine, piece by piece; keeps commands of progress bars.
 
-    A terminal answers some commands with typed text, stores others in the clipboard, or opens links; these become
-    escapes as in :func:`screen_text`.
+    Other commands could make the terminal type text, write to the clipboard or open links. They become escapes as in
+    :func:`screen_text`.
     """
 
     def __init__(self) -> None:
-        self._held = ""  # the begin of a command that a piece ended in
+        self._held = ""  # the start of a command whose rest is in the next piece
 
     def clean(self, piece: str) -> str:
-        """Return what may be shown so far."""
+        """Return the text that can be printed so far."""
         text = self._held + piece
         match = _UNFINISHED.search(text)
         self._held = match[0] if match else ""

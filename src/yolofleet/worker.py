@@ -1,7 +1,7 @@
-"""One process of a run: find my place, join the others, dispatch to training or validation, always close.
+"""One process of a run: join the process group, train or validate, and close the group.
 
-:func:`run` is called in the caller's process for one device or under somebody's torchrun. ``yolofleet.worker FOLDER``
-is what our own launcher starts, one per device; it reads the job in FOLDER.
+For one device, or under a torchrun of the user, :func:`run` runs in the caller's process. Our own launcher starts
+``yolofleet.worker FOLDER`` once per device; it reads the job from FOLDER.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from yolofleet.text import echo
 
 
 def show(error: YolofleetError) -> None:
-    """Print an error for whoever started this process."""
+    """Print an error on standard error."""
     echo(f"\n{error.render()}", to=sys.stderr)
 
 
@@ -68,17 +68,17 @@ def run(
     on_stall: Callable[[YolofleetError], None] = show,
     on_failure: Callable[[BaseException], int] = show_failure,
 ) -> RunFolder:
-    """Be one rank of a run; return the folder of the run.
+    """Run one rank of a run; return the folder of the run.
 
     Args:
-        recipe: of a training run.
-        folder: of the run, when the launcher made it or an earlier run did; else rank 0 makes it.
-        on_stall: is given the report when ranks hang; then the process ends.
-        on_failure: reports an exception and returns the exit code, where the process ends at once because its
-            collectives could not be closed (``World.ends_by_exit``).
+        recipe: of a training run; None for a validation.
+        folder: of the run, if the launcher or an earlier run created it; None: rank 0 creates it.
+        on_stall: gets the report if ranks hang; then the process ends.
+        on_failure: reports an exception and returns the exit code, if the process must end at once because it cannot
+            close its collectives (``World.ends_by_exit``).
 
     Raises:
-        YolofleetError: anything foreseen.
+        YolofleetError: any expected failure.
     """
     place = place_from_environment(os.environ)
     device = prepare_process(config.value, place)
@@ -121,7 +121,7 @@ def _run(
             ):
                 try:
                     world.connect()
-                except ClusterError:  # nothing has been trained
+                except ClusterError:  # no training has started, so the folder is of no use
                     run_folder.discard_unless_used()
                     raise
                 if recipe is not None and clock is not None:
@@ -142,42 +142,42 @@ def _run(
     return run_folder
 
 
-# -- started by our launcher ---------------------------------------------------------------------------------
+# -- process of our launcher ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
-    """Be ``yolofleet.worker FOLDER [JOB]``: leave its last words in FOLDER/logs when it fails."""
+    """Run ``yolofleet.worker FOLDER [JOB]``; write the reason of a failure into FOLDER/logs."""
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
     name_process(f"yolofleet-{rank}")
-    faulthandler.enable(os.dup(2))  # a crash goes into the agent's log, from where the launcher takes it
-    if rank:  # rank 0 speaks; the others write
+    faulthandler.enable(os.dup(2))  # the stack of a crash goes into the agent's log, which the launcher reads
+    if rank:  # rank 0 prints; other ranks write to their log
         with open_append(folder.log(rank)) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
 
-    def last_words(message: str, exit_code: int, **more: Any) -> int:
-        words = {"message": message, "exit_code": exit_code, **more}
-        words |= {"rank": rank, "host": platform.node(), "time": time.time()}
+    def write_failure(message: str, exit_code: int, **more: Any) -> int:
+        failure = {"message": message, "exit_code": exit_code, **more}
+        failure |= {"rank": rank, "host": platform.node(), "time": time.time()}
         try:
-            write_text(folder.failure(rank), json.dumps(words))
+            write_text(folder.failure(rank), json.dumps(failure))
         except StorageError:
             echo(message)
         return exit_code
 
     def on_stall(error: YolofleetError) -> None:
-        last_words(error.render(), error.exit_code, of_all=True, secondary=isinstance(error, PeerFailed))
+        write_failure(error.render(), error.exit_code, of_all=True, secondary=isinstance(error, PeerFailed))
 
     def on_failure(problem: BaseException) -> int:
         if isinstance(problem, YolofleetError):
-            is_echo = isinstance(problem, ClusterError)  # most often of another rank's end
-            return last_words(problem.render(), problem.exit_code, secondary=is_echo)
+            is_secondary = isinstance(problem, ClusterError)  # usually the end of another rank caused it
+            return write_failure(problem.render(), problem.exit_code, secondary=is_secondary)
         if isinstance(problem, KeyboardInterrupt):
-            return last_words("interrupted", 128 + signal.SIGINT)
+            return write_failure("interrupted", 128 + signal.SIGINT)
         text = "".join(traceback.format_exception(problem))
         echo(text, to=sys.stderr)
-        return last_words("this is a bug in yolofleet:\n" + text, 1)
+        return write_failure("this is a bug in yolofleet:\n" + text, 1)
 
     try:
         job = load_job(Path(argv[1]) if len(argv) > 1 else folder.job)

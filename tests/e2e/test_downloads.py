@@ -314,7 +314,7 @@ def test_a_hostile_archive_leaves_the_data_set_as_it_was(server, monkeypatch):
         "coco128",
         {"coco128.zip": zip_of({"coco128/a": b"", "coco128/../../evil": b"x"})},
     )
-    with pytest.raises(DataError, match="is refused"):
+    with pytest.raises(DataError, match="unsafe name"):
         get("coco128")
     assert not list(Path.cwd().parent.rglob("evil"))
     assert [p.name for p in Path("datasets/coco128").iterdir()] == ["downloads"]
@@ -441,7 +441,7 @@ def test_weights_got_by_hand_are_checked_and_put_under_their_name(table, tmp_pat
     mine = tmp_path / "Downloads"
     mine.write_bytes(b"yolov5n".ljust(1000))
     assert import_weights("yolov5n", mine) == find_or_download("yolov5n") and not table.asked
-    with pytest.raises(DownloadError, match=r"not the yolov5s\.pt that was published"):
+    with pytest.raises(DownloadError, match=r"not the published yolov5s\.pt"):
         import_weights("yolov5s", mine)
     assert import_weights("yolov3", mine).name == "yolov3.pt"  # no digest is known
     with pytest.raises(CheckpointError, match="is not a file"):

@@ -111,7 +111,7 @@ def test_nothing_that_exists_is_overwritten(kind, tmp_path):
 def test_names_that_leave_the_folder_or_fool_a_system_are_refused(kind, name, tmp_path):
     archive = make(tmp_path, {**GOOD, name: b"evil"}, kind)
     said = refusal(archive, tmp_path / "in" / "out")
-    assert "refused" in said and len(said) < 600 and said.isprintable()
+    assert "unsafe name" in said and len(said) < 600 and said.isprintable()
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {archive.name}
 
 
@@ -244,7 +244,7 @@ def test_an_encrypted_or_oddly_packed_zip_is_refused(tmp_path):
     for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as file:
             file.writestr("a", "x" * 1000)
-        assert "packed in an unusual way" in refusal(tmp_path / "x.zip", tmp_path / "out")
+        assert "has an unsupported compression" in refusal(tmp_path / "x.zip", tmp_path / "out")
     archive = make(tmp_path, {"a": b"x"}, "zip")
     content = bytearray(archive.read_bytes())
     content[content.rindex(b"PK\1\2") + 8] |= 1

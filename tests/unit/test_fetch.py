@@ -134,7 +134,7 @@ def test_a_server_that_ignores_ranges_starts_again_and_is_believed(server, tmp_p
 def test_a_server_that_always_breaks_is_given_up_and_what_came_is_kept(server, tmp_path):
     item = item_of(BODY, server.put("/file", whole(BODY, upto=50_000)))
     said = refusal(item, tmp_path)
-    assert "50,000 of 102,400 bytes" in said.what and "48.8 KiB that came are kept" in said.hint
+    assert "50,000 of 102,400 bytes" in said.what and "continues after 48.8 KiB" in said.hint
     assert (tmp_path / ".file.bin.part").read_bytes() == BODY[:50_000]
     server.put("/file", whole(BODY))
     assert get(item, tmp_path).read_bytes() == BODY
@@ -269,7 +269,7 @@ def test_retry_after_is_waited_for_but_not_for_ever(server, tmp_path):
     told: list[str] = []
     patience = Patience(timeout_s=1, attempts=3, first_wait_s=0.01, longest_wait_s=0.03)
     get(item, tmp_path, patience=patience, tell=told.append)
-    assert sum("another attempt in 0 s" in text for text in told) == 2  # 0.03 s, rounded
+    assert sum("next attempt in 0 s" in text for text in told) == 2  # 0.03 s, rounded
 
 
 def test_the_next_url_is_asked_where_the_first_fails(server, tmp_path):
@@ -295,7 +295,7 @@ def test_another_length_than_the_published_is_refused_at_once(length, server, tm
         answer.wfile.write(BODY)
 
     said = refusal(item_of(BODY, server.put("/file", lying)), tmp_path)
-    assert f"offers {length:,} bytes; the file has 102,400" in said.what
+    assert f"has {length:,} bytes, expected 102,400" in said.what
     assert names(tmp_path) == [] and len(server.asked) == 1
 
 
@@ -310,7 +310,7 @@ def test_an_endless_body_is_cut_off_at_once(size, server, tmp_path, monkeypatch)
             sent[0] += answer.wfile.write(bytes(65536))
 
     said = refusal(item_of(BODY, server.put("/file", endless), size=size), tmp_path)
-    assert "sends more than the" in said.what and names(tmp_path) == []
+    assert "sent more than" in said.what and names(tmp_path) == []
     assert sent[0] < 20_000_000  # what the buffers of the connection took
 
 
@@ -320,7 +320,7 @@ def test_an_endless_chunked_body_is_cut_off_too(server, tmp_path):
         while not answer.web.stop.is_set():
             answer.wfile.write(b"10000\r\n" + bytes(65536) + b"\r\n")
 
-    assert "sends more than" in refusal(item_of(BODY, server.put("/file", endless)), tmp_path).what
+    assert "sent more than" in refusal(item_of(BODY, server.put("/file", endless)), tmp_path).what
     assert names(tmp_path) == []
 
 
@@ -348,7 +348,7 @@ def test_a_web_page_with_status_200_is_no_file(says_so, server, tmp_path):
         answer.wfile.write(page)
 
     item = item_of(BODY, server.put("/file", login))
-    assert "a web page came instead" in refusal(item, tmp_path).what
+    assert "sent a web page instead" in refusal(item, tmp_path).what
     assert names(tmp_path) == [] and len(server.asked) == 1
 
 
@@ -409,7 +409,7 @@ def test_a_server_that_drips_has_stalled(server, tmp_path):
             answer.wfile.flush()
 
     said = refusal(item_of(BODY, server.put("/file", dripping)), tmp_path)
-    assert "bytes came in 0 s" in said.what and len(server.asked) == 3
+    assert "bytes arrived in 0 s" in said.what and len(server.asked) == 3
 
 
 def test_a_server_that_says_nothing_is_given_up(server, tmp_path):
@@ -460,7 +460,7 @@ def test_offline_means_that_nothing_is_asked(value, server, tmp_path, monkeypatc
 def test_a_folder_that_cannot_be_written_is_said(server, tmp_path):
     (tmp_path / "file").write_text("")
     item = item_of(BODY, server.put("/file", whole(BODY)))
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="cannot write"):
         get(item, tmp_path / "file" / "below")
     assert not server.asked
 
@@ -468,7 +468,7 @@ def test_a_folder_that_cannot_be_written_is_said(server, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_said(server, tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="cannot write"):
         get(item_of(BODY, server.put("/file", whole(BODY))), tmp_path)
 
 
@@ -559,7 +559,7 @@ def test_a_file_got_by_hand_is_checked_and_taken_over(tmp_path):
     mine.write_bytes(BODY)
     assert adopt(item, mine, tmp_path / "cache").read_bytes() == BODY and mine.exists()
     mine.write_bytes(BODY[:-1] + b"x")
-    with pytest.raises(DownloadError, match=r"is not the file\.bin that was published"):
+    with pytest.raises(DownloadError, match=r"is not the published file\.bin"):
         adopt(item, mine, tmp_path / "cache2")
     assert names(tmp_path / "cache") == ["file.bin"] and not (tmp_path / "cache2").exists()
 

@@ -94,9 +94,9 @@ def test_a_name_in_a_list_that_is_too_long_for_the_disk_is_a_problem_of_one_pict
         ("nowhere.jpg", "does not exist"),
         ("*.nothing", "matches no file"),
         ("9" * 300, "does not exist"),
-        ("https://example.org/a.jpg", "is an address"),
+        ("https://example.org/a.jpg", "is a url"),
         ("empty", "no pictures or videos"),
-        ("empty.txt", "lists nothing"),
+        ("empty.txt", "lists no files"),
     ],
 )
 def test_a_source_that_names_nothing_says_why(tmp_path, monkeypatch, spec, words):
@@ -224,7 +224,7 @@ def test_prediction_runs_on_one_device(model, device):
 def test_an_array_of_another_kind_is_refused(model):
     predictor = Predictor(model, img=64, device="cpu")
     for wrong in (np.zeros((64, 64, 3)), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)):
-        with pytest.raises(DataError, match="not uint8"):
+        with pytest.raises(DataError, match="expected uint8"):
             predictor.predict(wrong)
 
 
@@ -329,7 +329,7 @@ def test_pictures_of_one_name_do_not_overwrite_each_other(weights, pictures, tmp
 
 
 def test_a_source_of_which_nothing_can_be_read_is_exit_code_3(weights, pictures, tmp_path):
-    with pytest.raises(DataError, match="nothing of") as caught:
+    with pytest.raises(DataError, match="cannot read any image of") as caught:
         predict_command(configured(weights, pictures / "c.jpg", tmp_path))
     assert caught.value.exit_code == 3
 

@@ -137,7 +137,7 @@ def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
     )
     assert other.stdout and other.stdin
     assert other.stdout.readline() == "held\n"
-    with pytest.raises(ConfigError, match="another process writes into"), folder.locked():
+    with pytest.raises(ConfigError, match="another process is writing into"), folder.locked():
         pass
     other.stdin.close()
     assert other.wait() == 0
@@ -164,7 +164,7 @@ def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> Non
         made = shared_folder(world, where, None, lock)
         assert made.path == tmp_path / "exp" and (made.path / ".lock").exists()
         for given in (made, None):  # a second --resume, a second --exist-ok
-            with pytest.raises(ConfigError, match="another process writes into"), ExitStack() as second:
+            with pytest.raises(ConfigError, match="another process is writing into"), ExitStack() as second:
                 shared_folder(world, where, given, second)
     with ExitStack() as lock:
         assert shared_folder(world, where, made, lock) == made

@@ -28,13 +28,13 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class CocoMetrics:
-    """Figures of one evaluation; -1 stands for "no object to find", as in pycocotools.
+    """Figures of one evaluation; -1 means that there are no objects, as in pycocotools.
 
     Attributes:
         figures: the twelve of ``FIGURES``, then P, R and F1 (mean over classes, IoU 0.5, at the confidence of
             the best mean F1; 0 without labels).
-        per_class: by class name: AP, AP50, P, R, images and labels (crowds not counted).
-        curves: precision and recall against confidence, for plots.
+        per_class: AP, AP50, P, R, images and labels (without crowds) by class name.
+        curves: precision and recall over confidence, for plots.
     """
 
     figures: Mapping[str, float]
@@ -43,17 +43,17 @@ class CocoMetrics:
 
     @property
     def map50_95(self) -> float:
-        """0 when there is nothing to find."""
+        """mAP at IoU 0.5 to 0.95; 0 if there are no objects."""
         return max(self.figures["mAP50-95"], 0.0)
 
     @property
     def map50(self) -> float:
-        """0 when there is nothing to find."""
+        """mAP at IoU 0.5; 0 if there are no objects."""
         return max(self.figures["mAP50"], 0.0)
 
 
 def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
-    """Accumulate ordered records into the figures.
+    """Return the figures of ordered records.
 
     Args:
         names: C class names; a repeated name gets its number appended, so that no class is lost.
@@ -97,19 +97,19 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
 def _precision_at_recall_points(
     hit: NDArray[np.uint8], miss: NDArray[np.uint8], objects: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[T, A, D] bits by falling score, [A] objects -> [T, R, A] best precision at or beyond each recall."""
+    """Return [T, R, A] the best precision at or above each recall, from [T, A, D] bits by falling score."""
     at = np.empty((T, len(RECALL_POINTS), A))
-    for t, a in np.ndindex(T, A):  # one by one: a class can have millions of detections
+    for t, a in np.ndindex(T, A):  # a loop, because a class can have millions of detections
         hits = np.cumsum(hit[t, a], dtype=np.float64)
         misses = np.cumsum(miss[t, a], dtype=np.float64)
         precision = hits / (misses + hits + np.spacing(1))
-        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)  # 0 where recall ends before
+        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)  # 0 above the highest recall
         at[t, :, a] = best[np.searchsorted(hits / objects[a], RECALL_POINTS, side="left")]
     return at
 
 
 def _twelve(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> list[float]:
-    """[T, R, C, A] and [T, C, A, most detections] -> the figures in the order of ``FIGURES``."""
+    """Return the figures in the order of ``FIGURES``, from [T, R, C, A] and [T, C, A, most detections]."""
     parts = [precision[..., 0], precision[0, ..., 0], precision[5, ..., 0]]
     parts += [precision[..., a] for a in (1, 2, 3)]
     parts += [recall[:, :, 0, m] for m in (0, 1, 2)]
@@ -123,7 +123,7 @@ def _mean_of_present(values: NDArray[np.float64]) -> float:
 
 
 def _precision_recall_at_50(records: MatchRecords) -> PrecisionRecall:
-    """Hits at IoU 0.5, every area: bit 0."""
+    """Return precision and recall at IoU 0.5 for all areas (bit 0)."""
     hit = (records.hit[:, 0] & 1).astype(bool)
     counts = hit | (records.miss[:, 0] & 1).astype(bool)
     return precision_recall(

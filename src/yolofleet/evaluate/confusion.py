@@ -1,4 +1,4 @@
-"""Which class is taken for which: a confusion matrix with background as the last row and column."""
+"""Confusion matrix of classes, with background as the last row and column."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ IOU = 0.45
 
 
 def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> NDArray[np.int64]:
-    """Count matches of boxes whatever their class; shards add.
+    """Count matches of boxes of any classes; the matrices of several shards can be added.
 
-    Boxes with a score above ``CONFIDENCE`` are paired one to one with labels, highest IoU first, while it is
-    above ``IOU``. What is left of either is background; a detection left on a crowd is not counted.
+    Boxes with a score above ``CONFIDENCE`` are paired one to one with labels, highest IoU first, while it is above
+    ``IOU``. Unpaired boxes and labels count as background, but an unpaired detection on a crowd does not count.
 
     Returns:
         int64 [C + 1, C + 1], rows predicted, columns true; the last of each is background.
@@ -37,7 +37,7 @@ def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> N
 
     partner = np.full(len(detections.score), -1)
     found = labels.crowd.copy()
-    while len(d):  # each round pairs all that are the best of both sides; usually 2 or 3 rounds
+    while len(d):  # each round pairs all mutually best boxes; usually 2 or 3 rounds
         places = np.arange(len(d))
         best_of_d = np.full(len(partner), len(d))
         best_of_m = np.full(len(found), len(d))

@@ -1,4 +1,4 @@
-"""Detections for others: COCO's results format and YOLO text."""
+"""Write detections in COCO's results format and as YOLO text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from yolofleet.evaluate.matching import ScoredBoxes
 def detections_as_coco_json(
     detections: ScoredBoxes, image_ids: Sequence[int], category_ids: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a COCO results file; the floats are those that were matched, so pycocotools finds the same.
+    """Return the rows of a COCO results file, with the unrounded floats, so that pycocotools gives equal figures.
 
     Args:
         detections: ``image`` is the position in the index.
         image_ids: by position.
-        category_ids: by class number; default the class number itself.
+        category_ids: by class number; None: the class number itself.
     """
     return [
         {
@@ -39,8 +39,10 @@ def detections_as_coco_json(
 def detections_as_yolo_txt(
     detections: ScoredBoxes, index: DataIndex, *, scores: bool = False
 ) -> dict[int, str]:
-    """By image position the text of its file: a line ``class cx cy w h [score]`` per detection, fractions of
-    the image; an image without detections is absent."""
+    """Return the text of each image's file by image position; images without detections are absent.
+
+    A line is ``class cx cy w h [score]``, as fractions of the image.
+    """
     lines: dict[int, list[str]] = {}
     size = index.sizes_wh[detections.image]
     wh = detections.boxes_xywh_px[:, 2:] / size

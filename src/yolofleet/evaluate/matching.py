@@ -1,8 +1,8 @@
-"""Which detection found which labelled box, by the rules of the COCO API, in shards that merge exactly.
+"""Match detections to labelled boxes by the rules of the COCO API, in shards that merge exactly.
 
-Each rank matches the detections of its own images (``match_detections``) and keeps, per detection, only
-class, score and 2 x 40 bits: hit or miss at every IoU threshold and area range. These records are what
-travels; ``merge`` puts them into one order, whatever the sharding was.
+Each rank matches the detections of its own images (``match_detections``). It keeps, per detection, only class, score and
+2 x 40 bits: hit or miss at every IoU threshold and area range. The ranks exchange these records, and ``merge`` puts them
+into one order that does not depend on the shards.
 
 Protocol: T. Lin et al., "Microsoft COCO: Common Objects in Context", arXiv:1405.0312, as defined by the
 COCO API (pycocotools ``COCOeval``, bbox); compared with it in tests/parity/test_coco_metrics_parity.py.
@@ -26,7 +26,7 @@ from safetensors.numpy import save as save_arrays
 
 from yolofleet.errors import ClusterError
 
-# linspace, not arange: arange(.5, 1, .05) differs in the last bits and so moves matches.
+# linspace, because arange(.5, 1, .05) differs in the last bits, which changes matches
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREA_RANGES_PX = {
     "all": (0.0, 1e10),
@@ -34,7 +34,7 @@ AREA_RANGES_PX = {
     "medium": (32.0**2, 96.0**2),
     "large": (96.0**2, 1e10),
 }
-MOST_DETECTIONS = 100  # per image and class; the rest is cut
+MOST_DETECTIONS = 100  # per image and class; those of lower score are left out
 
 RECORDS_VERSION = 1
 T, A = len(IOU_THRESHOLDS), len(AREA_RANGES_PX)
@@ -51,11 +51,11 @@ class Labels:
     """True boxes of some images, in file order within an image.
 
     Attributes:
-        image: int64 [M] >= 0, the image's place in the order of images, which breaks ties of scores.
+        image: int64 [M] >= 0, the position of the image, which breaks ties of scores.
         class_idx: int64 [M].
         boxes_xywh_px: float64 [M, 4], left, top, width, height in native pixels.
         area_px: float64 [M], the annotated area, which decides small, medium or large.
-        crowd: bool [M]; a crowd is no object to find and takes any number of detections.
+        crowd: bool [M]; a crowd does not count as an object, and matches any number of detections.
     """
 
     image: NDArray[np.int64]
@@ -67,7 +67,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class ScoredBoxes:
-    """Detections of some images; among equal scores of an image and class the first row wins.
+    """Detections of some images; of equal scores in an image and class, the first row comes first.
 
     Attributes:
         image: int64 [D], as in ``Labels``.
@@ -86,30 +86,30 @@ Table = TypeVar("Table", Labels, ScoredBoxes)
 
 
 def rows(table: Table, index: NDArray[Any]) -> Table:
-    """The rows that ``index`` (numbers or flags) names, in its order."""
+    """Return the rows of ``table`` selected by ``index`` (numbers or flags), in its order."""
     return type(table)(*(getattr(table, field.name)[index] for field in fields(table)))
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """At least one table -> one, rows in order."""
+    """Concatenate at least one table."""
     names = [field.name for field in fields(tables[0])]
     return type(tables[0])(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
 
 
 @dataclass(frozen=True)
 class MatchRecords:
-    """What matching found, 31 bytes a detection, ordered by (class, score descending, image, rank).
+    """The result of matching, 31 bytes per detection, ordered by (class, score descending, image, rank).
 
     Attributes:
         class_idx: int32 [D].
         score: float64 [D].
         image: int64 [D].
-        rank: uint8 [D], place by score within its image and class, 0..99.
-        hit: uint8 [D, 5], little-endian 40-bit words: found an object that counts.
-        miss: uint8 [D, 5]: found nothing, and counts. Neither bit: ignored (crowd, other area range).
+        rank: uint8 [D], position by score within its image and class, 0..99.
+        hit: uint8 [D, 5], little-endian 40-bit words: the detection matched an object that counts.
+        miss: uint8 [D, 5]: it matched no object, and counts. Neither bit: ignored (crowd, other area range).
         objects: int64 [C, A], labels that count in each area range.
-        images: int64 [C], images with at least one label of the class that is no crowd.
-        images_seen: int64 [1], images matched, with labels or without.
+        images: int64 [C], images with at least one label of the class that is not a crowd.
+        images_seen: int64 [1], number of matched images, with or without labels.
     """
 
     class_idx: NDArray[np.int32]
@@ -123,16 +123,16 @@ class MatchRecords:
     images_seen: NDArray[np.int64]
 
     def to_bytes(self) -> bytes:
-        """The arrays as a safetensors file; no pickle."""
+        """Return the arrays as bytes of a safetensors file."""
         arrays = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
         return save_arrays({**arrays, "version": np.array([RECORDS_VERSION], np.int64)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MatchRecords:
-        """Inverse of ``to_bytes``.
+        """Return the records from :meth:`to_bytes`.
 
         Raises:
-            ClusterError: not such bytes, of another version, or of other types or shapes.
+            ClusterError: the bytes are not valid, or have another version, types or shapes.
         """
         try:
             arrays = load_arrays(data)
@@ -170,7 +170,7 @@ _LAYOUT: dict[str, tuple[type, str]] = {
 
 def _unreadable(why: str) -> ClusterError:
     return ClusterError(
-        f"match records of another process cannot be read: {why}",
+        f"cannot read the match records of another process: {why}",
         hint="install the same version of yolofleet on every machine",
     )
 
@@ -178,16 +178,16 @@ def _unreadable(why: str) -> ClusterError:
 def match_detections(
     labels: Labels, detections: ScoredBoxes, *, classes: int, images_seen: int
 ) -> MatchRecords:
-    """Match detections to labels, image by image and class by class, as COCOeval does.
+    """Match detections to labels within each image and class, as COCOeval does.
 
-    Detections choose in order of score. Each takes, of the free labels of its image and class with IoU at
-    least the threshold, the one with the highest IoU (the later one of equals); labels that do not count in
-    an area range are a second choice. No loop over images: the loop runs over (rank, choice), and one step
-    moves all images and all 40 (threshold, area range) pairs as bits of a word.
+    Detections choose in order of score. Each takes the free label of its image and class with the highest IoU (the later
+    one of equals), if the IoU reaches the threshold. Labels that do not count in an area range are a second choice. The
+    loop runs over (rank, choice) instead of images: a step processes all images and, as bits of a word, all 40 pairs of
+    threshold and area range.
 
     Args:
-        classes: C; ``class_idx`` is below it.
-        images_seen: images that the two tables stand for (those without rows included).
+        classes: C; ``class_idx`` is smaller.
+        images_seen: number of images of the two tables, including those without rows.
     """
     labels = rows(labels, np.lexsort((labels.class_idx, labels.image)))  # stable: file order stays
     by_score = np.lexsort((-detections.score, detections.class_idx, detections.image))
@@ -229,7 +229,7 @@ def match_detections(
 
 
 def merge(shards: Sequence[MatchRecords]) -> MatchRecords:
-    """All shards as one; equal to the last bit however the images were dealt to the shards."""
+    """Merge all shards; the result has equal bits for every distribution of the images over the shards."""
     assert shards, "at least one shard"
     whole: dict[str, Any] = {}
     for name, (_, axes) in _LAYOUT.items():
@@ -244,9 +244,9 @@ def merge(shards: Sequence[MatchRecords]) -> MatchRecords:
 def _claims(
     labels: Labels, detections: ScoredBoxes, rank: NDArray[np.int64]
 ) -> Iterator[tuple[bool, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]]:
-    """Steps of the matching, in order: (second choice?, detections d, labels m, bits of the reached thresholds).
+    """Yield the steps of the matching: (is second choice, detections d, labels m, bits of the reached thresholds).
 
-    In a step every detection and every label occurs at most once, because all its detections have one rank.
+    In a step every detection and every label occurs at most once, because all its detections have the same rank.
     """
     d, m, iou = overlapping_pairs(labels, detections, _IOU_FLOORS[0])
     order = np.lexsort((-m, -iou, d))  # by detection, best label first, the later of equals first
@@ -268,7 +268,7 @@ def _claims(
 def overlapping_pairs(
     labels: Labels, detections: ScoredBoxes, floor: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Rows d and m [P] of same image and class, and their IoU [P] where it is at least ``floor``.
+    """Return rows d and m [P] of the same image and class, and their IoU [P], for IoU of at least ``floor``.
 
     Args:
         labels: ordered by (image, class).
@@ -302,8 +302,10 @@ def overlapping_pairs(
 def _iou_pairs(
     found_xywh: NDArray[np.float64], true_xywh: NDArray[np.float64], crowd: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """[P] IoU of row i with row i; with a crowd the union is the detection alone. Operation by operation as
-    in COCO's C code, for a last-bit difference at a threshold is a different match."""
+    """Return [P] the IoU of row i with row i; for a crowd the union is the detection alone.
+
+    The operations are those of COCO's C code, because a different last bit at a threshold changes a match.
+    """
     d, m = found_xywh.T, true_xywh.T
     w = np.minimum(d[2] + d[0], m[2] + m[0]) - np.maximum(d[0], m[0])
     h = np.minimum(d[3] + d[1], m[3] + m[1]) - np.maximum(d[1], m[1])
@@ -316,7 +318,7 @@ def _iou_pairs(
 
 
 def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, 2, ... within each run of equal keys."""
+    """Return 0, 1, 2, ... within each run of equal keys."""
     place = np.arange(len(keys[0]))
     begins = np.ones(len(place), bool)
     if len(place):
@@ -326,7 +328,7 @@ def _rank_in_runs(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """[..., A]: the area is not in the range; both ends belong to it."""
+    """Return [..., A]: whether the area is outside of each range; both ends belong to a range."""
     low, high = np.array(list(AREA_RANGES_PX.values())).T
     outside: NDArray[np.bool_] = (area_px[:, None] < low) | (area_px[:, None] > high)
     return outside
@@ -336,7 +338,7 @@ def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _words(by_area: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """[N, A] flags -> [N] words with these flags at every threshold."""
+    """Return [N] words with the [N, A] flags at every threshold."""
     nibble = (by_area << np.arange(A)).sum(axis=1).astype(np.uint64)
     words: NDArray[np.uint64] = nibble * _EVERY_THRESHOLD
     return words
@@ -348,7 +350,7 @@ def _packed(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
 
 
 def unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[D, 5] bytes -> [T, A, D] zeros and ones."""
+    """Return [T, A, D] zeros and ones from [D, 5] bytes."""
     bits = np.unpackbits(packed, axis=1, bitorder="little")  # [D, 5] -> [D, T * A]
     return np.ascontiguousarray(bits.T).reshape(T, A, len(packed))
 

@@ -1,8 +1,7 @@
-"""Precision, recall and F1 against confidence, and the single confidence at which YOLOv5 reports them.
+"""Precision, recall and F1 over confidence, and the confidence at which YOLOv5 reports them.
 
-The definitions are YOLOv5's (its ``val`` table): curves are read at 1000 confidences, F1 is averaged over
-the classes that have labels, smoothed, and its peak is the confidence of the reported P and R. Numbers of
-the original: tests/unit/test_precision_recall.py.
+The definitions are those of YOLOv5's ``val`` table. Curves have 1000 confidences. F1 is averaged over the classes with
+labels and smoothed; the reported P and R are those at its peak. tests/unit/test_precision_recall.py has numbers of YOLOv5.
 
 Legend: D detections, C classes, K classes that have labels, T IoU thresholds, X = 1000 points of a curve.
 """
@@ -20,7 +19,7 @@ SMOOTHING = 0.1  # width of the box filter over the mean F1, as a fraction of th
 
 @dataclass(frozen=True)
 class PrecisionRecall:
-    """Curves and working point of the K classes that have labels.
+    """Curves and operating point of the K classes that have labels.
 
     Attributes:
         class_idx: int64 [K], ascending.
@@ -29,7 +28,7 @@ class PrecisionRecall:
             threshold.
         precision_at_recall: float64 [K, X], at recall ``grid`` and the first IoU threshold.
         ap: float64 [K, T], area under precision over recall (101 points, linear between).
-        best: index into ``grid`` of the confidence with the best smoothed mean F1; 0 when there are no labels.
+        best: index into ``grid`` of the confidence with the best smoothed mean F1; 0 without labels.
     """
 
     class_idx: NDArray[np.int64]
@@ -43,7 +42,7 @@ class PrecisionRecall:
 
     @property
     def confidence(self) -> float:
-        """Where precision, recall and F1 below are read."""
+        """The best confidence, at which ``precision``, ``recall`` and ``f1`` are given."""
         return float(self.grid[self.best])
 
     @property
@@ -80,10 +79,10 @@ def precision_recall(
     class_idx: NDArray[np.integer],
     labels_per_class: NDArray[np.integer],
 ) -> PrecisionRecall:
-    """Curves of every class that has labels.
+    """Return the curves of every class that has labels.
 
     Args:
-        hit: [D, T], the detection found a label at this IoU threshold.
+        hit: [D, T], the detection matched a label at this IoU threshold.
         score: [D], 0..1. class_idx: [D].
         labels_per_class: [C].
     """
@@ -121,14 +120,14 @@ def precision_recall(
 def _envelope(
     recall: NDArray[np.float64], precision: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Precision made non-increasing from the right, with the ends (0, 1) and (1, 0) attached."""
+    """Return recall and the upper envelope of precision, with the points (0, 1) and (1, 0) added at the ends."""
     x = np.concatenate(([0.0], recall, [1.0]))
     y = np.concatenate(([1.0], precision, [0.0]))
     return x, np.maximum.accumulate(y[::-1])[::-1]
 
 
 def _smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean over a box of ``SMOOTHING`` of the curve's length (odd), with the end values held."""
+    """Return the moving average over ``SMOOTHING`` of the curve's length (odd), padded with the end values."""
     half = round(len(curve) * SMOOTHING / 2)
     return np.convolve(
         np.pad(curve, half, mode="edge"), np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid"

@@ -1,8 +1,7 @@
-"""Validation by the whole fleet: each rank takes batches of a fixed list, one gather, the same figures everywhere.
+"""Validation on all ranks: each rank evaluates batches of a fixed list, and one gather gives equal figures everywhere.
 
-The list of batches and the shape of each image follow from the data alone (``data.loader.val_batches``), and
-what is gathered is put in the order of the images before it is summed; so the figures do not depend on how
-many ranks there were or which took what.
+The list of batches and the shape of each image depend only on the data (``val_batches``). The gathered records are sorted
+by image before they are summed. So the figures do not depend on the number of ranks or on the rank of a batch.
 
 Legend: N images of a batch, D detections, C classes, T loss terms, B batches of a rank.
 """
@@ -53,7 +52,7 @@ PARTS = ("load", "forward", "nms", "match", "wall")
 
 
 class Ranks(Protocol):
-    """What evaluation needs of ``parallel.world.World``."""
+    """The part of ``parallel.world.World`` that evaluation uses."""
 
     rank: int
     size: int
@@ -62,7 +61,7 @@ class Ranks(Protocol):
 
 
 class Network(Protocol):
-    """What evaluation needs of a ``models.detector.Detector``, or of an exported file in its place."""
+    """The part of ``models.detector.Detector`` that evaluation uses; an exported file has it too."""
 
     training: bool
     nc: int
@@ -75,16 +74,16 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Equal on every rank, but for ``detections``.
+    """The result of a validation; equal on every rank, except ``detections``.
 
     Attributes:
         confusion: int64 [C + 1, C + 1], rows predicted, columns true, the last is background.
-        losses: mean validation loss by kind (box, obj, cls), or None when no loss was given.
-        detections: this rank's, or everybody's when gathered; ``image`` is the position in the index.
+        losses: mean validation loss by kind (box, obj, cls); None if no loss was given.
+        detections: this rank's, or all ranks' if gathered; ``image`` is the position in the index.
         images: of the whole split.
-        candidates_cut: boxes left out because an image had more than non-maximum suppression looks at.
-        seconds: by part, of the rank that took longest in it: load (waiting for images), forward (copy,
-            network, decoding, loss), nms, match; wall is all of it.
+        candidates_cut: boxes left out because an image had more than the limit of non-maximum suppression.
+        seconds: by part, of the slowest rank in it: load (waiting for images), forward (copy, network, decoding,
+            loss), nms, match; wall is the total.
     """
 
     metrics: CocoMetrics
@@ -97,20 +96,20 @@ class Evaluation:
 
     @property
     def images_per_s(self) -> float:
-        """Images of all ranks over the seconds of the slowest."""
+        """Images of all ranks per second of the slowest rank."""
         return self.images / max(self.seconds["wall"], 1e-9)
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What the figures of an evaluation depend on, beside network and data.
+    """The settings that affect the figures of an evaluation.
 
     Attributes:
         precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
         img: longest side, pixels.
-        size_hw: pad every image to this shape, pixels; None = each to the next multiple of the stride.
+        size_hw: pad every image to this shape, pixels; None: each to the next multiple of the stride.
         batch: images at a time.
-        conf, iou, max_det: of non-maximum suppression, several classes a box.
+        conf, iou, max_det: of non-maximum suppression, with several classes per box.
         single_cls: every detection is of class 0.
         gather_detections: give every rank all detections.
     """
@@ -138,18 +137,18 @@ def evaluate(
     loss: DetectionLoss | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Detect on every image once, match, and count.
+    """Detect on every image once, match the detections, and return the figures.
 
-    Collective: every rank, once, with the same arguments; ranks without work take part. One gather at the end.
+    Collective: every rank, once, with the same arguments, even without work. One gather at the end.
 
     Args:
         model: on ``device``, in eval mode, fused or not.
         workers: loader processes. cache: of decoded images.
-        loss: adds validation losses.
-        on_batch: told (batches done, batches of this rank).
+        loss: computes validation losses; None: no losses.
+        on_batch: gets (batches done, batches of this rank).
 
     Raises:
-        ConfigError: the model's classes are not the data's.
+        ConfigError: the model and the data have different numbers of classes.
     """
     assert not model.training, "evaluate in eval mode"
     if not settings.single_cls and model.nc != len(index.names):
@@ -197,7 +196,7 @@ def evaluate(
 
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
-    """True boxes of some images of an index; ``image`` is the position."""
+    """Return the true boxes of some images of an index; ``image`` is the position."""
     first, last = index.offsets[positions], index.offsets[positions + 1]
     picked = np.concatenate(
         [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
@@ -216,7 +215,7 @@ def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
 
 
 def _shares(batches: Sequence[ValBatch], ranks: int) -> list[list[ValBatch]]:
-    """Batches of each rank: the largest batch first, to the rank with the fewest pixels so far."""
+    """Return the batches of each rank: the largest batch first, to the rank with the fewest pixels so far."""
     shares: list[list[ValBatch]] = [[] for _ in range(ranks)]
     pixels = [0] * ranks
     sizes = [len(b.image_idx) * b.size_hw[0] * b.size_hw[1] for b in batches]
@@ -228,7 +227,7 @@ def _shares(batches: Sequence[ValBatch], ranks: int) -> list[list[ValBatch]]:
 
 
 def _letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> np.ndarray:
-    """float32 [n, 6] image in the batch, class, cx, cy, w, h as fractions of the padded image; no crowds."""
+    """Return float32 [n, 6] image in the batch, class, cx, cy, w, h as fractions of the padded image; no crowds."""
     labels = labels_of(index, np.array(batch.image_idx, np.int64))
     labels = rows(labels, ~labels.crowd)
     slot = np.searchsorted(np.array(batch.image_idx), labels.image)
@@ -243,7 +242,7 @@ def _letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence
 def _native_detections(
     batch: ValBatch, per_image: Sequence[Tensor], letterboxes: Sequence[Letterbox], single_cls: bool
 ) -> ScoredBoxes:
-    """Per image [n, 6] xyxy px of the network's image, score, class -> native pixels."""
+    """Return detections in native pixels, from [n, 6] per image: xyxy px of the network's image, score, class."""
     counts = [len(found) for found in per_image]
     every = torch.cat(list(per_image)).cpu().numpy().astype(np.float64)  # one copy from the device
     parts = np.split(every[:, :4], np.cumsum(counts)[:-1])
@@ -258,7 +257,7 @@ def _native_detections(
 
 @dataclass(frozen=True)
 class _Detected:
-    """One batch, done."""
+    """The results of one batch."""
 
     found: ScoredBoxes
     candidates_cut: int
@@ -271,7 +270,7 @@ class _Detected:
 
 @dataclass(frozen=True)
 class _Detect:
-    """A batch with its images -> detections in native pixels; may be called from several threads."""
+    """Computes the detections of a batch in native pixels; several threads may call it."""
 
     model: Network
     index: DataIndex
@@ -311,8 +310,11 @@ class _Detect:
 
 
 class _Threads:
-    """On a CPU, whole batches side by side on threads of one core each, instead of one batch on all cores:
-    the last bits of a convolution depend on how many threads share it, those of a batch then do not."""
+    """Processes whole batches on the CPU in parallel, on threads of one core each.
+
+    The last bits of a convolution depend on its number of threads. With one thread per batch, results do not depend on
+    the number of cores.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.get_num_threads() if devices.is_host(device) else 1
@@ -329,7 +331,7 @@ class _Threads:
             torch.set_num_threads(self.count)
 
     def map(self, work: Callable[[Item], Done], items: Iterable[Item]) -> Iterator[Done]:
-        """In order; a few items ahead at most, because each holds its images."""
+        """Yield results in order; work on a few items ahead at most, because each keeps its images in memory."""
         if self._pool is None:
             yield from map(work, items)
             return
@@ -343,7 +345,7 @@ class _Threads:
 
 
 class _Stopwatch:
-    """Seconds by part."""
+    """Measures seconds by part."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS, 0.0)
@@ -359,7 +361,7 @@ class _Stopwatch:
         self.add(part, time.perf_counter() - began_s)
 
     def each(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass on; charge the waiting."""
+        """Yield the items; add the time of waiting for each to ``part``."""
         iterator = iter(items)
         while True:
             with self(part):
@@ -369,16 +371,16 @@ class _Stopwatch:
             yield item
 
     def seconds(self) -> NDArray[np.float64]:
-        """In the order of ``PARTS``."""
+        """Return the seconds in the order of ``PARTS``."""
         self._seconds["wall"] = time.perf_counter() - self._began_s
         return np.array([self._seconds[part] for part in PARTS])
 
 
-# what travels ---------------------------------------------------------------------------------------------
+# gather ---------------------------------------------------------------------------------------------------
 
 
 class _Shard:
-    """What one rank collects while it works through its batches."""
+    """Collects the results of one rank's batches."""
 
     def __init__(self) -> None:
         none = np.zeros(0, np.int64)
@@ -397,7 +399,7 @@ class _Shard:
             self._divisors.append(detected.loss_divisors)
 
     def detections(self) -> ScoredBoxes:
-        """By image position; the order within an image stays."""
+        """Return the detections sorted by image position; the order within an image stays."""
         found = joined(self.found)
         return rows(found, np.argsort(found.image, kind="stable"))
 
@@ -427,7 +429,7 @@ class _Shard:
 def _merged(
     payloads: Sequence[bytes], index: DataIndex, loss: DetectionLoss | None, own: ScoredBoxes | None
 ) -> Evaluation:
-    """Every rank's bytes -> the evaluation; ``own`` detections, or those in the bytes."""
+    """Return the evaluation from every rank's bytes; with ``own`` detections, or those in the bytes."""
     shards = [load_arrays(payload) for payload in payloads]
     records = merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
     images = int(records.images_seen[0])
@@ -449,11 +451,11 @@ def _merged(
 
 
 def _mean_losses(loss: DetectionLoss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:
-    """Sums and divisors of all batches, added in the order of the batches, then divided once."""
+    """Return mean losses: sums over divisors of all batches, each added in the order of the batches."""
     busy = [shard for shard in shards if "loss_ordinals" in shard]
     order = np.argsort(np.concatenate([shard["loss_ordinals"] for shard in busy]))
     sums, divisors = (
-        np.cumsum(np.concatenate([shard[name] for shard in busy])[order], axis=0)[-1]  # one after the other
+        np.cumsum(np.concatenate([shard[name] for shard in busy])[order], axis=0)[-1]  # cumsum adds in order
         for name in ("loss_sums", "loss_divisors")
     )
     means = loss.gains.double().cpu().numpy() * sums / np.maximum(divisors, 1)

@@ -1,1 +1,1 @@
-"""Files: every write, lock and download, archives, and the opening of files that a stranger made. No torch."""
+"""Files: writes, locks, downloads, archives, and opening of untrusted files. No torch."""

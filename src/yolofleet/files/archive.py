@@ -1,10 +1,11 @@
-"""Archives of strangers, unpacked: zip, tar and tar.gz, recognised by content.
+"""Unpack untrusted archives: zip, tar and tar.gz, recognised by content.
 
-Only files and folders come out of one, all below the folder that was given and none over an existing file that
-differs. Names, sizes and counts in the archive are untrusted. It is unpacked beside its place first, so a bad or
-interrupted one leaves nothing.
+Only files and folders are unpacked, all below the given folder, and none replaces a different existing file. Names, sizes
+and counts in the archive are untrusted. The archive is unpacked into a temporary folder first, so a bad or interrupted one
+leaves no files.
 
-Our own, because ``shutil`` and the filters of ``tarfile`` limit neither the unpacked size nor the number of files.
+This is our own code because ``shutil`` and the filters of ``tarfile`` limit neither the unpacked size nor the number of
+files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_DEPTH = 32
 LEFT_OUT = ("__MACOSX", ".DS_Store")
 _MAX_READ_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-_HINT = "get it from its publisher again"
+_HINT = "download it again from its publisher"
 _DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{i}" for name in ("COM", "LPT") for i in range(1, 10))}
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -50,22 +51,21 @@ _DAMAGE = (
 
 
 class _Unsafe(Exception):
-    """What is wrong with the archive."""
+    """The archive is damaged or unsafe; the text continues a sentence that starts with its name."""
 
 
 def unpack(
     archive: Path, folder: Path, *, strip: str = "", on_progress: Callable[[int, int], None] | None = None
 ) -> int:
-    """Put the files of ``archive`` below ``folder``; returns their number.
+    """Unpack the files of ``archive`` below ``folder``; return their number.
 
     Args:
-        strip: leading folders of every member that are left out, such as ``coco128``; members elsewhere are an
-            error.
-        on_progress: called with bytes of the archive's files done, and a bound of them.
+        strip: leading folders to remove from every name, such as ``coco128``; a member elsewhere is an error.
+        on_progress: gets the unpacked bytes, and an upper bound of their total.
     Raises:
-        DataError: no archive, damaged, or one that would leave the folder, overwrite or fill the disk; ``folder``
-            is then as it was, but for files that came before one that exists and differs.
-        StorageError: the disk refused or is too small.
+        DataError: the file is not an archive, is damaged, would write outside of the folder, replace files or fill the
+            disk. ``folder`` is then unchanged, except for files moved before a conflict with an existing file.
+        StorageError: the disk is full or failing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _write_all(
 
 
 def _copy(source: IO[bytes], file: IO[bytes], size: int) -> int:
-    """Bytes written; an archive that says another size than it has is damaged."""
+    """Copy a member; return the bytes written. Raise _Unsafe if its size is not ``size``."""
     done = 0
     while chunk := source.read(min(_CHUNK_BYTES, size - done + 1)):
         done += len(chunk)
@@ -127,12 +127,12 @@ def _copy(source: IO[bytes], file: IO[bytes], size: int) -> int:
             break
         file.write(chunk)
     if done != size:
-        raise _Unsafe("is damaged: a member has another size than it says")
+        raise _Unsafe("is damaged: the size of a member differs from its header")
     return done
 
 
 def _checked_parts(name: str, strip: tuple[str, ...]) -> tuple[str, ...]:
-    """Path of a member below the folder; () for one that is left out."""
+    """Return the path of a member below the folder; () for a member to skip."""
     shown = repr(name[:200])
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     bad = (
@@ -142,17 +142,16 @@ def _checked_parts(name: str, strip: tuple[str, ...]) -> tuple[str, ...]:
         or len(parts) > MAX_DEPTH
         or any(c in name for c in '\\:*?"<>|')
         or not all(c.isprintable() for c in name)
-        or any(
-            part != part.rstrip(". ") or part.split(".")[0].upper() in _DEVICES for part in parts
-        )  # Windows
+        # Windows drops dots and spaces at the end, and opens devices by these names
+        or any(part != part.rstrip(". ") or part.split(".")[0].upper() in _DEVICES for part in parts)
     )
     if bad:
-        raise _Unsafe(f"has a member named {shown}, which is refused")
+        raise _Unsafe(f"has a member with the unsafe name {shown}")
     if any(part in LEFT_OUT for part in parts):
         return ()
     if parts[: len(strip)] == strip:
         return parts[len(strip) :]
-    if strip[: len(parts)] == parts:  # a folder on the way
+    if strip[: len(parts)] == parts:  # a leading folder itself
         return ()
     raise _Unsafe(f"has a member {shown} outside {'/'.join(strip)}")
 
@@ -178,7 +177,7 @@ def _zip_members(archive: Path, free: int) -> Iterator[Member]:
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise _Unsafe(f"has a link or device {info.filename[:200]!r}")
             if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise _Unsafe(f"is encrypted, or packed in an unusual way ({info.filename[:200]!r})")
+                raise _Unsafe(f"is encrypted or has an unsupported compression ({info.filename[:200]!r})")
             if info.is_dir():
                 yield info.filename, 0, None
             else:
@@ -191,7 +190,7 @@ def _tar_members(archive: Path, is_packed: bool, bound: int) -> Iterator[Member]
         tarfile.open(fileobj=cast(IO[bytes], _Bounded(raw, bound)), mode="r:") as file,
     ):
         while (member := file.next()) is not None:
-            file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+            file.members = []  # type: ignore[attr-defined]  # else tarfile keeps all of them in memory
             if member.isdir():
                 yield member.name, 0, None
             elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse():
@@ -201,13 +200,13 @@ def _tar_members(archive: Path, is_packed: bool, bound: int) -> Iterator[Member]
 
 
 class _Bounded:
-    """A tar stream of which neither one read nor all of it can be more than a bound."""
+    """A tar stream that limits the size of each read and of the whole stream."""
 
     def __init__(self, file: Any, bound: int) -> None:
         self.file, self.bound = file, bound
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= _MAX_READ_BYTES:  # a header that says it is so long
+        if not 0 <= size <= _MAX_READ_BYTES:  # a header with a false length
             raise _Unsafe("has a header that is too long")
         return bytes(self.file.read(size))
 
@@ -221,7 +220,7 @@ class _Bounded:
 
 
 def _move_into(source: Path, target: Path) -> None:
-    """Raises _Unsafe for a file that exists with other content."""
+    """Move all entries into ``target``; raise _Unsafe if a file exists with other content."""
     for entry in sorted(source.iterdir()):
         place = target / entry.name
         if entry.is_dir() and place.is_dir():
@@ -229,7 +228,7 @@ def _move_into(source: Path, target: Path) -> None:
         elif not os.path.lexists(place):
             entry.rename(place)
         elif not (entry.is_file() and place.is_file() and filecmp.cmp(entry, place, shallow=False)):
-            raise _Unsafe(f"would overwrite {place}, which is something else")
+            raise _Unsafe(f"would overwrite {place}, which has other content")
 
 
 def _check_space(archive: Path, need_bytes: int, free_bytes: int) -> None:
@@ -242,6 +241,6 @@ def _check_space(archive: Path, need_bytes: int, free_bytes: int) -> None:
 
 def _refused_by_disk(problem: OSError, folder: Path) -> StorageError:
     return StorageError(
-        f"{problem.filename or folder} cannot be read or written: {problem.strerror or problem}",
+        f"cannot read or write {problem.filename or folder}: {problem.strerror or problem}",
         hint="check the disk, or choose another folder",
     )

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: temporary name, fsync, check, rename."""
+"""Write files atomically: temporary name, fsync, check, rename."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from yolofleet.errors import StorageError
 from yolofleet.text import echo
 
 _HINTS = {
-    errno.ENOSPC: "free some space, or choose another --project folder; nothing half-written was left",
+    errno.ENOSPC: "free some space, or choose another --project folder; no incomplete file remains",
     getattr(
         errno, "EDQUOT", -1
     ): "your quota is used up: free some space, or choose another --project folder",
@@ -29,16 +29,16 @@ _HINTS = {
 
 
 def storage_error(problem: OSError, path: Path) -> StorageError:
-    """Return the disk's refusal to write ``path`` in words, with what to do about it."""
+    """Return the error for a failed write of ``path``, with a hint."""
     hint = _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
     return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
 
 
 def make_folder(path: Path) -> Path:
-    """Make the folder ``path`` where it is missing, and return it.
+    """Create the folder ``path`` if it is missing, and return it.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -54,19 +54,18 @@ def write_atomically(
     *,
     into_special: bool = False,
 ) -> None:
-    """Run ``write`` on a temporary name beside ``path``, flush it, ``check`` it, and rename it to ``path``.
+    """Run ``write`` on a temporary file beside ``path``, flush it, ``check`` it, and rename it to ``path``.
 
-    The new file takes the place of a link, whatever it points to, or of a named pipe: in the folder of a stranger one
-    would block the run or change another file. A device is refused. The file gets the mode that the user's umask gives
-    to new files.
+    The new file replaces a symbolic link or a named pipe, because in an untrusted folder they could change another file
+    or block the run. A device is an error. The mode of the file follows the user's umask.
 
     Args:
-        write: gets the name of an empty file that exists.
-        check: gets the same name after ``write``; raises if the file does not hold what it should.
-        into_special: a person named ``path`` on the command line: a device, a named pipe or a stream such as
-            ``/dev/stdout`` stays, and ``write`` gets ``path`` itself.
+        write: gets the name of an existing empty file.
+        check: gets the same name after ``write``; raises if the content is wrong.
+        into_special: the user named ``path`` on the command line. Then ``write`` gets ``path`` itself if it is a device,
+            a named pipe or a stream such as ``/dev/stdout``.
     Raises:
-        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
+        StorageError: the file cannot be written; ``path`` is unchanged and no temporary file remains.
     """
     try:
         if into_special and _is_special(path):
@@ -75,7 +74,7 @@ def write_atomically(
         with _replacement(path) as temporary:
             mode = stat.S_IMODE(temporary.stat().st_mode)
             write(temporary)
-            temporary.chmod(mode)  # safetensors writes a file of its own, which only its owner can read
+            temporary.chmod(mode)  # safetensors replaces the file by one that only its owner can read
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             if check is not None:
@@ -86,9 +85,9 @@ def write_atomically(
 
 
 def _is_special(path: Path) -> bool:
-    """Whether ``path`` exists and is no regular file, or is a link of the system to a stream of this process.
+    """Return whether ``path`` is not a regular file, or is a system link to a stream of this process.
 
-    Such a stream may be a regular file (``--json /dev/stdout > FILE``), and to replace the link would harm every program.
+    Such a stream may be a regular file (``--json /dev/stdout > FILE``), but replacing the link would harm every program.
     """
     try:
         streams = ("/dev/", "/proc/")
@@ -101,12 +100,12 @@ def _is_special(path: Path) -> bool:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
+    """Create a folder beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
 
     Args:
-        path: must not exist, or be an empty folder.
+        path: must not exist, or must be an empty folder.
     Raises:
-        OSError: the disk refused, or ``path`` holds something; nothing temporary is left.
+        OSError: the disk failed, or ``path`` is not empty; no temporary folder remains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:32]}-"))
@@ -114,7 +113,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if os.name == "posix":
             temporary.chmod(0o777 & ~_umask())
         yield temporary
-        with suppress(OSError):  # it is not empty: the rename raises
+        with suppress(OSError):  # if it is not empty, the rename raises
             path.rmdir()
         temporary.rename(path)
     finally:
@@ -126,7 +125,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file for the block, flush it, and rename it to ``path``; remove it if the block raises.
 
     Raises:
-        OSError: the disk refused; ``path`` is as it was and nothing temporary is left.
+        OSError: the disk failed; ``path`` is unchanged and no temporary file remains.
     """
     with _replacement(path) as temporary, temporary.open("wb") as file:
         yield file
@@ -136,12 +135,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[Path]:
-    """Make an empty file beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
+    """Create an empty file beside ``path`` for the block, then rename it to ``path``; remove it if the block raises.
 
-    The file has the mode that the user's umask gives to new files.
+    The mode of the file follows the user's umask.
 
     Raises:
-        OSError: the disk refused, or ``path`` is a device.
+        OSError: the disk failed, or ``path`` is a device.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -164,17 +163,17 @@ def _replacement(path: Path) -> Iterator[Path]:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open ``path`` to append to it, and make it where it is missing.
+    """Open ``path`` for appending; create it if it is missing.
 
-    Never follow a symbolic link or wait for a named pipe: the folder of a run may come from somebody else.
+    Do not follow a symbolic link or wait for a named pipe, because the folder of a run may be untrusted.
 
     Raises:
-        OSError: the disk refused, or ``path`` is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
         flags |= getattr(os, name, 0)
-    if path.is_symlink():  # a clearer message than ELOOP's, and for systems without O_NOFOLLOW
+    if path.is_symlink():  # a clearer message than ELOOP's; also works without O_NOFOLLOW
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -184,7 +183,7 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def _umask() -> int:
-    """The umask of this process. Reading it elsewhere than in /proc means setting it, which other threads would see."""
+    """Return the umask of this process, from /proc if possible: ``os.umask`` changes it for a moment in all threads."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -195,10 +194,10 @@ def _umask() -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Write the entries of the folder ``path`` to disk, so that a rename survives a power cut. Nothing on Windows.
+    """Flush the entries of the folder ``path``, so that a rename survives a power failure. No effect on Windows.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk failed.
     """
     if os.name != "posix":
         return
@@ -210,10 +209,10 @@ def sync_folder(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> None:
-    """Replace ``path`` by ``content``; see :func:`write_atomically`.
+    """Write ``content`` to ``path`` atomically; see :func:`write_atomically`.
 
     Raises:
-        StorageError: the disk refused; ``path`` is as it was and nothing temporary is left.
+        StorageError: the file cannot be written; ``path`` is unchanged.
     """
 
     def write(target: Path) -> None:
@@ -224,24 +223,23 @@ def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> No
 
 
 def write_text(path: Path, text: str, *, into_special: bool = False) -> None:
-    """:func:`write_bytes` of UTF-8; line ends stay \\n on every system."""
+    """Write ``text`` as UTF-8, as :func:`write_bytes`; line ends stay \\n on every system."""
     write_bytes(path, text.encode(), into_special=into_special)
 
 
 def write_json(path: Path, value: Any, *, into_special: bool = False) -> None:
-    """Like :func:`write_text`, indented JSON; see :func:`jsonable`."""
+    """Write ``value`` as indented JSON, as :func:`write_text`; see :func:`jsonable`."""
     text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
     write_text(path, text, into_special=into_special)
 
 
 def emit_json(value: Any, target: str, *, indent: int | None = None) -> None:
-    """Write ``value`` as ``--json`` asks: to standard output for ``-``, nowhere for an empty text, else to that file,
-    device or pipe.
+    """Write ``value`` to the target of ``--json``: ``-`` is standard output, "" is nothing, else a file, device or pipe.
 
     Args:
-        indent: of the text on standard output; None = one line.
+        indent: of the text on standard output; None: one line.
     Raises:
-        StorageError: the disk refused.
+        StorageError: the file cannot be written.
     """
     if target == "-":
         echo(json.dumps(jsonable(value), indent=indent))
@@ -250,7 +248,7 @@ def emit_json(value: Any, target: str, *, indent: int | None = None) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with NumPy arrays, tensors, tuples and paths as JSON knows them, NaN and infinity as null."""
+    """Convert NumPy arrays, tensors, tuples and paths in ``value`` to JSON types; NaN and infinity become null."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

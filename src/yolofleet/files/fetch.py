@@ -1,12 +1,12 @@
-"""Files from the internet: whole and verified, or not there.
+"""Download files: complete and verified, or not at all.
 
-A file gets its name only when its size and digest are right. What came before an interruption stays beside it as
-``.NAME.part`` and is continued, from any of the urls: the digest decides in the end whether it is the file. If it
-is not and was put together from several answers, it is fetched once more from the beginning. Nothing is fetched
-that has no digest. Proxies are taken from the environment, as usual (``https_proxy``, ``no_proxy``).
+A file gets its name only if its size and digest are right. An interrupted download stays as ``.NAME.part`` and continues
+later, from any of the urls. If the digest is wrong and the part came from several responses, the download starts once more
+from the beginning. Files without a digest are not downloaded. Proxies come from the environment (``https_proxy``,
+``no_proxy``).
 
-Our own, because urllib, requests and ``torch.hub`` neither continue an interrupted download nor change the server in
-the middle of one.
+This is our own code because urllib, requests and ``torch.hub`` neither continue an interrupted download nor change the
+server during one.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ from yolofleet.text import echo, size_text
 
 OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
-MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the server says
-MIN_BYTES_PER_TIMEOUT = 1024  # a slower answer has stalled
-SPARE_BYTES = 16 << 20  # a disk is never filled to the brim
+MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the server states
+MIN_BYTES_PER_TIMEOUT = 1024  # a slower response counts as stalled
+SPARE_BYTES = 16 << 20  # free space that always remains on the disk
 _CHUNK_BYTES = 256 << 10
 
 
 class DownloadError(DataError):
-    """A file could not be had from the internet."""
+    """A file could not be downloaded."""
 
     usual_hint = "check the network, and the proxy in https_proxy"
 
 
 @dataclass(frozen=True)
 class Item:
-    """A file that somebody publishes.
+    """A published file.
 
     Attributes:
-        name: under which it is kept.
+        name: its local name.
         urls: of the same bytes, best first.
-        size_bytes: None where nobody says.
-        digest: ``sha256:HEX``, or ``sha1:HEX`` or ``md5:HEX`` where that is all that is known; None: not to be
-            downloaded.
-        licence: one line, shown before the download.
+        size_bytes: None if unknown.
+        digest: ``sha256:HEX``, or ``sha1:HEX`` or ``md5:HEX`` if the publisher has no other; None: do not download.
+        licence: one line, printed before the download.
         origin: the publisher's page.
     """
 
@@ -68,13 +67,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a download waits.
+    """The timeouts and retries of a download.
 
     Attributes:
-        timeout_s: for a connection, and for the next KiB of an answer.
-        attempts: failures in a row before an url is given up; one that brought a hundredth of the file is none.
-        first_wait_s, longest_wait_s: pause after a failure; it doubles from the first to the longest.
-        lock_s: for another process that fetches the same file and makes no progress.
+        timeout_s: for a connection, and for the next KiB of a response.
+        attempts: failures in a row before the next url; progress of 1 % of the file resets the count.
+        first_wait_s, longest_wait_s: wait after a failure; it doubles from the first to the longest.
+        lock_s: longest wait for another process that downloads the same file without progress.
     """
 
     timeout_s: float = 30.0
@@ -87,14 +86,14 @@ class Patience:
 def fetch(
     item: Item, folder: Path, *, patience: Patience | None = None, tell: Callable[[str], None] | None = None
 ) -> Path:
-    """The file in ``folder``, downloaded if it is not there. One process downloads, others wait for it.
+    """Return the file in ``folder``; download it if it is missing. One process downloads, others wait for it.
 
     Args:
-        tell: gets what a person may want to know; default: standard error.
+        tell: gets progress messages; None: print them on standard error.
     Raises:
-        DownloadError: not to be had, or not what was published; says how to get it by hand. What came of it is
-            kept.
-        StorageError: the disk refused or is too small.
+        DownloadError: the download failed, or the file differs from the published one. The hint says how to get the file
+            by hand. A partial download is kept.
+        StorageError: the disk is full or failing.
     """
     patience, tell = patience or Patience(), tell or to_stderr
     target = folder / item.name
@@ -116,7 +115,11 @@ def fetch(
 
 
 def _fetch_unless_locked(item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> bool:
-    """False after another process has been at it; raises DownloadError when that makes no progress."""
+    """Download, or wait while another process does; return False if the caller must try again.
+
+    Raises:
+        DownloadError: the other process makes no progress.
+    """
     lock, target = folder / f".{item.name}.lock", folder / item.name
     with exclusive(lock) as is_mine:
         if is_mine:
@@ -137,17 +140,17 @@ def _fetch_unless_locked(item: Item, folder: Path, patience: Patience, tell: Cal
             seen, deadline_s = now, time.monotonic() + patience.lock_s
         if time.monotonic() > deadline_s:
             raise DownloadError(
-                f"another process is fetching {item.name} and has made no progress for {patience.lock_s:.0f} s",
+                f"another process is downloading {item.name} and has made no progress for {patience.lock_s:.0f} s",
                 hint=f"end that process, or {by_hand(item, folder)}",
             )
 
 
 def adopt(item: Item, source: Path, folder: Path) -> Path:
-    """Copy a file that somebody has downloaded by hand to where :func:`fetch` looks for it.
+    """Copy a file that the user has downloaded to the place where :func:`fetch` looks for it.
 
     Raises:
-        DownloadError: it is not the one that was published.
-        StorageError: the disk refused.
+        DownloadError: it differs from the published file.
+        StorageError: the disk is full or failing.
     """
     target = folder / item.name
     try:
@@ -160,9 +163,11 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
 
 
 def check_online(item: Item, folder: Path) -> None:
-    """Raise DownloadError where the user forbids downloads."""
+    """Raise DownloadError if the user forbids downloads."""
     if is_offline():
-        raise DownloadError(f"{item.name} is not here, and {OFFLINE} is set", hint=by_hand(item, folder))
+        raise DownloadError(
+            f"cannot download {item.name}, because {OFFLINE} is set", hint=by_hand(item, folder)
+        )
 
 
 def is_offline() -> bool:
@@ -171,16 +176,16 @@ def is_offline() -> bool:
 
 
 def by_hand(item: Item, folder: Path) -> str:
-    """What to do without a download."""
-    facts = [size_text(item.size_bytes)] if item.size_bytes else []
+    """Return the hint how to get the file by hand."""
+    details = [size_text(item.size_bytes)] if item.size_bytes else []
     if item.digest:
-        facts.append(item.digest.replace(":", " "))
-    about = f" ({', '.join(facts)})" if facts else ""
+        details.append(item.digest.replace(":", " "))
+    about = f" ({', '.join(details)})" if details else ""
     return f"get {item.urls[0]}{about} by other means, and put it into {folder} as {item.name}"
 
 
 def digest_of(path: Path, kind: str = "sha256") -> str:
-    """Hexadecimal digest of a file's bytes; reads 1 MiB at a time.
+    """Return the hexadecimal digest of a file; read 1 MiB at a time.
 
     Raises:
         OSError: it cannot be read.
@@ -197,12 +202,12 @@ def to_stderr(text: str) -> None:
 
 
 def _check_present(item: Item, path: Path) -> None:
-    """Raises DownloadError when the file is not the published one."""
+    """Raise DownloadError if the file is not the published one."""
     size = path.stat().st_size
     hint = f"move it away, or {by_hand(item, path.parent)}"
     if item.size_bytes is not None and size != item.size_bytes:
         raise DownloadError(
-            f"{path} has {size:,} bytes; the {item.name} that was published has {item.size_bytes:,}",
+            f"{path} has {size:,} bytes; the published {item.name} has {item.size_bytes:,}",
             hint=hint,
         )
     if item.digest is not None:
@@ -210,16 +215,16 @@ def _check_present(item: Item, path: Path) -> None:
         found = digest_of(path, kind)
         if found != wanted:
             raise DownloadError(
-                f"{path} is not the {item.name} that was published: its {kind} is {found}, not {wanted}",
+                f"{path} is not the published {item.name}: its {kind} is {found}, expected {wanted}",
                 hint=hint,
             )
 
 
 class _Download:
-    """One file on its way into ``folder``; the caller holds the lock.
+    """The download of one file into ``folder``; the caller holds the lock.
 
     Attributes:
-        is_of_one_answer: ``part`` came in one piece from one server, now.
+        is_of_one_answer: all of ``part`` came in one response.
     """
 
     def __init__(self, item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> None:
@@ -246,7 +251,7 @@ class _Download:
                 self.line.close()
                 if not self._have():
                     self.part.unlink(missing_ok=True)
-        kept = f"; the {size_text(self._have())} that came are kept and continued" if self._have() else ""
+        kept = f" (it continues after {size_text(self._have())})" if self._have() else ""
         raise DownloadError(
             f"{self.item.name} could not be downloaded: {'; '.join(problems)}",
             hint=f"try again later{kept}; or {by_hand(self.item, self.folder)}",
@@ -259,14 +264,18 @@ class _Download:
         )
 
     def _have(self) -> int:
-        """Bytes of the part."""
+        """Return the size of the part in bytes."""
         try:
             return self.part.stat().st_size
         except FileNotFoundError:
             return 0
 
     def _from_url(self, url: str) -> None:
-        """Fill the part and check it. Raises Refused."""
+        """Complete the part and check its digest.
+
+        Raises:
+            Refused: this url cannot give the file.
+        """
         assert self.item.digest
         kind, wanted = self.item.digest.split(":")
         for is_last in (False, True):
@@ -277,8 +286,10 @@ class _Download:
                 return
             self.part.unlink()
             if is_last or self.is_of_one_answer:
-                raise Refused(f"its {kind} is {found}, not {wanted}")
-            self.tell(f"{self.item.name}: the pieces do not fit together; once more from the beginning")
+                raise Refused(f"its {kind} is {found}, expected {wanted}")
+            self.tell(
+                f"{self.item.name}: the pieces do not fit together; downloading again from the beginning"
+            )
 
     def _fill(self, url: str) -> None:
         failures = 0
@@ -300,11 +311,15 @@ class _Download:
                 wait_s = self.patience.first_wait_s * 2 ** (failures - 1)
                 wait_s = min(problem.wait_s or wait_s, self.patience.longest_wait_s)
                 self.line.close()
-                self.tell(f"{self.item.name}: {problem}; another attempt in {wait_s:.0f} s")
+                self.tell(f"{self.item.name}: {problem}; next attempt in {wait_s:.0f} s")
                 time.sleep(wait_s)
 
     def _one_answer(self, url: str, have: int) -> None:
-        """Ask once for what is missing. Raises Transient or Refused."""
+        """Send one request for the missing bytes.
+
+        Raises:
+            Transient, Refused: the part is still incomplete.
+        """
         headers = {"User-Agent": f"yolofleet/{__version__}", "Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
@@ -313,10 +328,10 @@ class _Download:
         with open_url(url, headers, self.patience.timeout_s) as answer:
             if answer.status == 416:
                 self.part.unlink(missing_ok=True)
-                raise Transient("the server has less than is here already")
+                raise Transient("the server has fewer bytes than the partial download")
             start, total = self._checked_start(answer, have)
             tag = answer.headers.get("ETag", "")
-            if tag.startswith('"'):  # a weak one says nothing about bytes
+            if tag.startswith('"'):  # a weak ETag does not identify the bytes
                 self.tags[url] = tag
             expected = total if self.item.size_bytes is None else self.item.size_bytes
             _check_space(self.folder, (expected or 0) - start)
@@ -333,10 +348,10 @@ class _Download:
             raise Transient(f"the connection ended after {received:,} of {expected:,} bytes")
 
     def _checked_start(self, answer: Any, have: int) -> tuple[int, int | None]:
-        """At which byte the answer starts, and the size of the whole file if it says so."""
+        """Return the first byte of the response, and the size of the whole file or None."""
         kind = answer.headers.get_content_type()
         if kind in ("text/html", "application/xhtml+xml"):
-            raise Refused("a web page came instead of the file")
+            raise Refused("the server sent a web page instead of the file")
         total, start = whole_number(answer.headers.get("Content-Length")), 0
         if answer.status == 206:
             match = re.fullmatch(
@@ -344,17 +359,17 @@ class _Download:
             )
             if not match or int(match[1]) != have:
                 self.part.unlink(missing_ok=True)
-                raise Transient("the server sent another part of the file than was asked for")
+                raise Transient("the server sent another part of the file than requested")
             start, total = have, whole_number(match[2])
         elif answer.status != 200:
             raise Refused(f"HTTP status {answer.status}")
         size = self.item.size_bytes
         if size is not None and total is not None and total != size:
-            raise Refused(f"it offers {total:,} bytes; the file has {size:,}")
+            raise Refused(f"the server has {total:,} bytes, expected {size:,}")
         return start, total
 
     def _copy(self, answer: Any, file: IO[bytes], start: int, limit: int) -> int:
-        """Bytes of the part after what came."""
+        """Append the response to the part; return the part's size in bytes."""
         received, window, window_ends_s = start, 0, time.monotonic() + self.patience.timeout_s
         while True:
             try:
@@ -364,17 +379,17 @@ class _Download:
             if not chunk:
                 return received
             if not received and re.match(rb"\s*<(!doctype\s+)?html", chunk[:200], re.IGNORECASE):
-                raise Refused("a web page came instead of the file")
+                raise Refused("the server sent a web page instead of the file")
             if received + len(chunk) > limit:
                 file.truncate(0)
-                raise Refused(f"it sends more than the {limit:,} bytes that the file has")
+                raise Refused(f"the server sent more than {limit:,} bytes")
             file.write(chunk)
             received += len(chunk)
             self.line.show(received, limit)
             window += len(chunk)
             if time.monotonic() > window_ends_s:
                 if window < MIN_BYTES_PER_TIMEOUT:
-                    raise Transient(f"only {window} bytes came in {self.patience.timeout_s:.0f} s")
+                    raise Transient(f"only {window} bytes arrived in {self.patience.timeout_s:.0f} s")
                 window, window_ends_s = 0, time.monotonic() + self.patience.timeout_s
 
 
@@ -397,15 +412,14 @@ def _check_space(folder: Path, need_bytes: int) -> None:
     if free < need_bytes + SPARE_BYTES:
         raise StorageError(
             f"{folder} has {size_text(free)} free; {size_text(need_bytes)} more are needed",
-            hint="free some space, or choose another folder; what came so far is kept",
+            hint="free some space, or choose another folder; the partial download is kept",
         )
 
 
 def _refused_by_disk(problem: OSError, target: Path) -> StorageError:
     return StorageError(
-        f"{target} cannot be written: {problem.strerror or problem}",
-        hint="free some space, or set YOLOFLEET_CACHE or the folder to one that can be written; what came so far "
-        "is kept",
+        f"cannot write {target}: {problem.strerror or problem}",
+        hint="free some space, or set YOLOFLEET_CACHE or the folder to a writable one; the partial download is kept",
     )
 
 
@@ -418,7 +432,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _ProgressLine:
-    """One line of standard error, rewritten twice a second; nothing where that is no terminal."""
+    """A progress line on standard error, updated twice a second; prints nothing without a terminal."""
 
     def __init__(self, name: str) -> None:
         self.name = name

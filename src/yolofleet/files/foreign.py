@@ -1,8 +1,7 @@
-"""Open a file that a stranger may have made: only a regular file of bounded size.
+"""Open untrusted files: only regular files of bounded size.
 
-A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could show a private
-file in a message. Refusals are of type OSError with words in ``strerror``, so the code that handles a missing file
-handles them as well.
+A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could print a private file
+in a message. Errors are OSErrors with a text in ``strerror``, so code that handles a missing file handles them too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from yolofleet.text import size_text
 _FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"):
     _FLAGS |= getattr(os, _name, 0)
-_MOST_AT_ONCE = 64 << 20  # os.read allocates as many bytes as it is asked for
+_MOST_AT_ONCE = 64 << 20  # os.read allocates the whole requested size
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
     (stat.S_ISFIFO, errno.EINVAL, "it is a named pipe, not a regular file"),
@@ -32,8 +31,8 @@ def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering
     """Open a regular file of any size for reading; never block on a named pipe.
 
     Args:
-        follow: False: refuse a symbolic link in the last part of ``path``.
-        buffering: 0 = unbuffered, as of :func:`open`.
+        follow: False: raise if the last part of ``path`` is a symbolic link.
+        buffering: 0: unbuffered, as in :func:`open`.
     Raises:
         OSError: missing, unreadable, or not a regular file.
         ValueError: ``path`` holds a NUL character.
@@ -47,10 +46,10 @@ def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering
 
 
 def read_foreign(path: str | os.PathLike[str], *, limit_bytes: int, follow: bool = True) -> bytes:
-    """Return the content of a regular file; see :func:`open_foreign`. OSError if it has more than ``limit_bytes``.
+    """Return the content of a regular file; see :func:`open_foreign`. Raise OSError above ``limit_bytes``.
 
-    A file that claims a size and gives more (some of /proc, a file that grows meanwhile) is refused past the limit.
-    Costs less than ``open`` and ``read``: data sets have millions of small files.
+    The limit also holds for a file that gives more than its stated size (some of /proc, a growing file). This is faster
+    than ``open`` and ``read``, which matters for data sets of millions of small files.
     """
     handle, size_bytes = open_descriptor(path, limit_bytes, follow)
     try:
@@ -81,7 +80,7 @@ def read_foreign_text(
 def open_descriptor(
     path: str | os.PathLike[str], limit_bytes: int | None = None, follow: bool = True
 ) -> tuple[int, int]:
-    """Return a file descriptor, which the caller closes, and the size that the system states; see :func:`open_foreign`."""
+    """Return a file descriptor, which the caller must close, and the size of the file; see :func:`open_foreign`."""
     flags = _FLAGS
     if not follow:
         if os.path.islink(path):  # noqa: PTH114  (systems without O_NOFOLLOW)
@@ -99,7 +98,7 @@ def open_descriptor(
         if limit_bytes is not None and found.st_size > limit_bytes:
             raise OSError(
                 errno.EFBIG,
-                f"it has {size_text(found.st_size)}, at most {size_text(limit_bytes)} are read",
+                f"it has {size_text(found.st_size)}, the limit is {size_text(limit_bytes)}",
                 os.fspath(path),
             )
     except BaseException:
@@ -126,13 +125,13 @@ def read_at(handle: int, offset: int, count: int) -> bytes:
 
 
 def _rest(handle: int, content: bytes, limit_bytes: int, path: str | os.PathLike[str]) -> bytes:
-    """``content`` and what follows it, up to the limit."""
+    """Return ``content`` and the rest of the file, up to the limit."""
     pieces, length = [content], len(content)
     while length <= limit_bytes and pieces[-1]:
         pieces.append(os.read(handle, min(limit_bytes + 1 - length, _MOST_AT_ONCE)))
         length += len(pieces[-1])
     if length > limit_bytes:
         raise OSError(
-            errno.EFBIG, f"it gives more than the {size_text(limit_bytes)} that are read", os.fspath(path)
+            errno.EFBIG, f"it gives more than the limit of {size_text(limit_bytes)}", os.fspath(path)
         )
     return b"".join(pieces)

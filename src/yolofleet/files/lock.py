@@ -1,8 +1,8 @@
-"""One process at a time: lock files.
+"""Lock files: one process at a time.
 
-Not the filelock library: it falls back to lock files that outlive a killed process, keeps or deletes the file depending
-on its version, and versions before 4 truncate what a stranger linked to the lock's name. It saves 40 lines and costs 22 ms
-of CPU time at each start.
+This is not the filelock library, for three reasons. It falls back to lock files that outlive a killed process. It keeps or
+deletes the file depending on its version. Versions before 4 truncate the target of a symbolic link with the lock's name.
+The library would save 40 lines and cost 22 ms of CPU time at each start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ except ImportError:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool]:
-    """Whether this process holds the lock file ``path`` inside the block; does not wait.
+    """Try to lock the file ``path`` for the block, without waiting; yield whether this process holds the lock.
 
-    The system frees the lock when the process ends, however it ends.
+    The operating system releases the lock when the process ends for any reason.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     is_mine = False
@@ -35,20 +35,20 @@ def exclusive(path: Path) -> Iterator[bool]:
         is_mine = _try_lock(handle) and (not fcntl or _is_same(handle, path))
         yield is_mine
     finally:
-        if not fcntl:  # Windows deletes no open file
+        if not fcntl:  # Windows cannot delete an open file
             os.close(handle)
         if is_mine:
             with contextlib.suppress(OSError):  # another process has it open, or it is gone
                 path.unlink()
-        if fcntl:  # only now: the lock must not be free while the file still has its name
+        if fcntl:  # after unlink: the lock must not be free while the file still has its name
             os.close(handle)
 
 
 @contextlib.contextmanager
 def in_turn(path: Path, poll_s: float = 0.05) -> Iterator[None]:
-    """Hold the lock file ``path`` inside the block, after waiting for it; without it where it cannot be made."""
+    """Wait for the lock file ``path`` and hold it inside the block; run without a lock if the file cannot be made."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a read-only folder: work done twice is wasteful, not wrong
+        with contextlib.suppress(OSError):  # a read-only folder: duplicate work is wasteful, not wrong
             path.parent.mkdir(parents=True, exist_ok=True)
             while not stack.enter_context(exclusive(path)):
                 stack.close()
@@ -64,7 +64,7 @@ def _try_lock(handle: int) -> bool:
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:  # a file system without locks: two downloads at once are wasteful, not wrong
+    except OSError:  # a file system without locks: duplicate work is wasteful, not wrong
         return True
     return True
 

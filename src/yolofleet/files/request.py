@@ -1,4 +1,4 @@
-"""One HTTP request with the proxies of the environment: an open answer, or why there is none."""
+"""Send one HTTP request through the proxies of the environment."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import urllib.request
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-UNTIMED_S = 60.0  # without content, where the caller sets no limit
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes of which another attempt may be better
+UNTIMED_S = 60.0  # longest time without content, if the caller sets no limit
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a retry may succeed
 
 
 class Refused(Exception):
-    """This url is no good, however often it is asked."""
+    """A failure that a retry would repeat."""
 
 
 class Transient(Exception):
-    """Another attempt may be better."""
+    """A failure after which a retry may succeed."""
 
     def __init__(self, what: str, wait_s: float | None = None) -> None:
         super().__init__(what)
@@ -31,7 +31,7 @@ class Transient(Exception):
 
 
 class Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to http and https only, and never from https to http; at most ten."""
+    """Follows at most ten redirects, to http and https only, and never from https to http."""
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -43,7 +43,7 @@ class Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class _Timed(io.RawIOBase):
-    """A connection that gives up when no content came for a while, however many lines of headers do."""
+    """A connection with a deadline for content; an endless sequence of headers does not extend it."""
 
     def __init__(self, raw: io.RawIOBase, limit_s: float) -> None:
         self.raw, self.limit_s = raw, limit_s
@@ -66,7 +66,7 @@ class _Timed(io.RawIOBase):
 
 
 class _Response(http.client.HTTPResponse):
-    """Ends when a server sends ``100 Continue``, chunks or trailers without an end."""
+    """A response that ends if a server sends ``100 Continue``, chunks or trailers without end."""
 
     def __init__(self, sock: socket.socket, *args: Any, **more: Any) -> None:
         super().__init__(sock, *args, **more)
@@ -102,7 +102,7 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
+    """Return an opener for HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -118,10 +118,14 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
-    """An open answer: status below 300, or 416 (no such range). Raises Transient or Refused."""
+    """Return an open response with a status below 300, or 416 (no such range).
+
+    Raises:
+        Transient, Refused: the request failed.
+    """
     try:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise Refused("only http and https are asked")
+            raise Refused("only http and https are supported")
         return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
     except urllib.error.HTTPError as problem:
         if problem.code == 416:
@@ -134,24 +138,24 @@ def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
     except urllib.error.URLError as problem:
         if isinstance(problem.reason, ssl.SSLCertVerificationError):
             raise Refused(f"its certificate is not trusted ({problem.reason.verify_message})") from None
-        if isinstance(problem.reason, socket.gaierror) and "Range" not in headers:  # no network, most likely
+        if isinstance(problem.reason, socket.gaierror) and "Range" not in headers:  # probably no network
             raise Refused(
                 f"the name {urlsplit(url).hostname} is not found: {reason_text(problem.reason)}"
             ) from None
         raise Transient(f"not reachable: {reason_text(problem.reason)}") from None
     except (OSError, http.client.HTTPException) as problem:
         raise Transient(f"no answer: {reason_text(problem)}") from None
-    except ValueError as problem:  # an address that is none
+    except ValueError as problem:  # the url is not valid
         raise Refused(_plain(problem)) from None
 
 
 def reason_text(problem: Any) -> str:
-    """Why a connection failed."""
+    """Return the reason of a failed connection as text."""
     return _plain(getattr(problem, "strerror", None) or str(problem) or type(problem).__name__)
 
 
 def _plain(text: Any) -> str:
-    """The first line of what may come from a server, without what a terminal would obey."""
+    """Return the first line of a server's text, with ``?`` for control characters."""
     first = (str(text).splitlines() or [""])[0][:200]
     return "".join(c if c.isprintable() else "?" for c in first)
 
@@ -161,7 +165,7 @@ def whole_number(text: str | None) -> int | None:
 
 
 def retry_after_s(text: str | None) -> float | None:
-    """Seconds, or a date, as RFC 9110 has them."""
+    """Return the seconds of a ``Retry-After`` header (a number or a date, RFC 9110); None if it is not valid."""
     if not text:
         return None
     if re.fullmatch(r"\d{1,9}", text):

@@ -1,4 +1,4 @@
-"""``yolofleet bench``: how fast weights or an exported file are on this machine, stage by stage."""
+"""``yolofleet bench``: measure the speed of weights or an exported file on this machine, by stage."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WARM_UP = 3  # passes
 
 
 def bench_command(config: BenchConfig) -> int:
-    """Run the verb; returns the exit code.
+    """Run the command; return the exit code.
 
     Raises:
-        YolofleetError: anything foreseen.
+        YolofleetError: any expected failure.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -57,7 +57,7 @@ def bench_command(config: BenchConfig) -> int:
 
 
 def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
-    """Milliseconds of a pass by stage, medians, and what was measured; JSON-able."""
+    """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON."""
     model = predictor.model
     pictures = list(islice(generated_pictures(), predictor.batch))
     ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "all")}

@@ -1,4 +1,4 @@
-"""Images in, boxes in their own pixels out.
+"""Detect objects in images; boxes are in the pixels of each image.
 
 N images of a pass, K candidates, C classes, n boxes of an image.
 """
@@ -36,15 +36,15 @@ SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The boxes of one image, best first.
+    """The boxes of one image, highest score first.
 
     Attributes:
-        frame: where the image came from.
+        frame: the source of the image.
         boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
         scores: float32 [n], 0..1. classes: int64 [n].
         names: of all classes.
-        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms"; those of a
-            pass over several images are shared out evenly.
+        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
+            share its time equally.
     """
 
     frame: Frame
@@ -56,7 +56,7 @@ class Prediction:
 
     @property
     def path(self) -> str:
-        """Its file, ``camera N``, or ``image N`` for an array."""
+        """The file of the image, ``camera N``, or ``image N`` for an array."""
         return self.frame.path
 
     @property
@@ -67,7 +67,7 @@ class Prediction:
         return len(self.scores)
 
     def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
-        """A copy of the image with the boxes; see ``report.draw.draw_boxes``."""
+        """Return a copy of the image with the boxes; see ``report.draw.draw_boxes``."""
         return draw_boxes(
             self.image_bgr,
             self.boxes_xyxy_px,
@@ -80,7 +80,7 @@ class Prediction:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able; boxes rounded to 0.01 px, scores to 0.00001."""
+        """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
         height, width = self.image_bgr.shape[:2]
         return {
             "path": self.path,
@@ -101,7 +101,7 @@ class Prediction:
         }
 
     def counts(self) -> str:
-        """``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
+        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
         found, counts = np.unique(self.classes, return_counts=True)
         words = [
             f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"
@@ -111,17 +111,17 @@ class Prediction:
 
 
 def plural(name: str) -> str:
-    """English, roughly; names that are not ASCII letters to the end stay as they are."""
+    """Return an approximate English plural; a name that does not end in an ASCII letter stays unchanged."""
     if not (name and name[-1].isascii() and name[-1].isalpha()):
         return name
     return name + ("es" if name.lower().endswith(("s", "x", "ch", "sh")) else "s")
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
-    """Numbers of classes given by number or name.
+    """Return the numbers of classes given by number or name.
 
     Raises:
-        ConfigError: there is no such class; offers the nearest name.
+        ConfigError: a class does not exist; the hint has the nearest name.
     """
     found = []
     for entry in wanted:
@@ -141,23 +141,23 @@ def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int
 
 
 class Predictor:
-    """A detector ready to use.
+    """A network ready to detect.
 
     Args:
-        model: any copy; it is not changed. Or an exported file: some of the settings below are fixed in it.
-        names: class names; default the model's own.
-        device: auto | cpu | mps | one CUDA id; of an exported file what it was opened for.
-        img: longest side the image is scaled to, pixels; rounded up to the stride.
-        conf: lowest score kept. iou: overlap of boxes of one class above which the lower score goes.
-        max_det: most boxes per image.
-        classes: keep only these, by number or name; empty = all.
+        model: a network, which is copied, or an exported file, in which some of the settings below are fixed.
+        names: class names; None: the model's.
+        device: auto | cpu | mps | one CUDA id; for an exported file, the device that it was opened for.
+        img: longest side of the scaled image, pixels; rounded up to the stride.
+        conf: lowest score kept. iou: overlap of boxes of one class above which the box of lower score is removed.
+        max_det: maximum number of boxes per image.
+        classes: keep only these, by number or name; empty: all.
         agnostic: suppress over all classes together.
-        fit: rect | square padding, or auto: as the family's own evaluation pads.
+        fit: rect | square padding, or auto (as in the family's own evaluation).
         precision: auto | fp32 | fp16 | bf16 of the forward pass.
-        batch: images per forward pass, where neighbours have the same shape.
+        batch: images per forward pass; only consecutive images of one shape share a pass.
 
     Raises:
-        ConfigError: no such device, class or precision, or a setting that an exported file does not allow.
+        ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class Predictor:
         self.img = -(-img // self.stride) * self.stride
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
         self.classes = class_numbers(classes, self.names) or None
-        self.size_hw: tuple[int, int] | None = None  # of every image, where the model asks for one
-        self.suppressed = False  # an exported file does that, too
+        self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
+        self.suppressed = False  # whether an exported file suppresses inside
         self.model: Network
         if isinstance(model, Runtime):
             model.check_settings(img=img, precision=precision)
@@ -198,11 +198,11 @@ class Predictor:
         self.model = fused.to(self.device, memory_format=torch.channels_last)
 
     def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
-        """As ``Runtime.check_settings``, where the file suppresses; a higher ``conf`` can be had afterwards."""
+        """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
         defaults = PredictConfig.model_fields
         if self.conf < nms.conf and self.conf != defaults["conf"].default:
             raise ConfigError(
-                f"--conf {self.conf:g}: {runtime.path} keeps scores above {nms.conf:g} only",
+                f"--conf {self.conf:g}: {runtime.path} keeps only scores above {nms.conf:g}",
                 hint="export it with a lower --conf",
             )
         asked = {"iou": self.iou, "max_det": self.max_det, "agnostic_nms": self.agnostic}
@@ -211,17 +211,17 @@ class Predictor:
             if value not in (fixed[name], defaults[name].default):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value}: {runtime.path} suppresses inside, with {fixed[name]}",
-                    hint="leave it out, or export without --nms",
+                    hint="remove the option, or export without --nms",
                 )
 
     def predict(self, source: SourceLike) -> list[Prediction]:
-        """All predictions of ``source``; for videos prefer :meth:`stream`, which keeps none.
+        """Return all predictions of ``source``; for videos prefer :meth:`stream`, which keeps none in memory.
 
         Args:
-            source: what ``predict.sources.Source`` takes, a uint8 [H, W, 3] BGR array, or a list of these.
+            source: a source as for ``predict.sources.Source``, a uint8 [H, W, 3] BGR array, or a list of these.
 
         Raises:
-            DataError: something cannot be read.
+            DataError: an image cannot be read.
         """
         parts = [source] if isinstance(source, (str, Path, np.ndarray)) else source
         return [
@@ -233,7 +233,9 @@ class Predictor:
     def _predict_one(self, part: str | Path | np.ndarray, number: int) -> list[Prediction]:
         if isinstance(part, np.ndarray):
             if part.dtype != np.uint8 or part.ndim != 3 or part.shape[2] != 3 or not part.size:
-                raise DataError(f"image {number} is {part.dtype} {part.shape}, not uint8 (H, W, 3) BGR")
+                raise DataError(
+                    f"image {number} is {part.dtype} {part.shape}, expected uint8 (H, W, 3) in BGR order"
+                )
             return list(self.stream([Frame(f"image {number}", part, number)]))
         frames = Source(str(part))
         found = list(self.stream(frames))
@@ -242,7 +244,7 @@ class Predictor:
         return found
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
-        """Predictions in the order of ``frames``, as they come."""
+        """Yield predictions in the order of ``frames``, as soon as they are ready."""
         waiting: list[tuple[Frame, np.ndarray, Letterbox, float]] = []
         began = time.perf_counter()
         for frame in frames:
@@ -260,15 +262,17 @@ class Predictor:
             yield from self._pass(waiting)
 
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
-        """uint8 [H, W, 3] -> [h, w, 3] as the network takes it, and the way back."""
+        """Return the image as the network's input uint8 [h, w, 3], and the transform back."""
         if self.size_hw is not None:
             return letterbox(image, self.size_hw)
         return letterbox(image, self.img, stride=self.stride)
 
     @torch.inference_mode()
     def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
-        """uint8 [h, w, 3] each, of one shape -> decoded [N, K, 5 + C], float32; where an exported file suppresses
-        too, [N, D, 6]."""
+        """Return decoded predictions float32 [N, K, 5 + C] of images uint8 [h, w, 3] of one shape.
+
+        An exported file that suppresses inside gives [N, D, 6].
+        """
         pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
         for image, row in zip(images_bgr, pixels, strict=True):
             cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=row)
@@ -278,7 +282,7 @@ class Predictor:
         with autocast(self.precision, self.device):
             raws = self.model(images)
         decoded = self.model.decode(raws)
-        devices.synchronize(self.device)  # so that "forward" and "nms" are what they say
+        devices.synchronize(self.device)  # so that the times of "forward" and "nms" are separate
         return decoded
 
     def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:
@@ -294,7 +298,7 @@ class Predictor:
             yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
 
     def suppress(self, decoded: Tensor) -> list[Tensor]:
-        """What :meth:`forward` gave -> of each image [n, 6] x1, y1, x2, y2, score, class."""
+        """Return [n, 6] x1, y1, x2, y2, score, class of each image, from the result of :meth:`forward`."""
         if self.suppressed:
             kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.conf)] for boxes in decoded]
             wanted = self.classes
@@ -316,10 +320,10 @@ class Predictor:
 
 
 def one_device(spec: str) -> torch.device:
-    """The device of a verb that runs in one process.
+    """Return the device of a command that runs in one process.
 
     Raises:
-        ConfigError: ``spec`` names several, or one that is not there.
+        ConfigError: ``spec`` names several devices, or one that does not exist.
     """
     if "," in spec or spec.startswith("cpu:"):
         raise ConfigError(

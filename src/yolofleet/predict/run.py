@@ -1,4 +1,4 @@
-"""``yolofleet predict``: detect, draw, write, and say what was found."""
+"""``yolofleet predict``: detect objects, draw and write them, and print a summary."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from yolofleet.report.console import Console
 from yolofleet.report.draw import class_name
 from yolofleet.report.folder import RunFolder
 
-MOST_STEM_BYTES = 200  # most systems allow 255 in a name; _2, _000001 and .jpg are added
+MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
 def predict_command(config: PredictConfig) -> int:
-    """Run the verb; returns the exit code.
+    """Run the command; return the exit code.
 
     Raises:
-        YolofleetError: anything foreseen; DataError when no image could be read.
+        YolofleetError: any expected failure; DataError if no image could be read.
     """
     if config.workers > 0:
         raise ConfigError(
-            f"--workers {config.workers}: prediction has no loader processes", hint="leave it out"
+            f"--workers {config.workers}: prediction has no loader processes", hint="remove the option"
         )
     source = Source(config.source, vid_stride=config.vid_stride)
     if config.threads:
@@ -85,8 +85,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             console.warn(f"skipped: {problem}")
         if not seconds:
             raise DataError(
-                f"nothing of {config.source} could be read: {source.problems[0]}",
-                hint="look at the files with a viewer",
+                f"cannot read any image of {config.source}: {source.problems[0]}",
+                hint="open the files with an image viewer",
             )
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
@@ -94,13 +94,13 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
 
 
 def place_text(predictor: Predictor) -> str:
-    """Where and in which number format it computes."""
+    """Return the device and precision as text."""
     model = predictor.model
     return model.place if isinstance(model, Runtime) else f"{predictor.device}, {predictor.precision}"
 
 
 def progress_line(prediction: Prediction, items: int) -> str:
-    """``img 3/16 street.jpg: 4 persons, 1 dog, 12 ms``."""
+    """Return a line such as ``img 3/16 street.jpg: 4 persons, 1 dog, 12 ms``."""
     frame = prediction.frame
     place = f"{frame.item + 1}/{items}"
     if frame.video is not None:
@@ -112,17 +112,17 @@ def progress_line(prediction: Prediction, items: int) -> str:
 
 
 def speed_text(seconds: list[dict[str, float]]) -> str:
-    """Mean milliseconds an image; the first one is left out (allocation, kernel choice) where there are more."""
+    """Return the mean milliseconds per image, without the first of several (allocation, kernel choice)."""
     rated = seconds[1:] or seconds
     means = {part: 1000 * sum(s[part] for s in rated) / len(rated) for part in rated[0]}
     return "ms an image: " + ", ".join(f"{part} {ms:.1f}" for part, ms in means.items())
 
 
 def show(prediction: Prediction, config: PredictConfig) -> bool:
-    """Show the picture in a window; False when q or Escape was pressed.
+    """Show the image in a window; return False if the user pressed q or Escape.
 
     Raises:
-        ConfigError: this OpenCV has no windows.
+        ConfigError: this OpenCV cannot open windows.
     """
     try:
         cv2.imshow("yolofleet", drawn(prediction, config))
@@ -130,7 +130,7 @@ def show(prediction: Prediction, config: PredictConfig) -> bool:
     except cv2.error:
         raise ConfigError(
             "--show: this OpenCV cannot open windows",
-            hint="pip install opencv-python instead of opencv-python-headless, or look into the results folder",
+            hint="pip install opencv-python instead of opencv-python-headless, or open the results folder",
         ) from None
 
 
@@ -141,16 +141,16 @@ def drawn(prediction: Prediction, config: PredictConfig) -> np.ndarray:
 
 
 class Output:
-    """Everything that is written, as the settings ask.
+    """Writes the files that the settings ask for.
 
     Pictures ``<name>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
-    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. Files of one name from several
+    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. Files with equal names from several
     folders get a number.
     """
 
     def __init__(self, config: PredictConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self._stems: dict[int, str] = {}  # item -> what its files are called
+        self._stems: dict[int, str] = {}  # item -> stem of its files
         self._taken: set[str] = set()
         self._video: cv2.VideoWriter | None = None
         self._video_item, self._video_path = -1, folder
@@ -161,14 +161,14 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._video is not None:  # something failed: what there is stays
+        if self._video is not None:  # after a failure the frames so far stay
             self._video.release()
 
     def write(self, prediction: Prediction) -> None:
-        """What belongs to one image.
+        """Write the files of one image.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: a file cannot be written.
         """
         config, frame = self.config, prediction.frame
         stem = self._stem(prediction)
@@ -188,7 +188,7 @@ class Output:
             self._all.append(prediction.to_json())
 
     def finish(self) -> None:
-        """What belongs to the whole source."""
+        """Write the files of the whole source."""
         self._end_video()
         if self.config.save_json:
             write_json(self.folder / "predictions.json", self._all)
@@ -202,7 +202,7 @@ class Output:
                 os.fsencode(Path(prediction.path).stem)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
             )
             stem, number = base, 1
-            while stem.lower() in self._taken:  # a disk may not tell A.jpg from a.jpg
+            while stem.lower() in self._taken:  # on some disks A.jpg and a.jpg are one file
                 number += 1
                 stem = f"{base}_{number}"
             self._taken.add(stem.lower())
@@ -240,12 +240,12 @@ class Output:
                     f"cannot write {path} as a video",
                     hint="--save none with --save-txt or --save-json, or another disk",
                 )
-        if (picture.shape[1], picture.shape[0]) != self._video_size:  # some cameras change in flight
+        if (picture.shape[1], picture.shape[0]) != self._video_size:  # some cameras change their size
             picture = cv2.resize(picture, self._video_size)
         self._video.write(picture)
 
     def _end_video(self) -> None:
-        """Raises StorageError when nothing of it reached the disk (OpenCV says nothing itself)."""
+        """Close the video; raise StorageError if no file was written (OpenCV reports no error)."""
         video, self._video = self._video, None
         if video is not None:
             video.release()
@@ -256,16 +256,16 @@ class Output:
 
 
 def file_name(name: str, fallback: str) -> str:
-    """A class name as a folder: what some system refuses becomes ``_``; never a path upward."""
+    """Return a class name as a safe folder name, with ``_`` for characters that some systems forbid."""
     plain = re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name).strip(" .")
     return plain or fallback
 
 
 def write_picture(path: Path, image: np.ndarray) -> None:
-    """Encode by suffix (JPEG where OpenCV cannot write that kind) and write whole or not at all.
+    """Encode by suffix (JPEG if OpenCV cannot write that format) and write atomically.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: the file cannot be written.
     """
     try:
         done, encoded = cv2.imencode(path.suffix, image)
@@ -278,8 +278,10 @@ def write_picture(path: Path, image: np.ndarray) -> None:
 
 
 def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
-    """A line per box: ``class cx cy w h`` as fractions of the image (yolo), or ``class x1 y1 x2 y2`` in pixels
-    (voc), then the score if asked."""
+    """Return a line per box, with the score at its end if ``scores``.
+
+    ``form`` yolo: ``class cx cy w h`` as fractions of the image; voc: ``class x1 y1 x2 y2`` in pixels.
+    """
     height, width = prediction.image_bgr.shape[:2]
     boxes: np.ndarray = prediction.boxes_xyxy_px.astype(np.float64)
     if form == "yolo":
@@ -295,7 +297,7 @@ def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
 
 
 def as_csv(predictions: list[dict[str, Any]]) -> str:
-    """A line per box of all images."""
+    """Return a line per box of all images."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(CSV_COLUMNS)

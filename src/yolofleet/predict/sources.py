@@ -1,4 +1,4 @@
-"""What ``--source`` means: pictures and video frames, in a fixed order; what cannot be read is noted, not fatal."""
+"""Read ``--source``: images and video frames in a fixed order. Unreadable items are recorded and skipped."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ VIDEO_SUFFIXES = {
 
 @dataclass(frozen=True)
 class Video:
-    """What a frame's video is.
+    """The video of a frame.
 
     Attributes:
-        frames: how many there are; 0 = not known (a camera, some containers).
-        rate_hz: frames a second as stored.
+        frames: number of frames; 0: unknown (a camera, some containers).
+        rate_hz: frames per second, from the file.
     """
 
     frames: int
@@ -39,11 +39,11 @@ class Video:
 
 @dataclass(frozen=True)
 class Frame:
-    """A picture, or one frame of a video.
+    """An image, or one frame of a video.
 
     Attributes:
         path: its file, or ``camera N``.
-        image: uint8 [H, W, 3] BGR, as a picture viewer shows it.
+        image: uint8 [H, W, 3] BGR, rotated as an image viewer shows it.
         item: number of the file, from 0.
         number: of the frame in its video, from 0.
         video: None for a picture.
@@ -57,7 +57,7 @@ class Frame:
 
 
 class Source:
-    """Iterate once over the frames of ``spec``.
+    """The frames of ``spec``, to iterate over once.
 
     Args:
         spec: a picture, a video, a folder (not its sub-folders), a glob, a list file (.txt: a path per line,
@@ -66,10 +66,10 @@ class Source:
 
     Attributes:
         items: files, in order; a camera is one item.
-        problems: a line per item that could not be read; complete when the iteration has ended.
+        problems: a line per unreadable item; complete at the end of the iteration.
 
     Raises:
-        DataError: nothing matches.
+        DataError: no file matches.
     """
 
     def __init__(self, spec: str, *, vid_stride: int = 1) -> None:
@@ -94,16 +94,16 @@ class Source:
         name = str(item) if isinstance(item, Path) else f"camera {item}"
         if isinstance(item, Path):
             _check_regular(item)
-        # FFmpeg alone: OpenCV's own AVI reader prints bytes of the file, and its picture reader takes "%d" for a pattern
+        # only FFmpeg: OpenCV's AVI reader prints bytes of the file, and its image reader treats "%d" as a pattern
         capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG) if isinstance(item, Path) else cv2.VideoCapture(item)
         try:
             if not capture.isOpened():
-                raise DataError(f"{name} cannot be opened as a video")
+                raise DataError(f"cannot open {name} as a video")
             frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
             rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
             video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
             count = 0
-            while capture.grab():  # decoding is left out for frames that are skipped
+            while capture.grab():  # skipped frames are not decoded
                 if count % self._stride == 0:
                     found, image = capture.retrieve()
                     if not found:
@@ -111,23 +111,23 @@ class Source:
                     yield Frame(name, image, number, count, video)
                 count += 1
             if count == 0:
-                raise DataError(f"{name} has no frame that can be read")
+                raise DataError(f"{name} has no readable frame")
         finally:
             capture.release()
 
 
 def _check_regular(path: Path) -> None:
-    """Raise DataError for what OpenCV would wait for: a named pipe, a device."""
+    """Raise DataError for a named pipe or device, which OpenCV would wait for."""
     try:
         open_foreign(path).close()
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"{path} cannot be opened as a video: {getattr(problem, 'strerror', None) or problem}"
+            f"cannot open {path} as a video: {getattr(problem, 'strerror', None) or problem}"
         ) from None
 
 
 def find_items(spec: str) -> list[Path | int]:
-    """Files that ``spec`` names, or the number of a camera.
+    """Return the files of ``spec``, or the number of a camera.
 
     Raises:
         DataError: there are none.
@@ -135,7 +135,7 @@ def find_items(spec: str) -> list[Path | int]:
     path = Path(spec)
     if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
         raise DataError(
-            f"source {spec} is an address; only local files and cameras are read", hint="download it first"
+            f"source {spec} is a url; expected a local file or a camera", hint="download it first"
         )
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
@@ -158,7 +158,7 @@ def find_items(spec: str) -> list[Path | int]:
         if found:
             return list(found)
         raise DataError(
-            f"source {spec} matches no file", hint="quote the pattern, so that the shell leaves it alone"
+            f"source {spec} matches no file", hint="quote the pattern, so that the shell does not expand it"
         )
     raise DataError(
         f"source {spec} does not exist",
@@ -167,18 +167,18 @@ def find_items(spec: str) -> list[Path | int]:
 
 
 def _listed(path: Path) -> list[Path | int]:
-    """Paths of a list file; empty lines and lines with ``#`` in front are passed over."""
+    """Return the paths of a list file; skip empty lines and lines that begin with ``#``."""
     try:
         lines = read_foreign_text(path, limit_bytes=MAX_LIST_BYTES).splitlines()
     except (OSError, ValueError) as problem:
-        raise DataError(f"source {path} cannot be read as a list of paths: {problem}") from None
+        raise DataError(f"cannot read source {path} as a list of paths: {problem}") from None
     entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not entries:
-        raise DataError(f"source {path} lists nothing", hint="one path a line")
+        raise DataError(f"source {path} lists no files", hint="write one path per line")
     return [_beside(path, entry) for entry in entries]
 
 
 def _beside(listing: Path, entry: str) -> Path:
-    """An entry relative to its list, or else to the working folder."""
+    """Return the path of an entry, relative to its list or else to the working folder."""
     near = listing.parent / entry
     return near if os.path.exists(near) else Path(entry)  # noqa: PTH110  (Path.exists raises for a name that is too long)

@@ -1,8 +1,8 @@
-"""Where the time goes: one clock per rank, always in exactly one phase.
+"""Measure the time of each phase of a run: one clock per rank, always in exactly one phase.
 
-Phases are ``start``, ``data`` (waiting for the loader), ``compute``, ``comm`` (waiting for other ranks),
-``evaluate`` and ``checkpoint``. Times are the host's: on a GPU, ``comm`` is what the host waits for, and
-communication that the device hides behind the backward pass, or waits for itself, counts as ``compute``.
+Phases are ``start``, ``data`` (waiting for the loader), ``compute``, ``comm`` (waiting for other ranks), ``evaluate`` and
+``checkpoint``. The clock measures the host. On a GPU, ``comm`` is the time that the host waits; communication that
+overlaps with the backward pass, or that only the device waits for, counts as ``compute``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PHASES = ("start", *TRAINING, "evaluate", "checkpoint")
 
 @dataclass(frozen=True)
 class Times:
-    """What a clock measured over an epoch or a run.
+    """The times of an epoch or a run.
 
     Attributes:
         seconds: by phase.
-        steps, images: all of them, warm-up included.
-        rate_img_s: images / seconds of data + compute + comm, over the steps after the process's warm-up
-            only; NaN without such steps. Evaluation and checkpoints are not in the divisor.
+        steps, images: totals, including warm-up.
+        rate_img_s: images per second of data + compute + comm, without the first steps of the process (warm-up);
+            NaN without other steps. The divisor excludes evaluation and checkpoints.
     """
 
     seconds: Mapping[str, float]
@@ -42,17 +42,17 @@ class Times:
         return sum(self.seconds[phase] for phase in TRAINING)
 
     def share(self, phase: str) -> float:
-        """Fraction of data + compute + comm that ``phase`` took, 0..1."""
+        """Return the fraction of ``phase`` in data + compute + comm, 0..1."""
         return self.seconds[phase] / self.training_s if self.training_s > 0 else 0.0
 
 
 def slowest(times: Iterable[Times]) -> Times:
-    """Of the ranks' times, those of the rank that the others waited for: the least seconds in ``comm``."""
+    """Return the times of the rank that the others waited for: the one with the fewest seconds in ``comm``."""
     return min(times, key=lambda t: t.seconds["comm"])
 
 
 class _Phase:
-    """What ``clock(phase)`` returns: made once per phase, because it is entered twice a step."""
+    """The context manager of ``clock(phase)``; made once per phase, because each step enters it twice."""
 
     __slots__ = ("clock", "name", "outer")
 
@@ -70,15 +70,15 @@ class _Phase:
 class Clock:
     """Splits a run's time into phases.
 
-    ``with clock("data"):`` charges the time to ``data``; inside another ``with``, the inner phase alone is
-    charged. Outside of any, time belongs to ``start`` until :meth:`training` and to ``compute`` after it.
+    ``with clock("data"):`` adds the time of its block to ``data``, except for the time of inner ``with`` blocks. Outside of
+    all blocks, time belongs to ``start`` until :meth:`training`, and to ``compute`` after it.
 
     Args:
-        warmup_steps: first steps of this process that are left out of rates (allocation, kernel choice).
+        warmup_steps: first steps of this process, excluded from rates (allocation, kernel choice).
         now: seconds, monotonic.
 
     Attributes:
-        phase, since_s: where time goes now, and since when. The watchdog reads them from another thread.
+        phase, since_s: the current phase and its start. The watchdog reads them from another thread.
     """
 
     def __init__(self, *, warmup_steps: int = 5, now: Callable[[], float] = time.perf_counter) -> None:
@@ -92,11 +92,11 @@ class Clock:
         self._run, self._epoch = _Tally(), _Tally()
 
     def __call__(self, phase: str) -> _Phase:
-        """The context of one phase. Costs about 0.5 microseconds to enter and leave."""
+        """Return the context manager of a phase. It costs about 0.5 microseconds."""
         return self._contexts[phase]
 
     def switch(self, phase: str) -> str:
-        """Charge the time since the last switch, go to ``phase``, return the phase that was."""
+        """Add the time since the last switch to the current phase, switch to ``phase``, return the old phase."""
         now = self._now()
         self._epoch.seconds[self.phase] += now - self.since_s
         self.since_s = now
@@ -104,14 +104,14 @@ class Clock:
         return left
 
     def training(self) -> None:
-        """Start-up is over: the first step begins. Start-up is of the run and of no epoch."""
+        """End the start-up, before the first step. Its time belongs to the run but to no epoch."""
         self.switch("compute")
         self._run.seconds["start"] += self._epoch.seconds["start"]
         self._epoch.seconds["start"] = 0.0
         self._training_at_step = self._training_s()
 
     def step(self, images: int) -> None:
-        """A step over ``images`` images (of all ranks) has ended."""
+        """Record the end of a step of ``images`` images (of all ranks)."""
         self.switch(self.phase)
         training_s = self._training_s()
         self.steps_here += 1
@@ -124,7 +124,7 @@ class Clock:
 
     @property
     def steps(self) -> int:
-        """Of the run, over all restarts."""
+        """Steps of the run, over all restarts."""
         return self._run.steps + self._epoch.steps
 
     def _training_s(self) -> float:
@@ -135,7 +135,7 @@ class Clock:
         return self._epoch.times()
 
     def end_epoch(self) -> Times:
-        """Times since the last call (or since the first step, over all restarts); begins the next epoch."""
+        """Return the times since the last call (or since the first step, over all restarts); start the next epoch."""
         times = self.epoch_so_far()
         self._run.add(self._epoch)
         self._epoch = _Tally()
@@ -149,14 +149,14 @@ class Clock:
         return both.times()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, for the checkpoint: the time until now, split into finished epochs and this one."""
+        """Return values for JSON, for the checkpoint: the times of the run and of the current epoch."""
         self.switch(self.phase)
         return {"run": self._run.to_dict(), "epoch": self._epoch.to_dict()}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Continue from :meth:`to_dict`; this process's own start-up stays counted, its downtime is not.
+        """Continue from :meth:`to_dict`. The start-up of this process counts, the time between the processes does not.
 
-        Time between a checkpoint and a crash is lost, like the steps that it paid for.
+        The time between a checkpoint and a crash is lost, like its steps.
         """
         self.switch(self.phase)
         started_s = self._epoch.seconds["start"]
@@ -166,7 +166,7 @@ class Clock:
 
 
 class _Tally:
-    """Sums that make up :class:`Times`."""
+    """The sums behind :class:`Times`."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)

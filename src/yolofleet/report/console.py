@@ -1,8 +1,8 @@
-"""What a person sees: a header, progress with its costs, a table after each validation, a summary.
+"""Output of a run for users: header, progress, a table after each validation, summary.
 
-On a terminal the progress is a bar; elsewhere (files, pipes, CI) plain lines without control characters, one
-every ``every_s`` seconds and one per epoch. Everything said also goes to ``logs/rank-N.log``. Rank 0 has a
-:class:`Console`; other ranks a :class:`NullConsole`, which only writes its log.
+On a terminal the progress is a bar. Elsewhere (files, pipes, CI) it is plain lines without control characters, one every
+``every_s`` seconds and one per epoch. All output also goes to ``logs/rank-N.log``. Rank 0 has a :class:`Console`; other
+ranks have a :class:`NullConsole`, which only writes its log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepView:
         losses: mean of the epoch so far, by name ("box", "obj", "cls").
         times: of the epoch so far.
         lr: learning rate of weights.
-        memory_gib: peak on the device; 0 = not known.
+        memory_gib: peak on the device; 0: unknown.
     """
 
     losses: Mapping[str, float]
@@ -63,7 +63,7 @@ def shares_text(times: Times) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``3.4 s``, ``2:05`` or ``1:02:05``."""
+    """Return a duration as ``3.4 s``, ``2:05`` or ``1:02:05``."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
+    """Return the lines of a table, with the first column aligned left and the others right."""
     table = [[screen_line(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     return [
@@ -85,12 +85,12 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class ScreenTable(Table):
-    """A table on standard output whose cells may hold a stranger's words."""
+    """A table on standard output whose cells may contain untrusted text."""
 
     def __init__(self, *columns: str, numbers: Sequence[str] = ()) -> None:
         """
         Args:
-            numbers: columns that stand to the right.
+            numbers: columns aligned right.
         """
         super().__init__(box=SIMPLE_HEAD, title_justify="left")
         for column in columns:
@@ -106,12 +106,12 @@ class ScreenTable(Table):
 
 
 class NullConsole:
-    """Says nothing; writes what would have been said into a log file.
+    """Prints nothing; writes the output to a log file.
 
-    A log that cannot be written is given up silently: :mod:`events` and results report the disk.
+    It ignores a log that cannot be written, because :mod:`events` and results report the disk.
 
     Args:
-        log: file to append to; None = no log.
+        log: file to append to; None: no log.
     """
 
     def __init__(self, log: Path | None = None) -> None:
@@ -125,61 +125,61 @@ class NullConsole:
             except OSError:
                 pass
 
-    # -- what callers say ---------------------------------------------------------------------------
+    # -- calls of the run ---------------------------------------------------------------------------
 
     def header(
         self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        """The run at a glance.
+        """Print the header of the run.
 
         Args:
-            facts: label -> text: model, data, devices, images per step, where results go, ...
-            settings: (name, value, source) of those that differ from their defaults.
+            facts: label -> text: model, data, devices, images per step, results folder, ...
+            settings: (name, value, source) of each setting that is not a default.
         """
         self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
         if settings:
             self._write("  settings:", *(f"    {line}" for line in _setting_lines(settings)))
 
     def fact(self, text: str) -> None:
-        """One plain line."""
+        """Print a plain line."""
         self._write(text)
 
     def note(self, text: str) -> None:
-        """Something to know: it may explain the result."""
+        """Print information that may explain the result."""
         self._write(f"note: {text}")
 
     def warn(self, text: str) -> None:
-        """Something to act on."""
+        """Print a warning that needs an action."""
         self._write(f"warning: {text}")
 
     def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
-        """Progress starts at 0 of ``images``; ``epoch`` counts from 1."""
+        """Start the progress of an epoch of ``images`` images; ``epoch`` counts from 1."""
         self._epoch_label = f"epoch {epoch}/{epochs}"
 
     def step(self, images: int, view: Callable[[], StepView]) -> None:
-        """``images`` of the epoch are done.
+        """Show that ``images`` of the epoch are done.
 
-        ``view`` is called only when something is shown, a few times a second at most: it may read losses from
-        the device, which waits for the step.
+        It calls ``view`` only to print, a few times a second at most, because ``view`` may read losses from the device,
+        which waits for the step.
         """
 
     def validating(self, done: int, batches: int) -> None:
-        """``done`` of this rank's validation batches are evaluated."""
+        """Show that ``done`` of this rank's validation batches are evaluated."""
 
     def end_epoch(self, view: StepView) -> None:
-        """The epoch's steps are done: one line with its means."""
+        """Print the line of a finished epoch."""
         self._write(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """After a validation: ``rows`` of text, the first for all classes together."""
+        """Print the table of a validation; its first row is for all classes together."""
         self._write(title, *(f"  {line}" for line in aligned(columns, rows)))
 
     def summary(self, title: str, facts: Mapping[str, str]) -> None:
-        """The end: figures and paths."""
+        """Print the summary: figures and paths."""
         self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
 
     def close(self) -> None:
-        """End the bar and the log; further words are lost."""
+        """Close the bar and the log; later output is lost."""
         log, self._log = self._log, None
         if log is not None:
             try:
@@ -187,7 +187,7 @@ class NullConsole:
             except OSError:
                 pass
 
-    # -- where it goes ------------------------------------------------------------------------------
+    # -- outputs ------------------------------------------------------------------------------------
 
     _epoch_label = "epoch"
 
@@ -229,13 +229,13 @@ class _Epoch:
 
 
 class Console(NullConsole):
-    """What rank 0 shows.
+    """The console of rank 0.
 
     Args:
         log: see :class:`NullConsole`.
-        stream: where to print; default standard output.
-        every_s: seconds between progress lines where there is no terminal; a bar moves four times a second.
-        bar: None = a bar when ``stream`` is a terminal that can show one.
+        stream: None: standard output.
+        every_s: seconds between progress lines without a terminal; a bar updates four times a second.
+        bar: None: a bar if ``stream`` is a terminal that supports it.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Console(NullConsole):
             self._rich = None if rich.is_dumb_terminal else rich
 
     def _print(self, *lines: str) -> None:
-        """Plain lines; letters that the stream cannot show are written as escapes. Nobody to read: no error."""
+        """Print plain lines, with escapes for letters that the stream cannot encode; ignore a closed stream."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             for line in lines:
@@ -337,7 +337,7 @@ class Console(NullConsole):
                 table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
             ),
             console=self._rich,
-            auto_refresh=False,  # no thread: it is drawn by `step`
+            auto_refresh=False,  # `step` draws it, without another thread
             transient=True,
             expand=True,
         )
@@ -362,7 +362,7 @@ class Console(NullConsole):
             )
 
     def validating(self, done: int, batches: int) -> None:
-        """On a terminal only; the bar ends with the table, or with the epoch."""
+        """Show the progress on a terminal only; the table or the next epoch removes the bar."""
         now = time.monotonic()
         if self._rich is None or now - self._validated_at_s < 0.25:
             return

@@ -1,4 +1,4 @@
-"""Boxes on pictures. Images are uint8 [H, W, 3] BGR, boxes [n, 4] left, top, right, bottom in their pixels."""
+"""Draw boxes on images uint8 [H, W, 3] BGR. Boxes are [n, 4] left, top, right, bottom in pixels of the image."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import lru_cache
 import cv2
 import numpy as np
 
-# Twenty colours, far apart in hue and lightness for neighbouring indices; hex RGB
+# Twenty colours, with different hue and lightness for neighbouring indices; hex RGB
 _HEX = (
     "e6194b 3cb44b 4363d8 f58231 911eb4 00bcd4 f032e6 9acd32 ff8fa3 008080 "
     "b388ff 9a6324 ffd60a 800000 7fe3a8 808000 ffb27a 1e3a8a a9a9a9 ff5fa2"
 )
 PALETTE = tuple((int(h[4:], 16), int(h[2:4], 16), int(h[:2], 16)) for h in _HEX.split())  # BGR
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
-GREY = (114, 114, 114)  # the letterbox's
+GREY = (114, 114, 114)  # as in letterboxes
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 UNICODE = int(cv2.__version__.split(".")[0]) >= 5  # OpenCV 4 draws ASCII only
 
@@ -25,18 +25,18 @@ Colour = tuple[int, int, int]
 
 
 def colour(class_idx: int) -> Colour:
-    """BGR of a class; the palette repeats after 20."""
+    """Return the BGR colour of a class; the palette repeats after 20."""
     return PALETTE[class_idx % len(PALETTE)]
 
 
 def text_colour(background: Colour) -> Colour:
-    """Black or white, whichever is read better on ``background`` (luma of BT.601)."""
+    """Return black or white, whichever has more contrast to ``background`` (luma of BT.601)."""
     blue, green, red = background
     return BLACK if 0.114 * blue + 0.587 * green + 0.299 * red > 140 else WHITE
 
 
 def drawable(text: str, fallback: str) -> str:
-    """``text`` as this OpenCV can draw it: as it is, without accents, or ``fallback``."""
+    """Return ``text`` as this OpenCV can draw it: unchanged, without accents, or ``fallback``."""
     if UNICODE or text.isascii():
         return text
     plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
@@ -45,7 +45,7 @@ def drawable(text: str, fallback: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _text_size(text: str, scale: float, thickness: int) -> tuple[int, int, int]:
-    """Width of ``text``, and the font's height above and below the base line, px."""
+    """Return the width of ``text``, and the font's height above and below the base line, px."""
     width = cv2.getTextSize(text, FONT, scale, thickness)[0][0]
     (_, above), below = cv2.getTextSize("Ag", FONT, scale, thickness)  # the same for every text
     return width, above, below
@@ -66,13 +66,13 @@ def draw_boxes(
     hide_labels: bool = False,
     hide_scores: bool = False,
 ) -> np.ndarray:
-    """A copy of ``image`` with boxes and labels, the surest on top.
+    """Return a copy of ``image`` with boxes and labels, the highest score on top.
 
     Args:
         classes: [n] class indices.
-        names: by class index; an index without a name is written as a number.
-        scores: [n] 0..1; None = no scores (true labels).
-        line_width: pixels; 0 = by image size.
+        names: by class index; an index without a name is drawn as a number.
+        scores: [n] 0..1; None: no scores (true labels).
+        line_width: pixels; 0: chosen from the image size.
     """
     image = np.ascontiguousarray(image).copy()
     height, width = image.shape[:2]
@@ -97,7 +97,7 @@ def draw_boxes(
 def _draw_label(
     image: np.ndarray, text: str, box: Sequence[int], fill: Colour, scale: float, thickness: int, pen: int
 ) -> None:
-    """A filled strip with ``text`` above the box; inside it where there is no room; never outside the image."""
+    """Draw a filled strip with ``text`` above the box, or inside it if there is no room above."""
     text_w, above, below = _text_size(text, scale, thickness)
     pad = 2 + pen // 2
     strip_w, strip_h = text_w + 2 * pad, above + below + pad
@@ -116,7 +116,7 @@ class Picture:
 
     Attributes:
         boxes_xyxy_px, classes, scores: as for :func:`draw_boxes`.
-        title: written in the corner; most often a file name.
+        title: drawn in the corner, usually a file name.
     """
 
     image: np.ndarray
@@ -129,10 +129,10 @@ class Picture:
 def picture_grid(
     pictures: Sequence[Picture], names: Sequence[str], *, most: int = 16, side_px: int = 1920
 ) -> np.ndarray:
-    """Up to ``most`` pictures in a near-square grid, uint8 BGR; small ones are enlarged, so that it can be read.
+    """Return up to ``most`` pictures in a nearly square grid, uint8 BGR; small ones are enlarged.
 
     Args:
-        side_px: longest side of the grid; the shortest that a grid is enlarged to is two thirds of it.
+        side_px: longest side of the grid; a small grid is enlarged to at least two thirds of it.
     """
     shown = pictures[:most]
     assert shown, "no pictures"
@@ -157,7 +157,7 @@ def picture_grid(
 
 
 def _draw_into(cell: np.ndarray, picture: Picture, names: Sequence[str]) -> None:
-    """Draw ``picture`` as large as it fits, in the middle of ``cell``, in place."""
+    """Draw ``picture`` as large as possible in the middle of ``cell``, in place."""
     height, width = picture.image.shape[:2]
     ratio = min(cell.shape[0] / height, cell.shape[1] / width)
     fit_h, fit_w = max(1, int(height * ratio)), max(1, int(width * ratio))

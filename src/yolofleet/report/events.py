@@ -1,4 +1,4 @@
-"""The machine-readable stream of a run: one JSON object a line, from every rank and host."""
+"""The machine-readable events of a run: one JSON object per line, from every rank and host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _print_warning(text: str) -> None:
 
 
 class EventLog:
-    """Appends events of one rank; a line is out of the process when :meth:`write` returns.
+    """Appends events of one rank; :meth:`write` flushes each line to the operating system.
 
-    Losing events must never end a run: when the disk refuses, ``warn`` is called once and the stream stops.
+    Lost events must never end a run: after a disk error it calls ``warn`` once and writes no more.
 
     Args:
         path: ``RunFolder.events(rank)``.
-        warn: told once why the stream stopped.
+        warn: gets the reason of a disk error, once.
     """
 
     def __init__(self, path: Path, *, rank: int = 0, warn: Callable[[str], None] = _print_warning) -> None:
@@ -44,7 +44,7 @@ class EventLog:
         self._file = TextIOWrapper(file, encoding="utf-8", newline="\n")
         size = os.fstat(file.fileno()).st_size
         if size and read_at(file.fileno(), size - 1, 1) != b"\n":
-            self._file.write("\n")  # the last line was cut by a crash; keep the next one whole
+            self._file.write("\n")  # a crash has cut the last line; start a new one
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
@@ -54,12 +54,12 @@ class EventLog:
             if file is not None:
                 try:
                     file.close()
-                except OSError:  # it flushes again, into the same full disk
+                except OSError:  # close() flushes again, to the same full disk
                     pass
             self._warn(f"events are no longer written to {self.path}: {problem.strerror or problem}")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
+        """Write an event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
         if self._file is None:
             return
         event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}

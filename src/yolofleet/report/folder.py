@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, and how text gets into it. No torch: the launcher uses it too."""
+"""The folder of a run and the paths in it. No torch, because the launcher uses it too."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RESUME_COMMAND = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``runs/<verb>/<name>``: where everything of a run lies.
+    """The folder ``runs/<verb>/<name>``, which has all files of a run.
 
-    Only rank 0 makes it; other ranks get its path and may append to their own files under ``logs``.
+    Only rank 0 creates it; other ranks get its path and may append to their own files under ``logs``.
 
     Attributes:
-        is_new: :meth:`create` made it just now; nobody else has put anything into it.
+        is_new: :meth:`create` has created it in this process, so it has no files of other runs.
     """
 
     path: Path
@@ -36,24 +36,26 @@ class RunFolder:
     def create(
         cls, verb: str, *, project: Path | None = None, name: str = "exp", exist_ok: bool = False
     ) -> RunFolder:
-        """Make ``project/name``, or name2, name3, ... when taken; two runs never get the same one.
+        """Create ``project/name``, or name2, name3, ... if it exists; two runs never get the same folder.
 
         Raises:
-            ConfigError: ``name`` is empty or leaves the project folder.
-            StorageError: the disk refused.
+            ConfigError: ``name`` is empty or points outside of the project folder.
+            StorageError: the folder cannot be created.
         """
         project = project or Path("runs") / verb
         if not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(
                 f"--name {name!r} is not a folder name",
-                hint="letters, digits, - and _; --project sets the parent",
+                hint="use letters, digits, - and _; --project sets the parent folder",
             )
         try:
             project.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = project / (name if number == 1 else f"{name}{number}")
                 try:
-                    path.mkdir(parents=True)  # exclusive: the first of two racing runs wins
+                    path.mkdir(
+                        parents=True
+                    )  # fails if it exists, so two runs that start together get two folders
                 except FileExistsError:
                     if exist_ok and path.is_dir():
                         return cls(path)
@@ -67,11 +69,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder inside the block: two processes that continue one run would spoil its states.
+        """Lock the folder for the block, because two processes that resume one run would corrupt its checkpoints.
 
         Raises:
-            ConfigError: another process holds it.
-            StorageError: the disk refused.
+            ConfigError: another process holds the lock.
+            StorageError: the lock file cannot be written.
         """
         with ExitStack() as stack:
             try:
@@ -80,20 +82,21 @@ class RunFolder:
                 raise storage_error(problem, self.path) from None
             if not is_mine:
                 raise ConfigError(
-                    f"another process writes into {self.path} at this moment",
+                    f"another process is writing into {self.path}",
                     hint="wait until it has ended, or choose another --name",
                 )
             yield
 
     def discard_unless_used(self) -> None:
-        """Take back the folder of a run that failed before it had a result: a mistake in a command leaves
-        nothing behind. Only files that say no more than the message are deleted; if there is any other, or the
-        folder was there before, everything stays. What the system refuses to delete stays too.
+        """Delete the folder of a run that failed before it had a result, so that a wrong command leaves no folder.
+
+        The folder stays if it existed before, or has any file with more than the error message. Errors of the deletion
+        are ignored.
         """
         if not self.is_new:
             return
         with suppress(OSError):
-            found = sorted(self.path.rglob("*"), reverse=True)  # what is inside a folder before the folder
+            found = sorted(self.path.rglob("*"), reverse=True)  # the entries of a folder before the folder
             files = [path for path in found if not path.is_dir()]
             if any(path.parent != self.logs and path.name not in _OF_NO_RESULT for path in files):
                 return
@@ -106,7 +109,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What continues this training run from what it has saved."""
+        """The command that resumes this training run."""
         known = os.environ.get(RESUME_COMMAND)
         return known or shlex.join(["yolofleet", "train", "--resume", str(self.path)])
 
@@ -116,8 +119,10 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """What our launcher tells its workers: the same text as ``config``, which a resumed run keeps until
-        it is known that it can be resumed."""
+        """The configuration from our launcher to its workers, with the format of ``config``.
+
+        It is a file of its own, because a resumed run must keep its ``config`` until the new one is accepted.
+        """
         return self.logs / "job.yaml"
 
     @property
@@ -145,25 +150,25 @@ class RunFolder:
         return self.path / "logs"
 
     def log(self, rank: int) -> Path:
-        """What rank ``rank`` says, as text."""
+        """Return the text log of ``rank``."""
         return self.logs / f"rank-{rank}.log"
 
     def events(self, rank: int) -> Path:
-        """The event stream of a rank: ``events.jsonl`` for rank 0, beside its log for others.
+        """Return the event file of a rank: ``events.jsonl`` for rank 0, beside its log for others.
 
-        One file per rank, because appending from two hosts can tear lines on NFS.
+        Each rank has its own, because on NFS lines that two hosts append can be mixed.
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
 
     def failure(self, rank: int) -> Path:
-        """Where the worker of ``rank`` leaves its last words, as JSON, when it fails."""
+        """Return the JSON file with the reason if the worker of ``rank`` fails."""
         return self.logs / f"error-rank-{rank}.json"
 
     def make_tree(self) -> None:
-        """The sub-folders of a training run.
+        """Create the sub-folders of a training run.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: a folder cannot be created.
         """
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)

@@ -1,7 +1,7 @@
-"""Curves and pictures of a run, as PNG files.
+"""Plots of a run as PNG files.
 
-matplotlib is imported when the first figure is drawn; it draws without a display and downloads nothing.
-A picture is never worth a run: call through :func:`attempt`.
+The first figure imports matplotlib, which needs no display and downloads nothing. A plot that fails must not end a run,
+so call the functions through :func:`attempt`.
 
 Legend: C classes, K classes with labels, X points of a curve, M boxes.
 """
@@ -51,7 +51,7 @@ STYLE: dict[str, Any] = {
     "text.parse_math": False,  # a class may be called "$5_bill"
     "savefig.dpi": 150,
 }
-# Fonts for class names outside Latin, Greek and Cyrillic; those that are installed are used
+# fonts for class names outside Latin, Greek and Cyrillic, if installed
 MORE_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -62,16 +62,16 @@ MORE_FONTS = (
     "Malgun Gothic",
     "Arial Unicode MS",
 )
-MANY = 30  # classes beyond which names no longer fit under bars and beside cells
+MANY = 30  # with more classes, names do not fit under bars and beside cells
 
 
 def attempt(
     note: Callable[[str], None], draw: Callable[P, object], *args: P.args, **kwargs: P.kwargs
 ) -> bool:
-    """Draw; when that fails, ``note`` why in one line and go on. Returns whether it worked."""
+    """Call ``draw``; if it fails, pass one line with the reason to ``note``. Return whether it worked."""
     try:
         draw(*args, **kwargs)
-    except Exception as problem:  # fonts, disk, a broken matplotlib: nothing of it may end a run
+    except Exception as problem:  # fonts, disk, a broken matplotlib: none may end a run
         first_line = (str(problem).splitlines() or [type(problem).__name__])[0]
         note(f"no picture from {draw.__name__}: {first_line}")
         return False
@@ -80,7 +80,7 @@ def attempt(
 
 @contextmanager
 def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
-    """A figure that is written to ``path`` at the end; fonts that lack a letter are not worth a warning."""
+    """Yield a figure and write it to ``path``; suppress warnings about letters that the fonts lack."""
     log = logging.getLogger("matplotlib")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -110,7 +110,7 @@ def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def plot_results(results_csv: Path, path: Path) -> None:
-    """Losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
+    """Plot losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
     text = read_foreign_text(results_csv, limit_bytes=MAX_BYTES)
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     if not rows:
@@ -174,7 +174,7 @@ def plot_results(results_csv: Path, path: Path) -> None:
 
 
 def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> None:
-    """``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5.
+    """Write ``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5.
 
     Args:
         names: of all C classes.
@@ -220,7 +220,7 @@ def _plot_curve(
     axes_labels: tuple[str, str],
     mark: float | None = None,
 ) -> None:
-    """One thin line per class ([K, X]), named when there are few, and their mean; a vertical line at ``mark``."""
+    """Plot a thin line per class ([K, X]), with a name if there are few, their mean, and a vertical line at ``mark``."""
     few = len(curves) <= MANY
     with _drawing(path, 8.5, 5.5) as figure:
         axes = figure.subplots()
@@ -235,7 +235,7 @@ def _plot_curve(
 
 
 def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
-    """Fractions of each true class.
+    """Plot the confusion matrix as fractions of each true class.
 
     Args:
         confusion: [C + 1, C + 1], rows predicted, columns true, the last is background.
@@ -275,7 +275,7 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Pat
 def plot_labels(
     classes: NDArray[np.integer], boxes_cxcywh_unit: NDArray[np.floating], names: Sequence[str], path: Path
 ) -> None:
-    """How many labels of each class, where they lie, how large they are.
+    """Plot the number of labels of each class, their positions and their sizes.
 
     Args:
         classes: [M]. boxes_cxcywh_unit: [M, 4].
@@ -308,7 +308,7 @@ def plot_labels(
 
 
 def _heat(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
-    """Density of points in 0..1, logarithmic."""
+    """Plot the density of points in 0..1, on a logarithmic scale."""
     from matplotlib.colors import LogNorm
 
     density, _, _ = np.histogram2d(x, y, bins=50, range=((0, 1), (0, 1)))
@@ -318,7 +318,7 @@ def _heat(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
 
 
 def plot_pictures(pictures: Sequence[Picture], names: Sequence[str], path: Path, *, most: int = 16) -> None:
-    """A grid of images with their boxes, as JPEG or PNG by the suffix."""
+    """Write a grid of images with their boxes, as JPEG or PNG by the suffix."""
     if not pictures:
         return
     done, encoded = cv2.imencode(path.suffix, picture_grid(pictures, names, most=most))
@@ -334,7 +334,7 @@ def _hex(class_idx: int) -> str:
 def training_pictures(
     images: Any, labels: NDArray[np.floating], titles: Sequence[str] = (), *, most: int = 16
 ) -> list[Picture]:
-    """A micro-batch as pictures.
+    """Return the images and labels of a micro-batch as pictures.
 
     Args:
         images: uint8 [m, 3, H, W] RGB, tensor or array.

@@ -1,4 +1,4 @@
-"""Figures of a run for spreadsheets and scripts: ``results.csv``, a row an epoch."""
+"""Figures of a run for spreadsheets and scripts: ``results.csv`` with a row per epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BYTES = 256 << 20
 
 
 def columns(losses: Sequence[str]) -> list[str]:
-    """Of the table, for the kinds of the loss's terms."""
+    """Return the column names of the table; ``losses``: kinds of loss terms."""
     return [
         "epoch",  # epochs done, from 1
         "step",  # optimizer updates done
@@ -28,7 +28,7 @@ def columns(losses: Sequence[str]) -> list[str]:
         "metrics/mAP50-95",
         *(f"val/{kind}_loss" for kind in losses),
         "lr",
-        "seconds",  # of the epoch, validation and checkpoint included
+        "seconds",  # of the epoch, including validation and checkpoint
         "images_per_s",
         "data_share",
         "compute_share",
@@ -37,10 +37,10 @@ def columns(losses: Sequence[str]) -> list[str]:
 
 
 class ResultsTable:
-    """``results.csv``: rewritten whole at every epoch, so that it is never cut and never has an epoch twice.
+    """The file ``results.csv``. Every epoch rewrites it atomically, so it is never incomplete or has an epoch twice.
 
     Args:
-        losses: kinds of the loss's terms: box, obj, cls.
+        losses: kinds of loss terms: box, obj, cls.
     """
 
     def __init__(self, path: Path, losses: Sequence[str]) -> None:
@@ -48,10 +48,10 @@ class ResultsTable:
         self.columns = columns(losses)
 
     def rows(self) -> list[dict[str, str]]:
-        """The rows as text, by epoch; none when there is no file.
+        """Return the rows as text, by epoch; none without a file.
 
         Raises:
-            StorageError: it cannot be read, or is not a table of ours.
+            StorageError: the file cannot be read, or has another format.
         """
         if not self.path.is_file():
             return []
@@ -61,16 +61,16 @@ class ResultsTable:
             return sorted(rows, key=_epoch)
         except (OSError, ValueError, csv.Error) as problem:
             raise StorageError(
-                f"cannot read {self.path}: {problem}", hint="move it away; the run starts a new one"
+                f"cannot read {self.path}: {problem}", hint="move it away; the run then writes a new one"
             ) from None
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add the row of ``row["epoch"]``; rows of that and later epochs, from before a resume, go.
+        """Add the row of ``row["epoch"]``; remove rows of that and later epochs, from before a resume.
 
         Columns that are missing or not finite stay empty (an epoch without validation).
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the file cannot be written.
         """
         unknown = sorted(set(row) - set(self.columns))
         assert not unknown, f"no such columns: {unknown}"
@@ -78,10 +78,10 @@ class ResultsTable:
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
 
     def drop_after(self, epochs_done: int) -> None:
-        """Resume: forget the rows of epochs that will be trained again.
+        """Remove the rows of epochs that a resumed run trains again.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the file cannot be written.
         """
         rows = self.rows()
         kept = [row for row in rows if _epoch(row) <= epochs_done]

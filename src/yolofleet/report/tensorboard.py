@@ -28,7 +28,7 @@ class TensorboardLog:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, row: Mapping[str, float]) -> None:
-        """One row of ``results.ResultsTable.write``; the abscissa is its ``epoch``."""
+        """Write a row of ``results.ResultsTable.write`` at the step ``epoch``."""
         for name, value in row.items():
             if name != "epoch" and math.isfinite(value):
                 self._writer.add_scalar(name, value, int(row["epoch"]))

@@ -1,1 +1,1 @@
-"""A run as a value: planned before anything is started, then built and done by the ranks."""
+"""Plan a run as a value before any process starts, then build and execute it on every rank."""

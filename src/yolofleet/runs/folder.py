@@ -1,4 +1,4 @@
-"""The folder of a run, agreed on by all ranks."""
+"""The folder of a run: rank 0 creates it, all ranks get its path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from yolofleet.runs.plan import new_folder
 def shared_folder(
     world: World, settings: TrainConfig | ValConfig, given: RunFolder | None, lock: ExitStack
 ) -> RunFolder:
-    """Return the run's folder: given by our launcher, else made by rank 0. Collective: every rank.
+    """Return the run's folder, which the launcher or rank 0 creates. Collective: every rank.
 
     Args:
-        lock: rank 0 holds the folder's lock until this ends.
+        given: the launcher's folder; None: rank 0 creates one.
+        lock: rank 0 holds the folder's lock until this stack closes.
     Raises:
-        ConfigError: another process writes into the folder.
+        ConfigError: another process uses the folder.
     """
     made, problem = given, None
     if world.is_main:
@@ -37,7 +38,7 @@ def shared_folder(
     if problem is not None:
         raise problem
     if not path:
-        raise ClusterError("rank 0 could not use the run's folder; its message says why")
+        raise ClusterError("rank 0 could not use the run's folder", hint="read the message of rank 0")
     return made or RunFolder(Path(os.fsdecode(path)))
 
 

@@ -1,4 +1,4 @@
-"""Recognise an out-of-memory error, and say what to make smaller."""
+"""Recognise an out-of-memory error, and suggest smaller settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from yolofleet.errors import ConfigError
 
 
 def is_out_of_memory(problem: Exception) -> bool:
-    """Return whether CUDA, the CPU allocator, Python or NumPy refused an allocation."""
+    """Return whether an allocation of CUDA, the CPU allocator, Python or NumPy failed."""
     words = ("out of memory", "allocate memory", "not enough memory")
     return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
         word in str(problem) for word in words
@@ -18,13 +18,13 @@ def is_out_of_memory(problem: Exception) -> bool:
 
 
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
-    """Return the error that names what to make smaller."""
+    """Return the error that suggests smaller settings."""
     if isinstance(settings, TrainConfig):
         micro_batch = micro_batch_of(settings)
         smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
         hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
-        hint += ", or --val-batch with a lower number if it was validating"
+        hint += ", or a smaller --val-batch if the run was validating"
     else:
         at_once = f"--batch {settings.batch}, --img {settings.img}"
         hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"

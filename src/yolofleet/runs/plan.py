@@ -1,4 +1,4 @@
-"""Decide what a command runs and where, before anything is started or written. No torch."""
+"""Decide what a command runs and where, before it starts processes or writes files. No torch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doct
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What runs, where, and from which state. The command line and the Python interface both make one.
+    """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it.
 
     Attributes:
-        recipe: of a training.
+        recipe: of a training; None for a validation.
         fleet: the hosts; None: this machine.
-        processes: how many to start on this machine. 1: this process does the work, alone or as one of several that
-            another launcher started.
-        resumed: the folder of the run that is continued; None: a new run.
+        processes: number of processes to start on this machine. 1: this process does the work, alone or as one of
+            several that another launcher started.
+        resumed: the folder of the run to resume; None: a new run.
     """
 
     config: Resolved[TrainConfig] | Resolved[ValConfig]
@@ -43,10 +43,10 @@ class RunPlan:
     resumed: Path | None
 
     def folder(self) -> RunFolder:
-        """Return the folder of the run that is continued, or make a new one.
+        """Return the folder of the resumed run, or create a new one.
 
         Raises:
-            ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
+            ConfigError: ``--name`` is not a folder name. StorageError: the folder cannot be written.
         """
         if self.resumed is not None:
             return RunFolder(self.resumed)
@@ -68,17 +68,17 @@ def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
 def plan_run(
     config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None = None
 ) -> RunPlan:
-    """Return what these settings run here, after the checks that need neither torch nor a login.
+    """Return the plan of these settings, after the checks that need neither torch nor a login.
 
     Raises:
-        ConfigError, ClusterError: the run could not start, or would end at once.
+        ConfigError, ClusterError: the run cannot start, or would fail at once.
     """
     settings, is_rank = config.value, is_worker()
     fleet = fleet_of(config)
     if fleet is not None and is_rank:
         raise ConfigError(
-            "--hosts and --fleet start all processes, and this one is one of several already",
-            hint="give the command once, without torchrun, srun or mpirun; or leave out --hosts",
+            "--hosts and --fleet start all processes, but another launcher already started this one as one of several",
+            hint="run the command once, without torchrun, srun or mpirun; or remove --hosts",
         )
     check_shares(settings, fleet)
     if fleet is None and not is_rank:
@@ -92,32 +92,32 @@ def plan_run(
 
 def is_worker() -> bool:
     """Return whether another launcher started this process as one of several."""
-    told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return told or place_from_environment(os.environ).size > 1
+    has_torchrun = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return has_torchrun or place_from_environment(os.environ).size > 1
 
 
 def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
-    """Raise if ``--shares`` has not a number for each rank, before a login or an import of torch.
+    """Check before any login or import of torch that ``--shares`` has a number for each rank.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: see :meth:`Partition.parse`.
     """
     if settings.shares in ("", "auto") or is_worker():
         return
     if fleet is None and settings.parallel == "dp" and settings.device == "auto":
-        return  # torch must count them
+        return  # only torch can count the devices
     Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
 
 
 def check_machine(settings: TrainConfig | ValConfig) -> None:
-    """Run the doctor's quick checks of this machine: print warnings, raise on what would end the run.
+    """Run the doctor's quick checks of this machine: print warnings, raise on fatal problems.
 
     Raises:
-        ConfigError: ``--device`` names GPUs that are not there.
-        ClusterError: another fault.
+        ConfigError: ``--device`` names GPUs that do not exist.
+        ClusterError: another fatal problem.
     """
     for finding in preflight(resources_of(settings)):
-        # a run reports by itself what it could not write
+        # the run itself reports files that it cannot write
         if finding.level == "fault" and not finding.code.startswith("disk-"):
             source = f"yolofleet doctor: {finding.code}"
             if finding.code in NO_SUCH_GPU:
@@ -130,11 +130,12 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
 
 
 def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
-    """Raise what the run would raise about devices, data, model and weights on this machine. Nothing is written or
-    downloaded, and torch is not loaded. Hosts check their own files at the start of a run.
+    """Raise the errors that the run would raise about devices, data, model and weights on this machine.
+
+    It writes and downloads nothing, and does not import torch. Other hosts check their own files when a run starts.
 
     Raises:
-        YolofleetError: as the run, with the same exit code.
+        YolofleetError: with the exit code of the run.
     """
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.datasets.sources import is_generated, load_dataset

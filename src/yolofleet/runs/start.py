@@ -1,4 +1,4 @@
-"""Carry out a plan: on hosts, in processes of this machine, or in this process. No torch before a worker is needed."""
+"""Execute a plan: on hosts, in processes of this machine, or in this process. Imports torch only for the last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from yolofleet.system.signals import stoppable
 
 @stoppable()
 def start(plan: RunPlan) -> tuple[int, RunFolder]:
-    """Run to the end.
+    """Execute ``plan`` to its end.
 
     Returns:
-        The exit code of the processes that were started, which have printed why it is not 0; and the folder of the run.
+        The exit code of the started processes (they print the reason if it is not 0), and the folder of the run.
     Raises:
-        YolofleetError: from a run in this process, or before processes were started.
+        YolofleetError: a run in this process failed, or the processes could not start.
     """
     if plan.fleet is not None:
         from yolofleet.runs.on_hosts import run_on_hosts

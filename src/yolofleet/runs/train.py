@@ -67,9 +67,9 @@ def train(
     """Do one rank's part of a training run. Collective: every rank.
 
     Args:
-        clock: of this rank, which its watchdog reads.
+        clock: of this rank; its watchdog reads it.
     Raises:
-        YolofleetError: anything foreseen.
+        YolofleetError: any expected failure.
     """
     if world.is_main:
         folder.make_tree()
@@ -99,12 +99,12 @@ def _train(
     snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
     network = _network(config, recipe, data.train, snapshot, world, console)
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
-    mark = fingerprint(config, network.recipe.value, data.train, network.model, world)
+    identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     averaged = _averaged(network.model, state)
     if snapshot is not None:
-        check_resume(snapshot.values["fingerprint"], mark, config, console)
+        check_resume(snapshot.values["fingerprint"], identity, config, console)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     elif world.is_main:
@@ -142,7 +142,7 @@ def _train(
             report=report,
             store=store,
             evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
-            fingerprint=mark,
+            fingerprint=identity,
             equal_kernels=have_equal_kernels(world),
         )
         report.begin(
@@ -150,7 +150,7 @@ def _train(
             data.train,
             data.val,
             data_notes=data.notes,
-            facts=_facts(config, network, schedule, frozen, precision, cache.note, world),
+            facts=_header_lines(config, network, schedule, frozen, precision, cache.note, world),
             settings=_given(resolved),
             versions=versions(),
             resumed=snapshot is not None,
@@ -174,7 +174,7 @@ class _Data:
 
 
 def _data(config: TrainConfig, world: World) -> _Data:
-    """Index both splits; every rank must see the same. Collective: every rank."""
+    """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     with world.activity.doing("data set"):
         spec = load_dataset(config.data)
     with world.activity.doing("indexing"):
@@ -186,13 +186,13 @@ def _data(config: TrainConfig, world: World) -> _Data:
 
 @dataclass(frozen=True)
 class _Network:
-    """The network on the host, with what follows from it.
+    """The network on the host, with values derived from it.
 
     Attributes:
-        recipe: with the default of the network's family.
+        recipe: the recipe of the user, or the default of the network's family.
         img: training size in pixels, a multiple of ``stride``.
         sizes: smallest and largest training size, as fractions of ``img``.
-        anchors: what the header says of them; "" without any.
+        anchors: text about the anchors for the header; "" without anchors.
     """
 
     model: Detector
@@ -232,11 +232,11 @@ def _network(
 def _state(
     config: TrainConfig, network: _Network, images: int, precision: str, world: World
 ) -> tuple[TrainState, Schedule, list[str]]:
-    """Move the network to its devices; return all that changes in training, the schedule, and the frozen tensors."""
+    """Move the network to its devices; return the training state, the schedule and the names of frozen parameters."""
     model, recipe = network.model, network.recipe.value
     model.to(world.device)
     if config.channels_last:
-        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
+        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
     model.train()
     frozen = freeze(model, config.freeze)
     synced = config.sync_bn and world.size > 1
@@ -257,7 +257,7 @@ def _state(
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:
-    """Return a network that shares its tensors with the moving average, for validation."""
+    """Return a network whose tensors are those of the moving average, for validation."""
     averaged = build_model(model.description, model.nc)
     averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
@@ -268,7 +268,7 @@ def _averaged(model: Detector, state: TrainState) -> Detector:
 def _caches(
     config: TrainConfig, data: _Data, img: int, world: World, caches: ExitStack
 ) -> tuple[ImageCache, ImageCache]:
-    """Open the caches of decoded images that the processes of a machine share. Collective: every rank."""
+    """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     opened = [
         caches.enter_context(closing(ImageCache(index, img, config.cache, token=f"{token}-{split}")))
@@ -350,10 +350,10 @@ def _splitter(config: TrainConfig, network: _Network, images: int, world: World)
     )
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------
+# -- header ----------------------------------------------------------------------------------------------------
 
 
-def _facts(
+def _header_lines(
     config: TrainConfig,
     network: _Network,
     schedule: Schedule,
@@ -362,7 +362,7 @@ def _facts(
     cached: str,
     world: World,
 ) -> dict[str, str]:
-    """Return the lines of the header: what runs where."""
+    """Return the lines of the header, by name."""
     workers = loader_processes(config.workers, world)
     model, recipe = network.model, network.recipe.value
     rounded = (

@@ -31,9 +31,9 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     """Do one rank's part of ``yolofleet val``. Collective: every rank.
 
     Raises:
-        YolofleetError: anything foreseen.
+        YolofleetError: any expected failure.
     """
-    stream = sys.stderr if config.json_out == "-" else sys.stdout  # what reads the figures reads nothing else
+    stream = sys.stderr if config.json_out == "-" else sys.stdout  # stdout has only the JSON then
     with (
         Console(folder.log(0), stream=stream) if world.is_main else NullConsole(folder.log(world.rank))
     ) as console:

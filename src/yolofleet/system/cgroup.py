@@ -1,6 +1,6 @@
-"""Memory and processor time that this process may use: the machine's, within the limits of its control groups (cgroups).
+"""Memory and processor time that this process may use, within the limits of its control groups (cgroups).
 
-Version 1 and 2 of control groups are read. Other systems than Linux say nothing.
+Reads versions 1 and 2 of control groups. On systems other than Linux all values are unknown.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MEMORY_FILES = {  # limit, use, and the part of the use that the kernel can drop
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return how much memory this process may still take; None where the system does not say.
+    """Return how many more bytes of memory this process may use; None if unknown.
 
-    That is the least of what the machine has available and what is left below the limit of each control group. Pages
-    that the kernel can drop count as free.
+    That is the minimum of the machine's available memory and the rest below the limit of each control group. Pages that
+    the kernel can drop count as free.
     """
     found = [memory_info(proc).get("MemAvailable")]
     found += [_memory_left(version, folder) for version, folder in group_folders("memory", proc, groups)]
@@ -31,7 +31,7 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
 
 
 def cpu_quota(proc: Path = PROC, groups: Path = GROUPS) -> float | None:
-    """Return how many cores' worth of time the control groups grant; None: no limit, or the system does not say."""
+    """Return the limit of the control groups on processor time, in cores; None if there is no limit or it is unknown."""
     found = []
     for _, folder in group_folders("cpu", proc, groups):
         quota, period = (*text_of(folder / "cpu.max").split(), "", "")[:2]  # version 2
@@ -45,7 +45,7 @@ def cpu_quota(proc: Path = PROC, groups: Path = GROUPS) -> float | None:
 def group_folders(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Iterator[tuple[int, Path]]:
     """Yield the version and folder of this process's control group for ``controller``, then of each parent.
 
-    In a container, the path of the own group may not exist, while its root does.
+    In a container, the path of this process's group may not exist, but the root does.
     """
     for line in text_of(proc / "self" / "cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -74,11 +74,11 @@ def _memory_left(version: int, folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class OomKills:
-    """How many processes the kernel's out-of-memory killer has ended; None: the system does not say.
+    """The number of processes that the kernel's out-of-memory killer has ended; None: unknown.
 
     Attributes:
-        group: in this process's control group, which its children share; for lack of memory of the group, or of the
-            whole machine.
+        group: in this process's control group, which its children share; because the group or the whole machine was
+            out of memory.
         machine: on this machine, including other containers.
     """
 
@@ -86,7 +86,7 @@ class OomKills:
     machine: int | None = None
 
     def since(self, before: OomKills) -> OomKills:
-        """Return how many more there are than ``before``."""
+        """Return the difference to ``before``."""
         return OomKills(_more(self.group, before.group), _more(self.machine, before.machine))
 
 
@@ -94,11 +94,11 @@ UNKNOWN = OomKills()
 
 
 def oom_kills(proc: Path = PROC, groups: Path = GROUPS) -> OomKills:
-    """Return how many processes the out-of-memory killer has ended until now."""
+    """Return the number of processes that the out-of-memory killer has ended until now."""
     found = list(group_folders("memory", proc, groups))
     old = [folder / "memory.oom_control" for version, folder in found if version == 1]
     new = [folder / "memory.events" for version, folder in found if version == 2]
-    # in a container with version 1, the own group may be the root; with version 2, a parent counts other groups too
+    # in a container with version 1, this group may be the root; with version 2, a parent counts other groups too
     files = [old[0], old[-1]] if old else new[:1]
     counts = (_counts(file).get("oom_kill") for file in files)
     group = next((count for count in counts if count is not None), None)

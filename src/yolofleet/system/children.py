@@ -1,7 +1,7 @@
 """Start child processes that import nothing from the working folder and end with their parent.
 
-``python -m MODULE`` and ``python -c CODE`` put the working folder first on the import path. There, a file such as
-``numpy.py`` of somebody else would be executed. ``yolofleet`` itself does not look there, and its children must not.
+``python -m MODULE`` and ``python -c CODE`` put the working folder first on the import path. Python would then execute a
+file such as ``numpy.py`` in that folder. ``yolofleet`` itself imports nothing from there, and its children must not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that this package was imported from
+PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that contains this package
 # PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
 START = (
     "import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "
     'run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
-SAFE_PATH = "PYTHONSAFEPATH"  # Python 3.11 and newer: also for what the child starts
+SAFE_PATH = "PYTHONSAFEPATH"  # Python 3.11 and newer: also for processes that the child starts
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -49,8 +49,10 @@ def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def module_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for :func:`module_argv`. Do not give it to a user's own command: ``python SCRIPT`` would
-    not find modules beside the script."""
+    """Return the environment for :func:`module_argv`.
+
+    Do not use it for a user's own command: ``python SCRIPT`` would not find modules beside the script.
+    """
     return {**with_this_package(environment), SAFE_PATH: "1"}
 
 
@@ -72,9 +74,9 @@ def safe_spawn() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
+    """Make the kernel (Linux) end this process when its parent dies for any reason.
 
-    May be called between fork and exec. The kernel means the thread that forked, so that one must live on.
+    May be called between fork and exec. The kernel watches the thread that forked, so that thread must not end.
     """
     if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -87,6 +89,6 @@ def name_process(name: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Ask the kernel (Linux) to make descendants that lose their parent children of this process."""
+    """Make this process the parent of its orphaned descendants (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

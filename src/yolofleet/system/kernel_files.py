@@ -9,7 +9,7 @@ def text_of(path: Path) -> str:
     """Return the text of a file without surrounding white space; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # EINVAL too: the speed of a network interface that is down
+    except OSError:  # for example EINVAL for the speed of a network interface that is down
         return ""
 
 
@@ -22,7 +22,7 @@ def number_of(path: Path) -> int | None:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Return what is in a folder, by name; [] if it cannot be read."""
+    """Return the entries of a folder, sorted by name; [] if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes of this machine, as Linux's /proc shows them. Elsewhere no process is seen."""
+"""Processes of this machine, from Linux's /proc. On other systems all results are empty."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GONE = "X"
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What the kernel shows of a process.
+    """The state of a process, from the kernel.
 
     Attributes:
         letter: the state in /proc/PID/stat; "X" if the process is gone.
@@ -43,7 +43,7 @@ class ProcessState:
     def text(self) -> str:
         what = STATES.get(self.letter, f"has state {self.letter}")
         if self.letter == GONE:
-            what = "is gone: it was killed or crashed (dmesg tells whether memory ran out)"
+            what = "is gone: it was killed or crashed (dmesg shows whether memory ran out)"
         where = f", in {self.wait_channel}" if self.wait_channel and self.letter in "DS" else ""
         return f"process {self.pid} {what}{where}"
 
@@ -60,7 +60,7 @@ def memory_info(proc: Path = PROC) -> dict[str, int]:
 
 
 def machine_id() -> str:
-    """Return a text that is equal for processes that see each other in /proc; "" where there is no /proc."""
+    """Return a text that is equal for processes that see each other in /proc; "" without /proc."""
     with suppress(OSError):
         boot = text_of(PROC / "sys/kernel/random/boot_id")
         return f"{boot} {(PROC / 'self/ns/pid').readlink()}"
@@ -84,20 +84,19 @@ def stat_table() -> dict[int, list[str]]:
 
 
 def started_ticks(pid: int) -> int:
-    """Return when a process began, in the kernel's ticks; 0 if unknown. Number and start time identify a process."""
+    """Return the start time of a process in the kernel's ticks; 0 if unknown. PID and start time identify a process."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def started_at(pid: int) -> str:
-    """Return the start time of a living process as text; "" if it does not run. A later process of the same number
-    has another."""
+    """Return the start time of a running process as text; "" if it does not run. It differs if a PID is used again."""
     fields = stat_fields(pid)
     return fields[19] if fields and fields[0] not in ENDED else ""
 
 
 def state_of(pid: int, started: int) -> ProcessState:
-    """Return the state of the process that began at ``started`` (see :func:`started_ticks`)."""
+    """Return the state of the process ``pid`` with the start time ``started`` (see :func:`started_ticks`)."""
     fields = stat_fields(pid)
     if not fields or int(fields[19]) != started:
         return ProcessState(pid, GONE)
@@ -106,18 +105,18 @@ def state_of(pid: int, started: int) -> ProcessState:
 
 
 def child_states(pid: int) -> list[ProcessState]:
-    """Return the states of the processes that ``pid`` started, including those that have ended."""
+    """Return the states of the children of ``pid``, including those that have ended."""
     found = {child: int(fields[19]) for child, fields in stat_table().items() if int(fields[1]) == pid}
     return [state_of(child, started) for child, started in sorted(found.items())]
 
 
 def children(pid: int) -> list[int]:
-    """Return the living processes that ``pid`` started."""
+    """Return the running children of ``pid``."""
     return _children().get(pid, [])
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living children of ``pid``, their children, and so on."""
+    """Return the running children of ``pid``, their children, and so on."""
     of = _children()
     found = list(of.get(pid, []))
     for child in found:
@@ -126,7 +125,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Return living processes by the process that started them."""
+    """Return the running children of each process, by its PID."""
     found: dict[int, list[int]] = {}
     for pid, fields in stat_table().items():
         if fields[0] not in ENDED:
@@ -135,7 +134,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def environment_variable(pid: int, name: str) -> str:
-    """Return a variable of the environment that a process was started with; "" if it has none of that name."""
+    """Return a variable of the initial environment of a process; "" if it is not set."""
     with suppress(OSError):
         for entry in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
             key, _, value = entry.partition(b"=")
@@ -158,7 +157,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def is_sibling(pid: int) -> bool:
-    """Return whether the parent of this process also started ``pid``, from the same executable.
+    """Return whether ``pid`` has the same parent and the same executable as this process.
 
     torchrun's agent, srun and mpirun start all ranks of a machine in this way.
     """
@@ -171,10 +170,9 @@ def is_sibling(pid: int) -> bool:
 
 
 def kill_sibling(pid: int, started: int) -> None:
-    """Kill another rank of this machine that does not respond.
+    """Kill another rank of this machine that does not respond, if it is a sibling.
 
-    Its number came through the store, where somebody else may have written that of any process. Only siblings are
-    killed.
+    Its PID came through the store, where another program may have written the PID of any process.
     """
     if sys.platform != "win32" and is_sibling(pid) and state_of(pid, started).letter not in ENDED:
         with suppress(OSError):
@@ -189,7 +187,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap adopted processes of other sessions that have ended, so that they free their process numbers.
+    """Reap adopted processes of other sessions that have ended, so that their PIDs become free.
 
     Args:
         but: PID to skip: its parent reaps it.

@@ -1,4 +1,4 @@
-"""Turn requests to stop into an orderly end."""
+"""Turn stop signals into the exception :class:`Stopped`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`.
+    """Make Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`.
 
-    Training steps (``train/loop.py``) and a launcher that has started its processes can do better, and install
-    handlers of their own. Inside the block the signals raise KeyboardInterrupt, which ``except Exception`` lets pass.
+    The training loop and a launcher with running processes save state first, so they install their own handlers. Inside
+    the block the signals raise KeyboardInterrupt, which ``except Exception`` does not catch.
     """
     previous = {}
     try:
@@ -30,7 +30,7 @@ def stoppable() -> Iterator[None]:
         raise Stopped(
             "stopped on request, outside of training: there was nothing to save",
             source=str(problem) or "Ctrl-C",
-            hint="give the same command again",
+            hint="run the same command again",
         ) from None
     finally:
         for number, handler in previous.items():
