@@ -14,7 +14,8 @@ class Partition:
     """Contiguous ranges of micro-batches, in proportion to ``shares``.
 
     Args:
-        shares: one positive weight per rank; equal weights give ranges that differ by at most one.
+        shares: one number >= 0 per rank, or per device with ``--parallel dp``; equal numbers give ranges that differ by
+            at most one.
     """
 
     shares: tuple[float, ...]

@@ -1,8 +1,10 @@
 """The training step: one optimizer update from a list of micro-batches. Read this first.
 
-The result does not depend on the number of ranks. The caller decides which rank computes which micro-batch. This
-module sums over all ranks: loss counts before the forward pass; gradients, batch-norm statistics and divisors that
-depend on predictions after the last backward pass. Shapes: m images of a micro-batch, T loss terms.
+The result does not depend on the number of ranks. The caller decides which rank computes which micro-batch. The ranks
+sum, in this order: loss counts before the first forward pass; batch-norm statistics and gradient buckets during the last
+backward pass (after it, if a process has several devices or no micro-batch); divisors that depend on predictions.
+DistributedDataParallel divides the sum of gradients by the number of ranks. Here nothing does: each loss is divided by
+the counts of the whole step before its backward pass. Shapes: m images of a micro-batch, T loss terms.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class StepReport:
 def train_step(
     state: TrainState,
     plan: StepPlan,
-    shares: Sequence[Sequence[MicroBatch]],
+    micro_batches: Sequence[Sequence[MicroBatch]],
     loss: DetectionLoss,
     world: World,
     clock: Clock,
@@ -65,19 +67,19 @@ def train_step(
     """Do one update of ``state`` from this rank's share of the step.
 
     Args:
-        shares: this rank's micro-batches, in order, for each of its devices; may be empty.
+        micro_batches: of this rank, in order, for each of its devices; may be empty.
         total_micro_batches: number of micro-batches on all ranks.
         requests: 1 or 0 for each request of this rank (stop, save); they are reduced together with the counts.
 
-    Collective: every rank, once per step. One sum of T + len(requests) integers, one sum per gradient bucket, and
-    one more integer if the divisor depends on predictions.
+    Collective: every rank, once per step. One sum of T + len(requests) integers, one of batch-norm statistics, one per
+    gradient bucket, and one more integer if the divisor depends on predictions; two per layer with ``--sync-bn``.
 
     Raises:
         NumericsError: the gradient is not finite.
     """
     device = world.device
     local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
-    for mb in (mb for share in shares for mb in share):
+    for mb in (mb for device_batches in micro_batches for mb in device_batches):
         local_counts += torch.from_numpy(mb.targets.counts)
     shared = torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)])
     with clock("comm"):
@@ -85,16 +87,16 @@ def train_step(
     counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
 
     # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
-    scale = plan.images if loss.times_images else 1
-    weights = loss.gains / counts.clamp(min=1)  # [T]
+    image_factor = plan.images if loss.times_images else 1
+    loss_factors = loss.gains / counts.clamp(min=1)  # [T]
 
     def compute(replica: Replica, number: int) -> LocalSums:
         return pass_micro_batches(
             replica,
-            shares[number],
+            micro_batches[number],
             loss,
-            to_device(weights, replica.device),
-            scale=scale,
+            to_device(loss_factors, replica.device),
+            image_factor=image_factor,
             total_micro_batches=total_micro_batches,
             precision=precision,
             scaler=state.scaler,
@@ -153,9 +155,9 @@ def pass_micro_batches(
     replica: Replica,
     micro_batches: Sequence[MicroBatch],
     loss: DetectionLoss,
-    weights: Tensor,
+    loss_factors: Tensor,
     *,
-    scale: int,
+    image_factor: int,
     total_micro_batches: int,
     precision: str,
     scaler: LossScaler,
@@ -166,11 +168,11 @@ def pass_micro_batches(
     Each device of a process runs this in its own thread.
 
     Args:
-        weights: [T] gain / count of the whole step.
-        scale: factor of the gradient.
-        is_alone: this process has one device, so the last backward pass can reduce each bucket once it is full.
+        loss_factors: [T] gain / count of the whole step.
+        image_factor: images of the step, or 1 where the loss is a mean.
+        is_alone: this process has one device, so the last backward pass can reduce each bucket once its gradients are final.
     """
-    terms = torch.zeros_like(weights)
+    terms = torch.zeros_like(loss_factors)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
         images = mb.images.to(replica.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
@@ -184,10 +186,10 @@ def pass_micro_batches(
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
             replica.buckets.start_reducing()
-        scaler.scale((sums * weights).sum() * scale).backward()
+        scaler.scale((sums * loss_factors).sum() * image_factor).backward()
         if not (is_last and is_alone):
             replica.buckets.accumulate()
-        terms += sums.detach() * weights
+        terms += sums.detach() * loss_factors
     return LocalSums(terms, divisor)
 
 
@@ -195,7 +197,7 @@ def watch_numerics(state: TrainState, precision: str, *, unread: int = 0) -> Non
     """Raise if the gradient norm of a step is NaN or infinite; leave the last ``unread`` norms for a later call.
 
     Norms are equal on every rank, so every rank raises. Callers read all norms before they validate or save a state.
-    A step with such a norm has changed no state. In fp16 such steps belong to the search for a loss scale.
+    A step with such a norm has changed no weight, momentum, average or statistic; counters went on. In fp16 such steps belong to the search for a loss scale.
 
     Raises:
         NumericsError: a norm is not finite; in fp16, more than ``MOST_FP16_SKIPS`` in a row.
