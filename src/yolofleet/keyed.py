@@ -1,6 +1,6 @@
 """Random numbers as functions of a key: seed, purpose, epoch and sample.
 
-No stream of random numbers is ever continued. So results do not depend on which process draws, in which order, or how
+No stream of random numbers is continued from one sample to the next. So results do not depend on which process draws, in which order, or how
 often a run was restarted. The key is the 128-bit BLAKE2b digest of its parts; the generator is Philox 4x64, a cipher
 in counter mode (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 

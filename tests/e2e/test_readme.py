@@ -27,7 +27,7 @@ from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED, run
 from yolofleet.cli.commands import SchemaCommand, Verbs
 from yolofleet.config.aliases import FLEETRUN, MACHINES, SPELLINGS
-from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, group_of
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, group_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -344,3 +344,16 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         if (package / name.split("/")[0]).is_dir():
             assert (package / name).exists(), name
+
+
+def test_the_page_of_hyperparameters_has_each_with_its_default() -> None:
+    rows = [
+        row.split(" | ", 2)
+        for row in (ROOT / "docs" / "recipe.md").read_text().splitlines()
+        if row.startswith("| `")
+    ]
+    assert [row[0] for row in rows] == [f"| `{name}`" for name in Recipe.model_fields]
+    for (_, default, meaning), field in zip(rows, Recipe.model_fields.values(), strict=True):
+        value = field.default
+        assert default == (f"{value:.4g}" if isinstance(value, float) else str(value).lower()), meaning
+        assert meaning == f"{field.description} |"

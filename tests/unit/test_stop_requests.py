@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and the like at every moment of a run that is started from here: exit code 75, and what is said."""
+"""Ctrl-C, SIGTERM and the like before and after training: exit code 75, and what is said. During training:
+tests/e2e/test_bad_input.py, "being stopped"."""
 
 from __future__ import annotations
 

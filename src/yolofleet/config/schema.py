@@ -23,7 +23,8 @@ def setting(
         flag: its flag, where that is not the field's own name.
         in_files: False: it counts on the command line only. A configuration file or a run folder may come from
             somebody else, and must not say which hosts to log in to, which program to start there, which run to
-            continue or which file to overwrite.
+            continue or which file to overwrite. ``--resume`` does not keep it either, unless
+            ``RunFolder.resume_command`` repeats it.
     """
     extra: dict[str, Any] = {"group": group, "flag": flag} if flag else {"group": group}
     if not in_files:

@@ -74,6 +74,8 @@ class TrainSamples:
         Raises:
             DataError: an image cannot be read.
         """
+        # One more number drawn from this generator would change all samples of existing runs: a new augmentation
+        # draws from a generator with a purpose of its own.
         rng = generator(self.seed, "augment", epoch, position)
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.image_of(epoch, position)

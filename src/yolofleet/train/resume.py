@@ -180,6 +180,8 @@ def check_resume(
         CheckpointError, DataError: settings, recipe, model or data differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
+    # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
+    then = {**then, "recipe": Recipe().model_dump() | then["recipe"]}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),

@@ -1,0 +1,32 @@
+"""Which differences between a checkpoint and the run that resumes it are allowed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.errors import CheckpointError
+from yolofleet.report.console import NullConsole
+from yolofleet.train.resume import check_resume
+
+NOW = {
+    "settings": {"micro_batch": 8},
+    "recipe": Recipe().model_dump(),
+    "model": {},
+    "names": ["object"],
+    "data": "digest",
+    "kernels": {},
+    "fleet": {"processes": 1, "device": "cpu", "host": "here"},
+}
+
+
+def test_a_hyperparameter_that_is_newer_than_the_checkpoint_has_its_default() -> None:
+    then = copy.deepcopy(NOW)
+    del then["recipe"]["mosaic9"]  # type: ignore[attr-defined]
+    check_resume(then, NOW, TrainConfig(data="shapes"), NullConsole())
+    used = copy.deepcopy(NOW)
+    used["recipe"]["mosaic9"] = 0.5  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="with another recipe: mosaic9"):
+        check_resume(then, used, TrainConfig(data="shapes"), NullConsole())
