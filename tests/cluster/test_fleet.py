@@ -219,7 +219,7 @@ def test_a_port_that_is_taken_at_the_last_moment_is_replaced(lab: Lab, folder: P
     done = lab.desk.run(
         sys.executable, "-c", PORT_TAKEN_IN_THE_MEANTIME, *args, env=environment(folder), timeout_s=DEADLINE_S
     )
-    assert "port 29500 of m1 was taken in the meantime; trying another" in done.stderr
+    assert "another process took port 29500 of m1; trying another port" in done.stderr
     taken.kill()
     taken.wait()
     nothing_left(lab, 5)
