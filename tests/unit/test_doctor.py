@@ -28,7 +28,7 @@ from yolofleet.fleet.doctor.interface_choice import gloo_choice, matches, nccl_c
 from yolofleet.fleet.doctor.local import judge_host
 from yolofleet.fleet.doctor.network import judge_network
 from yolofleet.fleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
-from yolofleet.fleet.hosts.remote import REASONS
+from yolofleet.fleet.hosts.unreachable import REASONS
 from yolofleet.runs.plan import NO_SUCH_GPU
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -582,8 +582,9 @@ def test_every_finding_that_is_reported_has_a_row_and_every_row_is_reported() ->
     for path in source.rglob("*.py"):
         for call in calls(path, "finding"):
             codes |= texts(call.args[0]) or assigned(path, getattr(call.args[0], "id", ""))
-    for call in calls(source / "fleet" / "hosts" / "remote.py", "Unreachable"):
-        codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
+    for name in ("remote.py", "unreachable.py"):
+        for call in calls(source / "fleet" / "hosts" / name, "Unreachable"):
+            codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
     assert codes - {"ssh-", "way-", "way-connected"} == set(kinds())
     assert {*QUICK, *NO_SUCH_GPU} <= set(kinds())
 

@@ -15,9 +15,10 @@ from test_doctor_fleet import CPU, Host, hosts
 
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.doctor import probes
+from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.host_facts import ANSWERS, read_answer
-from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.probes import PROBES, run_probe
 from yolofleet.fleet.doctor.subprocess_probes import _torch
 

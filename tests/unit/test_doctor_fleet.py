@@ -15,10 +15,11 @@ from yolofleet.cli.doctor import enter
 from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError
+from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
 from yolofleet.fleet.doctor.host_facts import Attempt, DataAnswer, Firewall, HostFacts, Measured, Summed
-from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.fleet.hosts.remote import Refused

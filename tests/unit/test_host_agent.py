@@ -23,7 +23,8 @@ from yolofleet.errors import ClusterError
 from yolofleet.fleet.description import Host
 from yolofleet.fleet.hosts.messages import Gone, JobEnd
 from yolofleet.fleet.hosts.package_sync import discard, packed, take
-from yolofleet.fleet.hosts.remote import Remote, Unreachable, unreachable
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.unreachable import Unreachable, unreachable
 from yolofleet.fleet.launch.preflight import files
 from yolofleet.system.proc import descendants
 

@@ -19,7 +19,8 @@ from yolofleet.fleet.description import Fleet, Host
 from yolofleet.fleet.hosts import remote as channel
 from yolofleet.fleet.hosts.host_agent import introduction
 from yolofleet.fleet.hosts.messages import answer_of, message_of, values_of
-from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Remote, Unreachable
+from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Remote
+from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.fleet.launch.watch import Watch
 
 pytestmark = [

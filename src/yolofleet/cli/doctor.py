@@ -15,7 +15,8 @@ from yolofleet.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from yolofleet.fleet.description import Fleet
     from yolofleet.fleet.doctor.findings import Finding
-    from yolofleet.fleet.hosts.remote import Remote, Unreachable
+    from yolofleet.fleet.hosts.remote import Remote
+    from yolofleet.fleet.hosts.unreachable import Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:

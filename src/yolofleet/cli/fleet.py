@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from yolofleet.fleet.description import Fleet
     from yolofleet.fleet.hosts.messages import Job as JobRecord
     from yolofleet.fleet.hosts.messages import JobEnd
-    from yolofleet.fleet.hosts.remote import Remote, Unreachable
+    from yolofleet.fleet.hosts.remote import Remote
+    from yolofleet.fleet.hosts.unreachable import Unreachable
     from yolofleet.fleet.launch.preflight import Plan
 
 T = TypeVar("T")

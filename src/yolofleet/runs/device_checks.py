@@ -1,7 +1,7 @@
-"""Short trainings on one device, without a data set or a process group: does it do what the CPU does?
+"""Check one device against the CPU with short trainings, without a data set or a process group.
 
-``python -m yolofleet.runs.device_checks 0`` prints one JSON line a check; ``yolofleet selftest`` starts it for each
-device, so that a device that fails ends this process and not the self-test.
+``python -m yolofleet.runs.device_checks 0`` prints one JSON line for each check. ``yolofleet selftest`` starts it for
+each device, so that a device that crashes ends this process and not the self-test.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW")
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """The outcome of one check.
+    """The result of one check.
 
     Attributes:
-        detail: a figure, or what went wrong.
+        detail: a measured value, or what failed.
     """
 
     name: str
@@ -50,7 +50,7 @@ class DeviceCheck:
 
 
 class Training:
-    """A network that learns random pictures on ``device``; every instance begins alike."""
+    """Train a network on random images on ``device``. Every instance has the same initial weights."""
 
     def __init__(self, device: torch.device, *, optimizer: str = "SGD", precision: str = "fp32") -> None:
         self.precision, self.world, recipe = precision, World.single(device), Recipe()
@@ -63,7 +63,7 @@ class Training:
         )
 
     def steps(self, count: int) -> float:
-        """Train for some steps; returns the loss of the last."""
+        """Train for some steps. Return the loss of the last one."""
         for _ in range(count):
             plan = StepPlan(self.state.step, self.state.step * IMAGES, IMAGES, LR, LR, 0.9)
             report = train_step(
@@ -91,12 +91,12 @@ class Training:
         return batch.pin_memory() if can_pin(self.world.device) else batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of the whole state, on the CPU."""
+        """Return copies of the whole state, on the CPU."""
         return dict(self.state.snapshot({}).tensors)
 
 
 def learns_as_the_cpu(device: torch.device) -> str:
-    """Ten steps in float32 end at the CPU's loss. Returns the difference."""
+    """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
     with float32_products(device, tf32=False):
         there, here = Training(device).steps(STEPS), Training(torch.device("cpu")).steps(STEPS)
     off = abs(there / here - 1)
@@ -105,7 +105,7 @@ def learns_as_the_cpu(device: torch.device) -> str:
 
 
 def survives_an_overflow(device: torch.device) -> str:
-    """An overflow in the first fp16 step changes nothing, and the next steps are finite."""
+    """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
     training = Training(device, precision="fp16")
     before = training.tensors()
     training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
@@ -121,7 +121,7 @@ def survives_an_overflow(device: torch.device) -> str:
 
 
 def resumes(device: torch.device, optimizer: str) -> str:
-    """A restored state is the saved one, and training goes on from it."""
+    """Check that a restored state equals the saved one, and that training continues from it."""
     first = Training(device, optimizer=optimizer)
     first.steps(2)
     saved: Snapshot = first.state.snapshot({})
@@ -136,7 +136,7 @@ def resumes(device: torch.device, optimizer: str) -> str:
 
 
 def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
-    """The checks that make sense on ``device``, by name."""
+    """Return the checks that apply to ``device``, by name."""
     found: dict[str, Callable[[], str]] = {}
     if not is_host(device):
         found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device)
@@ -147,12 +147,12 @@ def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
 
 
 def run_checks(device: torch.device) -> Iterator[DeviceCheck]:
-    """Do all checks of a device, one after the other; an error is a failed check."""
+    """Run all checks of a device, one after another. An error is a failed check."""
     select(device)
     for name, check in checks_of(device).items():
         try:
             yield DeviceCheck(name, True, check())
-        except Exception as problem:  # any error of a driver, too
+        except Exception as problem:  # also any error of a driver
             yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
 
 

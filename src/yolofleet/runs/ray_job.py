@@ -1,7 +1,7 @@
-"""A training run on a Ray cluster: a ``TorchTrainer`` whose workers are ranks (extra ``yolofleet[ray]``).
+"""Train on a Ray cluster with a ``TorchTrainer`` whose workers are ranks (extra ``yolofleet[ray]``).
 
-Ray places the workers, lets them meet, and starts all of them again when one is lost; the run then resumes from its
-last checkpoint.
+Ray places the workers, connects them, and restarts all of them if one is lost. The run then resumes from its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def torch_trainer(
     resources: Mapping[str, float] | None = None,
     failures: int = 3,
 ) -> TorchTrainer:
-    """The run as a trainer. ``fit()`` gives a result with the run's ``metrics`` (and its ``"folder"`` among them) and,
-    as ``checkpoint``, a copy of its weights.
+    """Return the run as a trainer.
+
+    The result of ``fit()`` has the run's ``metrics``, with its ``"folder"``, and a copy of its weights as ``checkpoint``.
 
     Args:
-        settings: of ``yolofleet train``, by name, as for ``Trainer``; paths are absolute and those of the workers.
+        settings: of ``yolofleet train``, by name, as for ``Trainer``; paths are absolute, as the workers see them.
         workers: processes, each with one GPU (``gpus``) or on CPUs.
         storage: existing folder on a file system that all workers share; each fit has its own folder in it.
         resources: of each worker, as Ray counts them: ``{"CPU": 4}``.
-        failures: how often lost workers are replaced; -1 = always.
-
+        failures: how often Ray replaces lost workers; -1 = always.
     Raises:
-        ConfigError: Ray is not installed, or the settings cannot be used.
+        ConfigError: Ray is not installed, or a setting is not valid.
     """
     try:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -61,7 +61,7 @@ def torch_trainer(
     return TorchTrainer(
         _rank,
         train_loop_config={"settings": given, "storage": str(storage), "device": "auto" if gpus else "cpu"},
-        # the collectives of one group talk through both
+        # the collectives of one group use both
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=config.value.timeout_s
         ),
@@ -73,7 +73,7 @@ def torch_trainer(
 
 
 def _rank(job: dict[str, Any]) -> None:
-    """One worker: Ray has set torchrun's variables and the workers have met."""
+    """Run one worker. Ray has set torchrun's variables and connected the workers."""
     from ray import train as ray_train
 
     from yolofleet.worker import run
@@ -85,7 +85,7 @@ def _rank(job: dict[str, Any]) -> None:
     config, recipe = resolve_train({**job["settings"], **where}, source="torch_trainer(...)")
     run(config, recipe)
     if ray_train.get_context().get_world_rank() != 0:
-        ray_train.report({})  # all ranks report; Ray keeps what rank 0 says
+        ray_train.report({})  # all ranks must report; Ray keeps the report of rank 0
         return
     results = json.loads((project / RUN / "results.json").read_text(encoding="utf-8"))
     ray_train.report(

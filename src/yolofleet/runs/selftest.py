@@ -1,12 +1,11 @@
-"""The contract "the fleet never changes the result", checked on a user's own devices.
+"""Check the contract "the fleet never changes the result" on a user's own devices.
 
-The same few steps are trained several times ("legs"): by one process, by it again, by several processes, by
-several with uneven shares, by DataParallel. With exact sums every leg must end with the same bits. With fast
-sums, on the same kernels, the first update may differ by the rounding of a float32 sum. What exact sums cost
-shows against a last leg with the kernels that a run chooses by default.
+The self-test trains the same few steps several times ("legs"): in one process, in one process again, in several
+processes, in several with uneven shares, and with DataParallel. With exact sums every leg must end with the same bits.
+With fast sums, on the same kernels, the first update may differ by the rounding of a float32 sum. A last leg uses the
+default kernels of a run, and so shows what exact sums cost.
 
-The legs are real runs; here are the plan, the reading of what they left, and the verdict. They are started by
-``cli/selftest.py``.
+The legs are real runs, which ``cli/selftest.py`` starts. This module plans them, reads their results, and judges.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Leg:
 
     Attributes:
         kind: ``exact``: must give the reference's bits; ``fast``: fast sums on the kernels of exact mode, may
-            differ by rounding; ``default``: fast sums on the kernels of a default run, shown and not judged.
+            differ by rounding; ``default``: fast sums on the default kernels, shown but not judged.
         device: as ``--device``.
-        devices: how many that is.
+        devices: their number.
     """
 
     kind: Literal["exact", "fast", "default"]
@@ -64,10 +63,10 @@ class Leg:
 
 
 def fleet_of(device: str) -> str:
-    """The devices to check: all CUDA devices for ``auto``; two processes where the CPU is all there is.
+    """Return the devices to check: all CUDA devices for ``auto``; two processes if there is only a CPU.
 
     Raises:
-        ConfigError: a device that this machine does not have.
+        ConfigError: this machine does not have a device.
     """
     if device == "auto" and accelerator() == "cuda":
         device = ",".join(str(i) for i in range(device_count()))
@@ -78,7 +77,7 @@ def fleet_of(device: str) -> str:
 
 
 def plan(device: str) -> list[Leg]:
-    """The legs on what :func:`fleet_of` gave; the first one is the reference.
+    """Return the legs for the devices of :func:`fleet_of`. The first one is the reference.
 
     A single device can only be compared with itself.
     """
@@ -107,12 +106,12 @@ def plan(device: str) -> list[Leg]:
 
 
 def lone_devices(device: str) -> list[str]:
-    """``0,1`` -> 0 and 1; the CPU is one device for any number of processes."""
+    """Return the devices one by one: ``0,1`` -> 0 and 1. The CPU is one device for any number of processes."""
     return ["cpu"] if device.startswith("cpu") else device.split(",")
 
 
 def further_legs(records: Sequence[Record]) -> list[Leg]:
-    """To find a cause, when several GPUs together gave other bits: each of the others alone."""
+    """Return legs that help to find a cause if several GPUs together gave other bits: each other GPU alone."""
     reference = records[0].leg
     fleet = max((r.leg for r in records), key=lambda leg: leg.devices)
     if not any(is_broken(r, records[0]) and r.leg.devices > 1 and not r.problem for r in records):
@@ -121,12 +120,12 @@ def further_legs(records: Sequence[Record]) -> list[Leg]:
     return [Leg("exact", f"one process on device {d}", d) for d in others]
 
 
-# -- what a leg left behind ----------------------------------------------------------------------------------
+# -- results of a leg ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Record:
-    """A leg's outcome beside the reference's.
+    """A leg's result, compared with the reference.
 
     Attributes:
         sha256: of the weights at the end.
@@ -134,8 +133,8 @@ class Record:
             difference 30-fold and more each: a network with fresh weights is chaotic.
         loss_difference: largest relative difference of a loss term of the first step.
         step_s: seconds a step of rank 0, without the first.
-        reported: what the run says about itself, by name: kernels, versions, data.
-        problem: why it did not get to its end; then nothing else is known.
+        reported: kernels, versions and data that the run reports, by name.
+        problem: why the run did not finish; the other attributes are unknown then.
     """
 
     leg: Leg
@@ -148,13 +147,12 @@ class Record:
 
 
 class Comparison:
-    """What all legs share (data, settings, start), and the reference that they are compared with.
+    """What all legs share (data, settings, initial weights), and the reference.
 
     Args:
-        folder: for the pictures.
-
+        folder: for the images.
     Raises:
-        ConfigError: no such model.
+        ConfigError: the model does not exist.
         OSError: the disk refused.
     """
 
@@ -163,7 +161,7 @@ class Comparison:
         self.step_images = MICRO_BATCH * max(LEAST_MICRO_BATCHES, 2 * max(leg.devices for leg in legs))
         model = build_model(describe(config.model), len(NAMES))
         self.start = {name: p.detach() for name, p in model.named_parameters()}
-        # an epoch is one and a half steps: steps straddle epochs
+        # an epoch has one and a half steps, so that steps cross the border of epochs
         self.data = make_shapes(
             folder / "shapes", images=self.step_images * 3 // 2, val_images=2, img=config.img
         )
@@ -175,7 +173,7 @@ class Comparison:
         return f"{c.model}, {c.steps} steps of {self.step_images} images at {c.img} px"
 
     def settings_of(self, leg: Leg) -> dict[str, Any]:
-        """The training settings of a leg, by name: equal but for where it runs and how it sums."""
+        """Return the training settings of a leg, by name. They differ only in where it runs and how it sums."""
         equal_kernels = leg.kind != "default"
         return {
             "data": str(self.data),
@@ -187,7 +185,7 @@ class Comparison:
             "micro_batch": MICRO_BATCH,
             "batch": self.step_images,
             "nominal_batch": self.step_images,
-            "set": ("warmup_epochs=0",),  # warm-up begins at a rate of 0, which would hide everything
+            "set": ("warmup_epochs=0",),  # warm-up begins at a rate of 0, which would hide all differences
             "device": leg.device,
             "parallel": leg.parallel,
             "shares": leg.shares,
@@ -206,13 +204,12 @@ class Comparison:
         }
 
     def read(self, leg: Leg, folder: RunFolder, problem: str = "") -> Record:
-        """What the leg left in its run folder.
+        """Return the results in a leg's run folder.
 
         Args:
-            problem: why it did not get to its end.
-
+            problem: why it did not finish.
         Raises:
-            CheckpointError: its states are not whole.
+            CheckpointError: its checkpoints are damaged.
             NumericsError: the reference's first step changed nothing.
         """
         if problem:
@@ -251,12 +248,12 @@ class Comparison:
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """2-norm of the difference, summed in float64."""
+    """Return the 2-norm of the difference, summed in float64."""
     return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
 
 
 def training_s(snapshot: Snapshot) -> float:
-    """Seconds of data, compute and communication until then."""
+    """Return the seconds of data, compute and communication up to a checkpoint."""
     total_s: float = sum(
         part["seconds"][phase] for part in snapshot.values["clock"].values() for phase in TRAINING
     )
@@ -274,14 +271,14 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``cause`` is None where the contract holds."""
+    """The result of all legs; ``cause`` is None if the contract holds."""
 
     text: str
     cause: Cause | None = None
 
 
 def is_broken(record: Record, reference: Record) -> bool:
-    """This leg breaks the contract."""
+    """Return whether a leg breaks the contract."""
     if record.problem:
         return True
     if record.leg.kind == "exact":
@@ -292,10 +289,10 @@ def is_broken(record: Record, reference: Record) -> bool:
 
 
 def judge(records: Sequence[Record]) -> Verdict:
-    """Does the contract hold? If not, why, as far as it can be told.
+    """Return whether the contract holds; if not, the likely cause.
 
     Args:
-        records: of all legs, the reference first; it has no problem.
+        records: of all legs. The first is the reference, and it has no problem.
     """
     exact, fast = ([r for r in records if r.leg.kind == kind] for kind in ("exact", "fast"))
     broken = [r for r in records if is_broken(r, records[0])]
@@ -323,7 +320,7 @@ def short(sha256: str) -> str:
 
 
 def cause_of(records: Sequence[Record], broken: Sequence[Record]) -> Cause:
-    """The likeliest cause: what runs report differently, else the pattern of the legs that differ."""
+    """Return the likeliest cause: a value that runs report differently, else the pattern of the broken legs."""
     reference = records[0]
     for record in (r for r in broken if not r.problem):
         for name in sorted({*reference.reported, *record.reported}, key=by_likelihood):
@@ -366,7 +363,7 @@ def cause_of(records: Sequence[Record], broken: Sequence[Record]) -> Cause:
 
 SEE_JSON = "--json FILE has all of its last words"
 REPORT = "please report it with what --json FILE writes"
-MEANINGS = {  # of what a run reports: what it means when it differs, what to do; likeliest first
+MEANINGS = {  # a value that runs report -> meaning of a difference, and what to do; the likeliest first
     "device": (
         "mixed hardware",
         "equal bits need equal devices (and no ATEN_CPU_CAPABILITY or the like); mixed ones: --reduce fast",
@@ -377,7 +374,7 @@ MEANINGS = {  # of what a run reports: what it means when it differs, what to do
     "cudnn": ("different versions of cuDNN", "install the same build of torch everywhere"),
     "deterministic": ("not all runs use deterministic kernels", "--deterministic"),
     "tf32": ("TF32 is not the same in all runs", "unset NVIDIA_TF32_OVERRIDE"),
-    "data": ("the pictures are not the same", "install the same numpy and OpenCV everywhere"),
+    "data": ("the images are not the same", "install the same numpy and OpenCV everywhere"),
 }
 
 

@@ -11,7 +11,8 @@ from queue import Queue
 from yolofleet.errors import ConfigError
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.hosts.messages import Message
-from yolofleet.fleet.hosts.remote import Remote, Unreachable
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.text import echo
 
 LOGINS_AT_ONCE = 32

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from yolofleet.config.resources import RunResources
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import HERE, Fleet
+from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding, finding
-from yolofleet.fleet.doctor.hosts import Peer, examine
+from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.remote import Refused, Remote
 from yolofleet.fleet.hosts.requests import hash_files
