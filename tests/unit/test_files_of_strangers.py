@@ -42,7 +42,8 @@ MAY_OPEN = {
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:stat_fields"),
+        ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:rank_of",
+         "system/proc.py:stat_fields"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
