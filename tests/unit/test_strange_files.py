@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.vocxml import VocError, read_objects
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.files.atomic import write_json
 from yolofleet.fleet.doctor.log_files import read_log
 from yolofleet.images.decode import read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
@@ -497,3 +499,25 @@ def test_a_number_of_threads_that_no_machine_has_is_refused(name: str) -> None:
 
     with pytest.raises(ConfigError, match=f"--{name} 999999 is above 1024"):
         resolve_train({"data": "d", "model": "yolov5n", name: "999999"})
+
+
+def test_a_file_whose_size_is_known_is_read_without_a_second_copy(tmp_path: Path) -> None:
+    sparse = tmp_path / "state.safetensors"
+    with sparse.open("wb") as file:
+        file.truncate(400 << 20)
+    code = (
+        "import resource, sys\nfrom yolofleet.files.foreign import read_foreign\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\nbefore = peak()\n"
+        "content = read_foreign(sys.argv[1], limit_bytes=1 << 30)\nprint(len(content) >> 20, peak() - before)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, sparse], capture_output=True, text=True, check=True
+    ).stdout
+    length_mib, grown_mib = map(int, said.split())
+    assert length_mib == 400 and grown_mib < 450
+
+
+def test_a_name_that_is_not_utf8_is_written_and_read_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    write_json(tmp_path / "names.json", [name])
+    assert json.loads((tmp_path / "names.json").read_text()) == [name]

@@ -224,7 +224,8 @@ def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> No
 
 def write_text(path: Path, text: str, *, into_special: bool = False) -> None:
     """Write ``text`` as UTF-8, as :func:`write_bytes`; line ends stay \\n on every system."""
-    write_bytes(path, text.encode(), into_special=into_special)
+    # a file name that is not UTF-8 holds surrogates; they become \udcXX, which JSON reads back
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), into_special=into_special)
 
 
 def write_json(path: Path, value: Any, *, into_special: bool = False) -> None:

@@ -17,7 +17,8 @@ from yolofleet.text import size_text
 _FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"):
     _FLAGS |= getattr(os, _name, 0)
-_MOST_AT_ONCE = 64 << 20  # os.read allocates the whole requested size
+_MOST_AT_ONCE = 0x7FFFF000  # bytes that one read of Linux returns; joining pieces needs twice the memory
+_PIECE_BYTES = 64 << 20  # of a file without a known size: os.read allocates the whole requested size
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
     (stat.S_ISFIFO, errno.EINVAL, "it is a named pipe, not a regular file"),
@@ -128,7 +129,7 @@ def _rest(handle: int, content: bytes, limit_bytes: int, path: str | os.PathLike
     """Return ``content`` and the rest of the file, up to the limit."""
     pieces, length = [content], len(content)
     while length <= limit_bytes and pieces[-1]:
-        pieces.append(os.read(handle, min(limit_bytes + 1 - length, _MOST_AT_ONCE)))
+        pieces.append(os.read(handle, min(limit_bytes + 1 - length, _PIECE_BYTES)))
         length += len(pieces[-1])
     if length > limit_bytes:
         raise OSError(
