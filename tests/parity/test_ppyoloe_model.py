@@ -223,9 +223,9 @@ def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():
     layer = nn.BatchNorm2d(3, eps=norm.eps, momentum=norm.momentum)
     with torch.no_grad():
         compare(layer(x), y, atol=2e-5)
-    compare(layer.running_mean, mean, atol=1e-6)
+    compare(layer.running_mean, mean, atol=5e-6)
     theirs = 0.9 + (layer.running_var - 0.9) * 7 / 8
-    compare(theirs, var, atol=1e-6)
+    compare(theirs, var, atol=5e-6)
 
 
 @pytest.mark.parametrize("size", ["s", "plus_s"])
