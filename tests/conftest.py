@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `refere
 # a shell's background job ignores Ctrl-C, and so would what tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves
 
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 

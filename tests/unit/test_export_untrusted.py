@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -412,6 +413,24 @@ def test_a_file_that_this_process_has_written_needs_no_trial(tmp_path, monkeypat
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert open_exported(path, is_ours=True).names == NAMES
     assert open_exported(path).names == NAMES, "nor in later processes"
+
+
+def test_onnx_runtime_keeps_no_record_of_its_use(tmp_path):
+    """Its builds for Linux would collect events in the home folder and send them to Microsoft."""
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "cut off.onnx").write_bytes(b"\x08\x08")
+    open_it = "import pathlib; from yolofleet.export.onnx import open_file; open_file(pathlib.Path('cut off.onnx'), None, 1)"
+    left_out = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI", "XDG_CACHE_HOME")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-c", open_it],
+        cwd=tmp_path,
+        env=env | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "CheckpointError" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["cut off.onnx"]
 
 
 def powers_of_a_matrix(path: Path, side: int, count: int) -> Path:

@@ -8,6 +8,7 @@ numbers.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,9 +100,12 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     Raises:
         CheckpointError, ConfigError: see ``runtime.open_exported``.
     """
+    os.environ.setdefault(
+        "ORT_DISABLE_TELEMETRY", "1"
+    )  # on Linux, its import opens a connection to Microsoft
     import onnxruntime
 
-    onnxruntime.disable_telemetry_events()  # builds for Windows have some
+    onnxruntime.disable_telemetry_events()  # on Windows, the variable has no effect
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in stored:
