@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `refere
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves
+sys.modules.setdefault("openvino_telemetry", None)  # and for those that load OpenVINO
 
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 

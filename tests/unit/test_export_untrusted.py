@@ -433,6 +433,15 @@ def test_onnx_runtime_keeps_no_record_of_its_use(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cut off.onnx"]
 
 
+def test_openvino_is_imported_without_its_telemetry(tmp_path):
+    pytest.importorskip("openvino")
+    code = (
+        "import sys; from yolofleet.export import openvino; openvino._core();"
+        " assert sys.modules.get('openvino_telemetry') is None; assert 'openvino.tools.ovc.telemetry_stub' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
 def powers_of_a_matrix(path: Path, side: int, count: int) -> Path:
     """Write an ONNX file with our description that squares a matrix of ``side`` rows ``count`` times."""
     onnx = pytest.importorskip("onnx")

@@ -1,13 +1,15 @@
 """OpenVINO: our ONNX graph in Intel's form, a folder with ``model.xml`` and ``model.bin``.
 
-OpenVINO's library reads ONNX itself; its converter (``ovc``), which can send usage data, is not called.
+OpenVINO's library reads ONNX itself. Its converter (``ovc``) sends usage data, also when it is only imported: see
+``_library``.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,19 +29,23 @@ MARKER = FORMATS["openvino"].marker
 def _core() -> Any:
     """One for good: it gives this thread a stack for signals, and the last one frees it, in use or not; then Ctrl-C
     would be a segmentation fault."""
+    return _library().Core()
+
+
+def _library() -> Any:
+    """Import OpenVINO without the package that reports its import to Google Analytics; it has a stub in its place."""
+    sys.modules.setdefault("openvino_telemetry", cast(Any, None))  # None: importing it raises ImportError
     import openvino
 
-    return openvino.Core()
+    return openvino
 
 
 def write(job: ExportJob, path: Path) -> None:
     """A folder; with ``half`` the weights are stored in 16 bits."""
-    import openvino
-
     model = _core().read_model(onnx_format.model_of(job, path.parent).SerializeToString())
     model.set_rt_info(job.facts.to_json(), [KEY])
     path.mkdir()
-    openvino.save_model(model, str(path / MARKER), compress_to_fp16=job.facts.half)
+    _library().save_model(model, str(path / MARKER), compress_to_fp16=job.facts.half)
 
 
 def parts(path: Path) -> list[Path]:
@@ -54,8 +60,6 @@ def folder_of(path: Path) -> Path:
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """On the CPU, in 32 bits inside (its own choice would be less on some)."""
-    import openvino
-
     cpu_only(device, "OpenVINO")
     model = _core().read_model(str(folder_of(path) / MARKER))
     if not model.has_rt_info([KEY]):
@@ -71,4 +75,4 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         rows: np.ndarray = compiled(images)[0].copy()  # the runtime's own memory is used again
         return rows
 
-    return Opened(facts, f"OpenVINO {openvino.__version__.split('-')[0]}, CPU", run)
+    return Opened(facts, f"OpenVINO {_library().__version__.split('-')[0]}, CPU", run)
