@@ -622,7 +622,7 @@ def spoil(here: Path) -> None:
 def test_an_image_that_became_junk_after_indexing(refused, here, workers):
     spoil(here)
     refused(
-        *train("set", "--workers", str(workers)), code=3, says=["set/images/train/0", "no known image format"]
+        *train("set", "--workers", str(workers)), code=3, says=["set/images/train/0", "not in a known image format"]
     )
 
 
@@ -642,7 +642,7 @@ def test_an_image_that_became_junk_is_said_from_rank_1s_loader_process(here):
     outcome = end(process, code=3)
     watching.join()
     assert_told(outcome)
-    assert "set/images/train/0" in outcome.err and "no known image format" in outcome.err
+    assert "set/images/train/0" in outcome.err and "not in a known image format" in outcome.err
     assert "rank 1" in outcome.err
     assert len(seen) >= 4 and all_gone(sorted(seen), 5)  # launcher, agent, two ranks; the loader is brief
     assert not runs_in(here)
