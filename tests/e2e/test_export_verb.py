@@ -124,7 +124,7 @@ def test_a_file_that_suppresses_gives_the_boxes_of_predict(place, capsys):
     capsys.readouterr()
     source = str(data.parent / "images" / "val")
     for flag, value, says in (
-        ("--conf", "0.1", "above 0.6 only"),
+        ("--conf", "0.1", "keeps only scores above 0.6"),
         ("--iou", "0.3", "suppresses inside, with 0.45"),
     ):
         assert main(["predict", "--weights", str(out), "--source", source, flag, value]) == 2

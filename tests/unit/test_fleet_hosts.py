@@ -133,7 +133,7 @@ def test_a_worker_does_not_start_a_fleet(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2"})
-    with pytest.raises(ConfigError, match="one of several already"):
+    with pytest.raises(ConfigError, match="already started this one as one of several"):
         start(plan_run(config, recipe))
 
 
