@@ -127,7 +127,7 @@ def test_a_rank_that_exceeds_the_memory_of_its_control_group(lab: Lab, folder: P
         command = Command(lab, folder, "train", "--data", small_shapes(folder), *ENDLESS, "--hosts", HOSTS)
         command.wait_for("epoch 1/")
         (group / "cgroup.procs").write_text(str(worker_of(lab.hosts[1])))
-        says = r"rank 1 on m2 was killed \(SIGKILL\).*the kernel's out-of-memory killer: it ended [1-9]"
+        says = r"rank 1 on m2 was killed \(SIGKILL\).*the kernel's out-of-memory killer: it killed [1-9]"
         told(command, "memory limit", says)
         nothing_left(lab, 30)
     assert "--workers" in command.said
