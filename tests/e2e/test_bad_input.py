@@ -34,7 +34,7 @@ from yolofleet.cli import main
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.system.proc import environment_variable
+from yolofleet.system.proc import rank_of
 
 DEADLINE_S = 900
 NAMES = ("circle", "square", "triangle", "star")
@@ -622,7 +622,9 @@ def spoil(here: Path) -> None:
 def test_an_image_that_became_junk_after_indexing(refused, here, workers):
     spoil(here)
     refused(
-        *train("set", "--workers", str(workers)), code=3, says=["set/images/train/0", "not in a known image format"]
+        *train("set", "--workers", str(workers)),
+        code=3,
+        says=["set/images/train/0", "not in a known image format"],
     )
 
 
@@ -685,7 +687,7 @@ def resumes(told: str, run: Path, here: Path, cli: Cli) -> None:
 )
 def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, device, number):
     with training(here, "--device", device, "--workers", "1") as (process, run, processes):
-        assert len(processes) == (2 if device == "cpu" else 6)
+        assert len(processes) == (2 if device == "cpu" else 8)
         process.send_signal(number)
         outcome = end(process, code=75)
         assert_told(outcome)
@@ -697,7 +699,7 @@ def test_ctrl_c_and_sigterm_save_the_state_and_say_how_to_go_on(cli, here, devic
 @needs_linux
 def test_a_second_ctrl_c_ends_what_does_not_listen(here):
     with training(here, "--device", "cpu:2") as (process, _, processes):
-        ranks = [pid for pid in processes if environment_variable(pid, "RANK")]
+        ranks = [pid for pid in processes if rank_of(pid) is not None]
         assert len(ranks) == 2
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
@@ -726,7 +728,9 @@ def test_sigterm_in_this_process_saves_the_state(cli, here):
 @needs_linux
 def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
     with training(here, "--device", "cpu:2", "--workers", "1") as (process, run, processes):
-        assert len(processes) == 6  # launcher, agent, two ranks, a loader process each
+        assert (
+            len(processes) == 8
+        )  # launcher, agent, its fork server and tracker, two ranks, a loader process each
         process.kill()
         process.wait()
         assert all_gone(processes, 15)
@@ -740,7 +744,7 @@ def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
 @needs_linux
 def test_a_rank_that_is_killed_is_named(here):
     with training(here, "--device", "cpu:2") as (process, _, processes):
-        ranks = [pid for pid in processes if environment_variable(pid, "RANK") == "1"]
+        ranks = [pid for pid in processes if rank_of(pid) == 1]
         os.kill(ranks[0], signal.SIGKILL)
         outcome = end(process, code=4)
         assert_told(outcome)
