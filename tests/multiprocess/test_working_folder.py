@@ -87,7 +87,7 @@ def test_the_trial_of_an_exported_file_executes_nothing_of_the_working_folder(
 
 def test_the_host_agent_executes_nothing_of_the_working_folder(mark: Path) -> None:
     remote = Remote(Host("localhost", "cpu"))
-    assert remote.open(DEADLINE_S)["platform"] == "linux"
+    assert remote.open(DEADLINE_S).platform == "linux"
     remote.close()
     assert not mark.exists()
 
