@@ -157,7 +157,10 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
     assert cli(*told, "--rank", "1")[1].split() == [str(n) for n in range(29_980, 30_000)]
     assert cli(*told, "--rank", "1", "--lines", "29999")[1].split()[0] == "1"
     code, out, err = cli(*told, "--rank", "1", "--lines", "all")
-    assert (len(out.splitlines()), err) == (30_000, "")
+    assert len(out.splitlines()) == 30_000 and err in (
+        "",
+        "logging in to 1 host ...\n",
+    )  # said when a login is slow
     (logs / "rank-1.log").write_text("other\n")
     assert cli(*told, "--lines", "0") == (0, "", "")
     assert cli(*told, "--follow")[1].endswith("rank 1: other\nrank 0: half\n")

@@ -73,11 +73,11 @@ def test_the_script_is_exactly_this(capsys: pytest.CaptureFixture[str]) -> None:
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@180
 
-# what another fleet may have left in the environment of sbatch
+# variables that another fleet may have left in the environment of sbatch
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
 export PYTHONSAFEPATH=1  # import nothing from the working folder (Python 3.11 and newer)
 
-# one agent on each node; the last one may still save when the first has ended
+# one agent on each node; the last one may still save after the first has ended
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=16 \
   --kill-on-bad-exit=0 --wait=300 --input=none \
   /env/bin/python -m yolofleet.fleet.agent --nproc-per-node=4 -m yolofleet train \
