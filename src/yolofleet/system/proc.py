@@ -144,15 +144,16 @@ def environment_variable(pid: int, name: str) -> str:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the rank of a worker; None of a process that is none.
+    """Return the rank of a worker; None for any other process.
 
-    Our workers say it in their names (``worker.main``): a forked one has the environment of the process that it was forked
-    from. Workers of others have RANK.
+    Our workers set the process name ``yolofleet-RANK`` (``worker.main``), because a forked process shows the environment
+    of the process that it was forked from. Workers of other launchers have the variable RANK.
     """
-    name, rank = "", environment_variable(pid, "RANK")
+    name = ""
     with suppress(OSError):
         name = (PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
-    rank = name.removeprefix("yolofleet-") if name.startswith("yolofleet-") else rank
+    is_ours = name.startswith("yolofleet-")
+    rank = name.removeprefix("yolofleet-") if is_ours else environment_variable(pid, "RANK")
     return int(rank) if rank.isdecimal() else None
 
 
