@@ -31,9 +31,7 @@ from yolofleet.train.state import TrainState
 
 # Divisors that depend on predictions are integers in this unit, because a sum of integers does not depend on its order.
 DIVISOR_UNIT = 2.0**-20
-UNREAD_NORMS = (
-    2  # on accelerators: reading the norms of the last steps would make the host wait for the device
-)
+UNREAD_NORMS = 2  # of the last steps on accelerators: the host would wait for the device to read them
 MOST_FP16_SKIPS = 100  # in a row; the search for a loss scale needs about 20
 
 
@@ -197,7 +195,8 @@ def watch_numerics(state: TrainState, precision: str, *, unread: int = 0) -> Non
     """Raise if the gradient norm of a step is NaN or infinite; leave the last ``unread`` norms for a later call.
 
     Norms are equal on every rank, so every rank raises. Callers read all norms before they validate or save a state.
-    A step with such a norm has changed no weight, momentum, average or statistic; counters went on. In fp16 such steps belong to the search for a loss scale.
+    A step with such a norm has changed no weight, momentum, average or statistic; its counters have advanced. In fp16 such
+    steps belong to the search for a loss scale.
 
     Raises:
         NumericsError: a norm is not finite; in fp16, more than ``MOST_FP16_SKIPS`` in a row.
