@@ -1,8 +1,8 @@
 """Random numbers as functions of a key: seed, purpose, epoch and sample.
 
-No stream of random numbers is continued from one sample to the next. So results do not depend on which process draws, in which order, or how
-often a run was restarted. The key is the 128-bit BLAKE2b digest of its parts; the generator is Philox 4x64, a cipher
-in counter mode (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+No stream of random numbers is continued from one sample to the next. So results do not depend on which process draws,
+in which order, or how often a run was restarted. The key is the 128-bit BLAKE2b digest of its parts; the generator is
+Philox 4x64, a cipher in counter mode (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 Call only ``Generator.random``. It returns the top 53 bits of the next word divided by 2**53 in every version of NumPy.
 ``integers``, ``beta``, ``shuffle`` and others may change their algorithm between versions (NumPy's NEP 19), and then

@@ -1,10 +1,12 @@
 """Sums that do not depend on their order: gradients as integers on a grid.
 
 Integer addition is associative, so any partition, number of ranks and reduction algorithm give the same bits. A rank
-sends as many bytes as with float32, after the first step. Each micro-batch's gradient g becomes ``round(g * scale)``. Each parameter has its own
-scale, a power of two that puts the largest element of the last step's sum at about 2^TARGET_BITS. So the grid is 2^-22
-of that element, and a gradient may grow 64-fold in a step before it is clamped (equally for every number of ranks). For
-example, if the largest element of the last sum was 1, the grid is 2^-22 and the limit is 64. The first step, which has no earlier sum, and batch-norm statistics use 64-bit integers on a fixed grid.
+sends as many bytes as with float32, after the first step. Each micro-batch's gradient g becomes ``round(g * scale)``.
+Each parameter has its own scale, a power of two that puts the largest element of the last step's sum at about
+2^TARGET_BITS. So the grid is 2^-22 of that element, and a gradient may grow 64-fold in a step before it is clamped
+(equally for every number of ranks). For example, if the largest element of the last sum was 1, the grid is 2^-22 and
+the limit is 64. The first step, which has no earlier sum, and batch-norm statistics use 64-bit integers on a fixed
+grid.
 
 A fixed tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
 (docs/distributed.md has the figures). Related: IntSGD (arXiv:2102.08374), VirtualFlow (arXiv:2009.09523).

@@ -168,7 +168,8 @@ def pass_micro_batches(
     Args:
         loss_factors: [T] gain / count of the whole step.
         image_factor: images of the step, or 1 where the loss is a mean.
-        is_alone: this process has one device, so the last backward pass can reduce each bucket once its gradients are final.
+        is_alone: this process has one device, so the last backward pass can reduce each bucket once its gradients are
+            final.
     """
     terms = torch.zeros_like(loss_factors)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
