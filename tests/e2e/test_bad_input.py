@@ -403,7 +403,7 @@ def test_a_malicious_pickle_is_named_and_not_run(refused, here, verb):
         "predict": ["predict", "--weights", "evil.pt", "--source", "set/images/val", "--device", "cpu"],
         "inspect": ["weights", "inspect", "evil.pt"],
     }[verb]
-    refused(*argv, code=3, says=["evil.pt", "system", "nothing of it was run"])
+    refused(*argv, code=3, says=["evil.pt", "system", "none of its code was executed"])
     assert not marker.exists()
 
 
@@ -429,7 +429,9 @@ def test_weights_that_are_not_there(refused):
 def test_weights_cut_in_half(refused, here, world):
     whole = (world / "run" / "weights" / "last.safetensors").read_bytes()
     (here / "half.safetensors").write_bytes(whole[: len(whole) // 2])
-    refused(*train("set", "--weights", "half.safetensors"), code=3, says=["half.safetensors is not a whole"])
+    refused(
+        *train("set", "--weights", "half.safetensors"), code=3, says=["half.safetensors is not a complete"]
+    )
 
 
 def test_val_of_weights_with_other_classes(refused, here, world):
@@ -501,7 +503,7 @@ def test_resume_when_every_checkpoint_is_cut(cli, run):
         shutil.copy(checkpoint, checkpoint.with_name("step-00000007.safetensors"))
     before = contents(run)
     told = cli("train", "--resume", run, "--epochs", "3", code=3).err
-    assert told.count("is not a whole safetensors file") == 2 and "step-00000007" in told
+    assert told.count("is not a complete safetensors file") == 2 and "step-00000007" in told
     assert "--weights" in told and "weights/last.safetensors" in told
     assert_left_as_it_was(run, before)
 

@@ -406,7 +406,7 @@ def test_a_file_that_a_person_put_into_the_cache_comes_first(table):
     assert find_or_download("own") == find_or_download("own.pt") == folder / "own.pt"
     assert find_or_download("darknet-yolov3-tiny").name == "yolov3-tiny.weights"
     with pytest.raises(
-        CheckpointError, match=r"yolov3-tiny\.pt are not in"
+        CheckpointError, match=r"cannot download yolov3-tiny\.pt"
     ):  # another network than Darknet's
         find_or_download("yolov3-tiny")
     assert not table.asked

@@ -145,7 +145,7 @@ def test_a_state_dict_of_another_model_is_listed_and_said_to_be_unusable(weights
     done = weights("inspect", "x.pt", "--json", "-")
     assert done.code == 0 and done.facts["kind"] == "torch checkpoint"
     assert done.facts["shapes"] == {"net.a.weight": [4, 5], "net.b.0": [2]} and done.facts["values"] == 22
-    assert done.facts["training"] == {"epoch": 3} and "holds no model" in done.facts["unusable"]
+    assert done.facts["training"] == {"epoch": 3} and "has no model" in done.facts["unusable"]
     safetensors.torch.save_file({"a": torch.zeros(4, 5)}, tmp_path / "x.safetensors")
     facts = weights("inspect", "x.safetensors", "--json", "-").facts
     assert facts["kind"] == "safetensors" and facts["shapes"] == {"a": [4, 5]} and "unusable" in facts

@@ -215,7 +215,7 @@ def test_a_forged_state_is_a_message(tmp_path: Path, header: dict[str, str]) -> 
     path.write_bytes(save(TENSORS, {**header, file_format.DIGEST: digest}))
     with pytest.raises(CheckpointError):
         load_snapshot(path)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         CheckpointStore(tmp_path).newest()
 
 

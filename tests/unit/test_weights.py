@@ -385,7 +385,7 @@ def test_a_module_that_holds_itself_is_refused(tmp_path, model, foreign):
     root = foreign(model)
     root.model._modules["1"]._modules["again"] = root
     torch.save({"model": root}, tmp_path / "loop.pt")
-    with pytest.raises(CheckpointError, match="no end"):
+    with pytest.raises(CheckpointError, match="endless"):
         read_weights(tmp_path / "loop.pt")
 
 
@@ -416,7 +416,7 @@ def test_strange_descriptions_are_refused(tmp_path, model, foreign, key):
             row[{"inputs": 0, "module": 2, "args": 3}[key]] = doubling()
         root.yaml["backbone"][0] = row
     torch.save({"model": root}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="its model cannot be built"):
+    with pytest.raises(CheckpointError, match="cannot build its model"):
         read_weights(tmp_path / "w.pt")
 
 

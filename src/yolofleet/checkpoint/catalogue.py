@@ -1,8 +1,8 @@
-"""Weights that others publish: names, places, licences, digests. No torch here.
+"""Published weights: names, urls, licences, digests. No torch here.
 
-A file is downloaded only when its digest is publicly known. Sources of the digests: those of Darknet's files are in
-several libraries' tables (yolov3-tiny.weights and yolov5n.pt were compared with the files themselves), those of the
-YOLOv5 v7.0 release in tables of projects that pin them. A wrong digest can refuse a good file, never let in a bad one.
+Only files with a publicly known digest are downloaded. The digests of Darknet's files come from tables of several
+libraries, those of the YOLOv5 v7.0 release from tables of projects that pin them. yolov3-tiny.weights and yolov5n.pt were
+compared with the files. A wrong digest can refuse a good file, but cannot accept a bad one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
 
 @dataclass(frozen=True)
 class KnownWeights:
-    """Weights that can be asked for by name.
+    """Published weights with a name.
 
     Attributes:
-        name: what ``--weights`` takes; it is also the built-in model that they are of.
-        item: the file. Its name and its stem are understood, too, where they are nobody else's name.
+        name: value for ``--weights``; also the name of their built-in model.
+        item: the file. Its name and its stem also work, if no other entry has them as a name.
     """
 
     name: str
@@ -36,7 +36,7 @@ class KnownWeights:
 
     @property
     def path(self) -> Path:
-        """Where the file lies once it is here."""
+        """Path of the file in the cache."""
         return weights_folder() / self.item.name
 
     @property
@@ -45,17 +45,17 @@ class KnownWeights:
 
 
 def weights_folder() -> Path:
-    """The cache's folder of weights; a person may put files there."""
+    """Return the cache's folder of weights; users may put files there."""
     return cache_root() / "weights"
 
 
 def known_weights() -> tuple[KnownWeights, ...]:
-    """The whole table."""
+    """Return the whole table."""
     return _TABLE
 
 
 def entry_of(name: str) -> KnownWeights | None:
-    """The entry of a bare name: ``yolov5s``, ``yolov5s.pt``, ``darknet-yolov3``, ``yolov3.weights``."""
+    """Return the entry of a bare name: ``yolov5s``, ``yolov5s.pt``, ``darknet-yolov3``, ``yolov3.weights``."""
     for entry in _TABLE:
         if name in (entry.name, entry.item.name):
             return entry
@@ -69,7 +69,7 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
         download: fetch published weights that are not in the cache; else return the path that they would get.
 
     Raises:
-        CheckpointError: nothing there; says where to put the file.
+        CheckpointError: the file is missing; the hint says where to put it.
         DownloadError, StorageError: the download failed.
     """
     path = Path(name)
@@ -94,11 +94,11 @@ def find_or_download(
     """Return weights by a bare name (no folder in it): from the cache, else downloaded into it.
 
     Args:
-        sha256: of the file, from the person; needed where the table has none.
-        tell: gets licence and progress; default: standard error.
-        download: False only checks that the file is here or could be downloaded, and writes nothing.
+        sha256: of the file, from the user; needed if the table has none.
+        tell: gets licence and progress messages; None: print them on standard error.
+        download: False: only check that the file exists or can be downloaded; write nothing.
     Raises:
-        CheckpointError: nobody knows this name, or it may not be downloaded; says what to do by hand.
+        CheckpointError: the name is unknown, or the file has no digest; the hint says what to do by hand.
         DownloadError, StorageError: see :func:`yolofleet.files.fetch.fetch`.
     """
     folder = weights_folder()
@@ -124,32 +124,32 @@ def find_or_download(
 
 
 def import_weights(name: str, source: Path, *, sha256: str | None = None) -> Path:
-    """Put a file that was downloaded by hand under its name into the cache.
+    """Copy a file that the user has downloaded into the cache, under its name.
 
     Raises:
-        CheckpointError: unknown name, or no such file.
-        DownloadError: it has another size or digest than was published.
-        StorageError: the disk refused.
+        CheckpointError: the name is unknown, or the file is missing.
+        DownloadError: its size or digest differs from the published one.
+        StorageError: the cache cannot be written.
     """
     entry = entry_of(name)
     if entry is None:
         raise _unknown(name, weights_folder())
     if not source.is_file():
-        raise CheckpointError(f"{source} is not a file", hint="--from names the file that was downloaded")
+        raise CheckpointError(f"{source} is not a file", hint="--from must name the downloaded file")
     path = adopt(_with_digest(entry.item, sha256), source, weights_folder())
     _describe(entry, path)
     return path
 
 
 def checked_sha256(text: str) -> str:
-    """64 hexadecimal digits, small. Raises ConfigError."""
+    """Return 64 hexadecimal digits in lower case; raise ConfigError if ``text`` is not a SHA-256."""
     if not re.fullmatch(rf"[0-9a-fA-F]{{{DIGESTS['sha256']}}}", text):
         raise ConfigError(f"--sha256 {text[:80]} is not a SHA-256", hint="it has 64 hexadecimal digits")
     return text.lower()
 
 
 def _with_digest(item: Item, sha256: str | None) -> Item:
-    """The person's digest counts where the table has none, and must not contradict it where it has one."""
+    """Return the item with the user's digest if the table has none; raise if it differs from the table's."""
     if sha256 is None:
         return item
     digest = f"sha256:{checked_sha256(sha256)}"
@@ -161,7 +161,7 @@ def _with_digest(item: Item, sha256: str | None) -> Item:
 
 
 def _describe(entry: KnownWeights, path: Path) -> None:
-    """Darknet's ``.weights`` need their ``.cfg`` beside them."""
+    """Write the ``.cfg`` of Darknet's ``.weights`` beside them, which loading needs."""
     cfg = path.with_suffix(".cfg")
     if path.suffix != ".weights" or cfg.exists():
         return
@@ -170,23 +170,23 @@ def _describe(entry: KnownWeights, path: Path) -> None:
         fresh.write_text(darknet_cfg.preset(entry.name).cfg(), encoding="utf-8", newline="\n")
         fresh.replace(cfg)
     except OSError as problem:
-        raise StorageError(f"{cfg} cannot be written: {problem.strerror or problem}") from None
+        raise StorageError(f"cannot write {cfg}: {problem.strerror or problem}") from None
 
 
 def _unknown(name: str, folder: Path) -> CheckpointError:
     near = nearest(name, [entry.name for entry in _TABLE])
     guess = f"did you mean {near}? " if near else ""
     return CheckpointError(
-        f"weights {name} are neither here nor in {folder}, and no known file has that name",
-        hint=f"{guess}yolofleet weights list shows the known ones; or put the file into {folder}, or give its path",
+        f"weights {name} are neither here nor in {folder}, and no published file has that name",
+        hint=f"{guess}yolofleet weights list shows the known names; or put the file into {folder}, or give its path",
     )
 
 
 def _not_downloaded(entry: KnownWeights) -> CheckpointError:
     item = entry.item
     return CheckpointError(
-        f"weights {item.name} are not in {weights_folder()}, and have no published digest, so they are not "
-        f"downloaded by themselves (licence: {item.licence})",
+        f"cannot download {item.name}, because it has no published digest, and it is not in {weights_folder()} "
+        f"(licence: {item.licence})",
         source=item.origin,
         hint=f"get {item.urls[0]}, then: yolofleet weights download {entry.name} --from FILE; or, if you know its "
         f"SHA-256: yolofleet weights download {entry.name} --sha256 HEX",

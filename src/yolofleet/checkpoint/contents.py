@@ -1,6 +1,4 @@
-"""What a file with a network in it holds, told without trusting it: nothing in it is executed, and what cannot be
-used is listed all the same.
-"""
+"""List the contents of an untrusted file with a network. Nothing in it is executed; unusable parts are listed too."""
 
 from __future__ import annotations
 
@@ -30,8 +28,10 @@ from yolofleet.text import screen_line
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 MAX_OBJECTS = 100_000  # visited in a pickle
 MAX_ONNX_BYTES = 2**31 - 1  # protobuf's own limit
-MAX_WAY = 500  # characters of the way to a tensor in a pickle
-LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch < 1.6 wrote first
+MAX_PATH_CHARS = 500  # of the path to a tensor in a pickle
+LEGACY_TORCH = (
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number at the start of files of torch < 1.6
+)
 OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
 TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
 
@@ -40,13 +40,14 @@ Shapes = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Contents:
-    """
+    """The contents of a file.
+
     Attributes:
         kind: one of the words above.
-        weights: what training and prediction would use; None if they cannot.
-        problem: why they cannot, with what to do.
+        weights: the weights for training and prediction; None if unusable.
+        problem: why they are unusable, with a hint.
         shapes: of all tensors by name.
-        training: what the file says about its training; plain values.
+        training: plain values about the training, from the file.
         interface: an ONNX model's inputs and outputs, as text.
     """
 
@@ -59,17 +60,18 @@ class Contents:
 
     @property
     def values(self) -> int:
-        """Numbers in all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 def contents(path: Path, description: ModelDescription | None = None) -> Contents:
-    """
+    """Return the contents of a file.
+
     Args:
         description: for files that do not describe their model.
 
     Raises:
-        CheckpointError: missing, damaged or unsafe, so that it cannot even be listed.
+        CheckpointError: the file is missing, or too damaged or unsafe to list.
     """
     kind = kind_of(path)
     if kind == ONNX:
@@ -96,10 +98,10 @@ def contents(path: Path, description: ModelDescription | None = None) -> Content
 
 
 def kind_of(path: Path) -> str:
-    """What kind of file it is, by its first bytes, and by its name where they do not tell.
+    """Return the kind of a file, from its first bytes, or from its name if they do not identify it.
 
     Raises:
-        CheckpointError: missing or empty.
+        CheckpointError: the file is missing or empty.
     """
     start = first_bytes(path)
     if start[8:9] == b"{":
@@ -118,10 +120,10 @@ def kind_of(path: Path) -> str:
 
 
 def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, str]:
-    """The entry of the table that the file is, the entry whose name it has, and its SHA-256.
+    """Return the published entry with the file's digest, the entry with its name, and its SHA-256.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         sha256 = digest_of(path)
@@ -132,8 +134,8 @@ def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, 
     return same, called, sha256
 
 
-def infinite(path: Path, found: Contents) -> list[str]:
-    """Names of tensors with values that are not finite; of weights, and of a training state."""
+def non_finite(path: Path, found: Contents) -> list[str]:
+    """Return the names of tensors of weights or of a training state with values that are not finite."""
     if found.weights is not None:
         tensors = found.weights.tensors
     else:
@@ -141,11 +143,11 @@ def infinite(path: Path, found: Contents) -> list[str]:
     return [name for name, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]
 
 
-# -- what cannot be used ---------------------------------------------------------------------------------------
+# -- unusable files --------------------------------------------------------------------------------------------
 
 
 def _listing(path: Path, kind: str, problem: CheckpointError | None) -> tuple[Shapes, dict[str, Any]]:
-    """Tensors and training of a stranger's file. Raises ``problem`` where nothing can be told."""
+    """Return tensors and training values of an untrusted file; raise ``problem`` if it has none."""
     if kind == PLAIN:
         header = _safetensors_header(path)
         return {n: list(e["shape"]) for n, e in header.items() if _is_entry(e)}, {}
@@ -166,13 +168,13 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_shape(sizes: Sequence[Any]) -> bool:
-    """Whether these are the sizes of a tensor that can exist, so that their product can be told."""
-    whole = len(sizes) <= 64 and all(type(n) is int and 0 <= n < 2**40 for n in sizes)
-    return whole and math.prod(sizes) < 2**63
+    """Return whether these are possible sizes of a tensor, so that their product is safe to compute."""
+    plausible = len(sizes) <= 64 and all(type(n) is int and 0 <= n < 2**40 for n in sizes)
+    return plausible and math.prod(sizes) < 2**63
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    broken = CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy")
+    broken = CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy")
     try:
         with open_foreign(path) as file:
             length = int.from_bytes(file.read(8), "little")
@@ -189,14 +191,14 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def _torch_shapes(root: Any) -> Shapes:
-    """Every tensor of a pickled value by the way that leads to it, up to a number of visits."""
+    """Return the tensors of a pickled value by their paths, up to a number of visits."""
     shapes: Shapes = {}
     waiting: list[tuple[str, Any]] = [("", root)]
     visited = 0
     while waiting:
-        way, value = waiting.pop()
+        path, value = waiting.pop()
         if isinstance(value, StoredTensor):
-            shapes[way] = list(value.shape)
+            shapes[path] = list(value.shape)
             continue
         if isinstance(value, PickledObject):
             value = value.state
@@ -206,12 +208,12 @@ def _torch_shapes(root: Any) -> Shapes:
         elif isinstance(value, (list, tuple)):
             items = enumerate(value)
         inner = []
-        for key, item in items if len(way) < MAX_WAY else ():
+        for key, item in items if len(path) < MAX_PATH_CHARS else ():
             visited += 1
             if visited > MAX_OBJECTS:
                 break
             if isinstance(item, _NESTED):
-                inner.append((f"{way}.{_word(key)}" if way else _word(key), item))
+                inner.append((f"{path}.{_word(key)}" if path else _word(key), item))
         waiting += inner[::-1]
     return shapes
 
@@ -235,7 +237,7 @@ def _torch_training(root: Any) -> dict[str, Any]:
 
 
 def _plain_values(values: Any) -> dict[str, Any]:
-    """Numbers and short texts; nested values one level deep."""
+    """Return numbers and short texts; nested values one level deep."""
     found: dict[str, Any] = {}
     for key, value in list(values.items())[:200] if isinstance(values, Mapping) else ():
         if isinstance(value, Mapping):
@@ -246,7 +248,7 @@ def _plain_values(values: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | float | None:
-    """None for what is neither."""
+    """Return a number or short text, else None."""
     if isinstance(value, str):
         return _word(value)
     if isinstance(value, (list, tuple)) and all(type(n) is int and abs(n) < 2**63 for n in value):
@@ -258,7 +260,7 @@ def _plain(value: Any) -> str | float | None:
 
 
 def _word(value: Any) -> str:
-    """A value in one short line, without what a terminal would obey."""
+    """Return a value as one short line without control characters."""
     if isinstance(value, (bytes, tuple)) or (isinstance(value, int) and abs(value) >= 2**63):
         return type(value).__name__
     return screen_line(value[:200] if isinstance(value, str) else value, limit=200)
@@ -272,28 +274,28 @@ def _onnx(path: Path) -> Contents:
         import onnx
     except ImportError:
         return Contents(
-            ONNX, problem=CheckpointError("it is an export", hint="pip install onnx shows more of it")
+            ONNX, problem=CheckpointError("it is an export", hint="pip install onnx to see more of it")
         )
     try:
         model = onnx.load_model_from_string(read_foreign(path, limit_bytes=MAX_ONNX_BYTES))
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
-    except Exception as problem:  # protobuf's own kinds
+    except Exception as problem:  # protobuf has its own exception types
         raise CheckpointError(f"{path} is not an ONNX model ({type(problem).__name__})") from None
     graph = model.graph
 
-    def text(way: str, value: Any) -> str:
+    def text(role: str, value: Any) -> str:
         kind = value.type.tensor_type
         sizes = [_word(d.dim_param) or str(d.dim_value) for d in kind.shape.dim]
         known = kind.elem_type in onnx.TensorProto.DataType.values()
         element = onnx.TensorProto.DataType.Name(kind.elem_type) if known else f"type {kind.elem_type}"
-        return f"{way} {_word(value.name)} {element} [{', '.join(sizes)}]"
+        return f"{role} {_word(value.name)} {element} [{', '.join(sizes)}]"
 
     inner = {tensor.name for tensor in graph.initializer}
     return Contents(
         ONNX,
         problem=CheckpointError(
-            "it is an export", hint="train and validate with the weights it was made from"
+            "it is an export", hint="train and validate with the weights that it came from"
         ),
         shapes={
             _word(tensor.name): list(tensor.dims) for tensor in graph.initializer if _is_shape(tensor.dims)

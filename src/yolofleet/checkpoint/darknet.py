@@ -1,9 +1,10 @@
-"""Darknet's ``.weights``: a short header, then the bare float32 values of all convolutions in the order of the
-``.cfg`` that belongs to them. Nothing in the file tells one value from another; only the number of bytes and the
-sign of variances can show that a file belongs to another network.
+"""Darknet's ``.weights``: a short header, then the float32 values of all convolutions in the order of their ``.cfg``.
 
-Order: of a convolution with batch normalisation bias, weight, running mean, running variance of that, then its own
-weight; of another bias, weight.
+The file has no names or shapes. Only the number of bytes and the sign of variances can show that a file belongs to another
+network.
+
+Order of values: for a convolution with batch normalisation, the normalisation's bias, weight, running mean and running
+variance, then the convolution's weight; for another convolution, bias and weight.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Named = tuple[str, tuple[int, ...]]  # name and shape of a tensor
 
 
 @dataclass(frozen=True)
-class Origin:
+class FileHeader:
     """The header of a ``.weights`` file.
 
     Attributes:
@@ -47,7 +48,7 @@ class Origin:
 
     @property
     def _layout(self) -> str:
-        """Since 0.2 the counter has 64 bits."""
+        """Return the struct format; since version 0.2 the counter has 64 bits."""
         major, minor, _ = self.version
         return "<Q" if 10 * major + minor >= 2 else "<I"
 
@@ -55,56 +56,56 @@ class Origin:
         return struct.pack("<3i", *self.version) + struct.pack(self._layout, self.seen)
 
     @classmethod
-    def read(cls, file: BinaryIO, source: str) -> Origin:
+    def read(cls, file: BinaryIO, source: str) -> FileHeader:
         start = file.read(12)
         version = struct.unpack("<3i", start) if len(start) == 12 else ()
         if not version or not all(0 <= number <= MAX_VERSION for number in version):
             raise CheckpointError(
-                f"{source} does not begin as a Darknet weights file",
-                hint="is it the right file, and all of it?",
+                f"{source} does not begin with the header of a Darknet weights file",
+                hint="check that it is the right file and complete",
             )
         layout = cls(version)._layout
         counter = file.read(struct.calcsize(layout))
         if len(counter) < struct.calcsize(layout):
-            raise CheckpointError(f"{source} ends within its header", hint="use another copy of the file")
+            raise CheckpointError(f"{source} ends inside its header", hint="use another copy of the file")
         return cls(version, *struct.unpack(layout, counter))
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Origin:
-        """What :meth:`to_dict` gave; the usual values where it is not there or makes no sense."""
+    def of(cls, extra: Mapping[str, Any]) -> FileHeader:
+        """Return the header from the result of :meth:`to_dict`; defaults for missing or invalid values."""
         values = extra.get(EXTRA)
         try:
             major, minor, revision = values["version"]  # type: ignore[index]
-            origin = cls((major, minor, revision), values["seen"])  # type: ignore[index]
-            origin.to_bytes()
+            header = cls((major, minor, revision), values["seen"])  # type: ignore[index]
+            header.to_bytes()
         except (TypeError, KeyError, ValueError, struct.error):
             return cls()
-        return origin
+        return header
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": list(self.version), "seen": self.seen}
 
 
 def read(path: Path, description: DarknetDescription | None = None) -> Weights:
-    """Weights in Darknet's order, by the names of ``models.darknet.DarknetNetwork``.
+    """Read weights under the names of ``models.darknet.DarknetNetwork``.
 
-    The file may be for another number of classes than the description, which then is the header's; or end after
-    any convolution, as files of backbones do: then the tensors up to there are given, and ``header.extra`` says so
-    under ``"partial"``.
+    The file may have another number of classes than the description; the returned header then has that number. Files of
+    backbones end after some convolution: then the result has the tensors up to there, and ``header.extra["partial"]``
+    says so.
 
     Args:
-        description: None is the ``.cfg`` of the same name beside the file.
+        description: None: read the ``.cfg`` of the same name beside the file.
 
     Raises:
-        CheckpointError: unreadable, cut, of another network, or not finite; says how many bytes there are and how
-            many there should be.
+        CheckpointError: the file cannot be read, is cut off, belongs to another network or has values that are not
+            finite. The message has the actual and the expected size.
     """
     source = str(path)
     try:
         with open_foreign(path) as file:
             if description is None:
                 description = _beside(path)
-            origin = Origin.read(file, source)
+            file_header = FileHeader.read(file, source)
             values_bytes = os.fstat(file.fileno()).st_size - file.tell()
             nc, found = _fit(description, values_bytes, source)
             tensors = {name: _tensor(file, shape, name, source) for name, shape in found}
@@ -113,7 +114,7 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
     everything = sum(1 for _ in _tensors(description))
-    extra: dict[str, Any] = {EXTRA: origin.to_dict()}
+    extra: dict[str, Any] = {EXTRA: file_header.to_dict()}
     if len(tensors) < everything:
         extra["partial"] = f"{source} holds the first {len(tensors)} of {everything} tensors"
     strides = tuple(stride for _, _, stride in levels(layers(description)))
@@ -126,8 +127,8 @@ def _beside(path: Path) -> DarknetDescription:
     cfg = path.with_suffix(".cfg")
     if not cfg.is_file():
         raise CheckpointError(
-            f"{path} does not say of which network it is, and there is no {cfg.name} beside it",
-            hint="put its .cfg there under that name, or name it: --cfg FILE, or --cfg with a built-in name such as darknet-yolov3-tiny",
+            f"{path} does not describe its network, and there is no {cfg.name} beside it",
+            hint="put its .cfg there under that name, or use --cfg with a file or a built-in name such as darknet-yolov3-tiny",
         )
     try:
         return read_cfg(cfg)
@@ -136,7 +137,7 @@ def _beside(path: Path) -> DarknetDescription:
 
 
 def _tensors(description: DarknetDescription) -> Iterator[Named]:
-    """Name and shape of each tensor in the order of the file."""
+    """Yield name and shape of each tensor in the order of the file."""
     for i, layer in enumerate(layers(description)):
         section = layer.section
         if isinstance(section, Convolutional):
@@ -154,12 +155,12 @@ def _values(description: DarknetDescription) -> int:
 
 
 def _fit(description: DarknetDescription, values_bytes: int, source: str) -> tuple[int, list[Named]]:
-    """Number of classes, and the tensors that take just ``values_bytes``."""
+    """Return the number of classes, and the tensors whose size is exactly ``values_bytes``."""
     expected = 4 * _values(description)
     if values_bytes == expected:
         return description.nc, list(_tensors(description))
-    a_class = 4 * _values(description.with_classes(description.nc + 1)) - expected  # bytes
-    more, rest = divmod(values_bytes - expected, a_class)
+    class_bytes = 4 * _values(description.with_classes(description.nc + 1)) - expected  # bytes
+    more, rest = divmod(values_bytes - expected, class_bytes)
     nc = description.nc + more
     if rest == 0 and 1 <= nc <= MAX_CLASSES:
         return nc, list(_tensors(description.with_classes(nc)))
@@ -170,8 +171,8 @@ def _fit(description: DarknetDescription, values_bytes: int, source: str) -> tup
         if found_bytes == values_bytes and name.endswith(".conv.weight"):
             return description.nc, found
     raise CheckpointError(
-        f"{source} has {values_bytes:,} bytes after its header; {description.name} with {description.nc} classes "
-        f"has {expected:,}, and {a_class:,} more or less for each class",
+        f"{source} has {values_bytes:,} bytes after its header, expected {expected:,} for {description.name} with "
+        f"{description.nc} classes ({class_bytes:,} more or less for each class)",
         hint="the file is cut off, or belongs to another .cfg",
     )
 
@@ -179,7 +180,9 @@ def _fit(description: DarknetDescription, values_bytes: int, source: str) -> tup
 def _tensor(file: BinaryIO, shape: tuple[int, ...], name: str, source: str) -> Tensor:
     buffer = bytearray(4 * math.prod(shape))
     if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
-        raise CheckpointError(f"{source} became shorter while it was read", hint="is it still being copied?")
+        raise CheckpointError(
+            f"{source} became shorter during the read", hint="wait until its copy is complete"
+        )
     values = np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         raise CheckpointError(
@@ -188,26 +191,26 @@ def _tensor(file: BinaryIO, shape: tuple[int, ...], name: str, source: str) -> T
         )
     if name.endswith("running_var") and values.min() < 0:
         raise CheckpointError(
-            f"{source}: {name}, a variance, is negative",
+            f"{source}: the variance {name} has negative values",
             hint="the file is damaged, or belongs to another .cfg",
         )
     return torch.from_numpy(values).view(shape)
 
 
 def write(path: Path, weights: Weights) -> None:
-    """Write ``path`` (``.weights``), and the ``.cfg`` that belongs to it beside it if there is none.
+    """Write ``path`` (``.weights``), and its ``.cfg`` beside it if that is missing.
 
     Raises:
-        CheckpointError: the weights are of another family or not all there; or the ``.cfg`` that lies there
-            describes another network.
-        StorageError: the disk refused; files are as they were.
+        CheckpointError: the weights belong to another family or are incomplete, or the existing ``.cfg`` describes
+            another network.
+        StorageError: a file cannot be written; existing files are unchanged.
     """
     header = weights.header
     description = header.description
     if not isinstance(description, DarknetDescription):
         raise CheckpointError(
-            f"{description.name} is of the family {description.family}; Darknet cannot hold it",
-            hint="only networks that come from a Darknet .cfg can be written as .weights",
+            f"cannot write {description.name} of the family {description.family} as Darknet .weights",
+            hint="only networks from a Darknet .cfg can be written as .weights",
         )
     if path.suffix != ".weights":
         raise CheckpointError(f"{path} must be called *.weights")
@@ -216,21 +219,21 @@ def write(path: Path, weights: Weights) -> None:
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of {description.name} are missing: {', '.join(missing[:3])}",
-            hint="a backbone alone cannot be written",
+            hint="weights of a backbone alone cannot be written",
         )
     cfg = path.with_suffix(".cfg")
     if not cfg.exists():
         _write_bytes(cfg, lambda: iter([description.cfg().encode()]))
     elif replace(_beside(path), name=description.name) != description:
         raise CheckpointError(
-            f"{cfg} describes another network than {path.name} would hold",
+            f"{cfg} exists and describes another network than {path.name}",
             hint="choose another name or folder",
         )
     _write_bytes(path, lambda: _content(description, weights))
 
 
 def _content(description: DarknetDescription, weights: Weights) -> Iterator[bytes]:
-    yield Origin.of(weights.header.extra).to_bytes()
+    yield FileHeader.of(weights.header.extra).to_bytes()
     for name, shape in _tensors(description):
         values = weights.tensors[name].detach().cpu().to(torch.float32)
         assert values.shape == shape, name
@@ -238,7 +241,7 @@ def _content(description: DarknetDescription, weights: Weights) -> Iterator[byte
 
 
 def _write_bytes(path: Path, content: Callable[[], Iterator[bytes]]) -> None:
-    """Atomically, and read back."""
+    """Write ``content`` atomically, and verify it by reading it."""
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
@@ -248,6 +251,6 @@ def _write_bytes(path: Path, content: Callable[[], Iterator[bytes]]) -> None:
         with temporary.open("rb") as file:
             for part in content():
                 if file.read(len(part)) != part:
-                    raise OSError(errno.EIO, "what was written is not what is read back")
+                    raise OSError(errno.EIO, "the file read back differs from the data written")
 
     write_atomically(path, write, check)

@@ -1,7 +1,7 @@
-"""One file format for weights and full states: safetensors whose header carries a digest of all of it.
+"""The file format of weights and training states: safetensors with a digest of the whole content in its header.
 
-A file on disk is either whole and verified or not used: it is written under a temporary name in the same
-folder, flushed to the disk, read back, compared, and renamed; the folder is flushed too. No pickle.
+A write uses a temporary name in the same folder, flushes the file, reads it back, compares it, renames it and flushes the
+folder. So a file with its final name is complete and verified. No pickle.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from yolofleet.files.foreign import read_foreign
 from yolofleet.text import screen_line
 
 DIGEST = "sha256"
-MAX_FILE_BYTES = 2**38  # a file is as large in memory; this only ends endless ones
+MAX_FILE_BYTES = 2**38  # stops the read of endless files; memory is the real limit
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor], extra: Mapping[str, str] | None = None) -> str:
-    """SHA-256 over names, types, shapes and bytes in name order, then over ``extra``'s text."""
+    """Return the SHA-256 of names, types, shapes and bytes in name order, then of ``extra``'s text."""
     h = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
@@ -42,7 +42,7 @@ def tensors_sha256(tensors: Mapping[str, Tensor], extra: Mapping[str, str] | Non
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """Write tensors and JSON values; returns the digest stored in the file.
+    """Write tensors and JSON values; return the digest stored in the file.
 
     Raises:
         StorageError: see :func:`write_atomically`.
@@ -54,9 +54,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     def write(temporary: Path) -> None:
         try:
             save_file(plain, str(temporary), metadata={**metadata, DIGEST: digest})
-        except SafetensorError as problem:  # Rust reports the disk's refusal as text
+        except SafetensorError as problem:  # safetensors (Rust) reports disk errors as text
             number = re.search(r"\(os error (\d+)\)", str(problem))
-            if number and os.name == "posix":  # elsewhere the numbers are not errno's
+            if number and os.name == "posix":  # on Windows the numbers are not errno values
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
             code = errno.ENOSPC if "space" in str(problem) else errno.EIO
             raise OSError(code, str(problem)) from None
@@ -70,10 +70,10 @@ def void(_: object) -> None:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors (CPU) and header of a file of ours, digest checked.
+    """Return tensors (CPU) and header of a file that yolofleet wrote, after a check of its digest.
 
     Raises:
-        CheckpointError: missing, cut, changed or not ours.
+        CheckpointError: the file is missing, incomplete or changed, or yolofleet did not write it.
     """
     return decode_tensors(read_whole(path), str(path))
 
@@ -82,7 +82,7 @@ def read_whole(path: Path) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        CheckpointError: missing, unreadable, or no regular file.
+        CheckpointError: the file is missing, cannot be read, or is not a regular file.
     """
     try:
         return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
@@ -92,21 +92,21 @@ def read_whole(path: Path) -> bytes:
 
 
 def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Like :func:`read_tensors`, from bytes that another rank sent; ``origin`` is for messages.
+    """Return the same as :func:`read_tensors` from bytes of another rank; ``origin`` is for messages.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: see :func:`read_tensors`.
     """
     try:
         tensors = load(content)
         header_bytes = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + header_bytes]).get("__metadata__") or {}
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("its metadata are not texts")
+            raise ValueError("its metadata has values that are not text")
     except (SafetensorError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as problem:
         raise CheckpointError(
-            f"{origin} is not a whole safetensors file ({screen_line(problem, limit=200)})",
-            hint="it may be cut or still being copied; use another copy",
+            f"{origin} is not a complete safetensors file ({screen_line(problem, limit=200)})",
+            hint="it may be cut off or still being copied; use another copy",
         ) from None
     digest = metadata.pop(DIGEST, None)
     if digest is None:
@@ -117,7 +117,7 @@ def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict
         )
     try:
         return tensors, {key: json.loads(value) for key, value in metadata.items()}
-    except (ValueError, RecursionError) as problem:  # RecursionError: lists in lists, without end
+    except (ValueError, RecursionError) as problem:  # RecursionError: deeply nested lists
         raise CheckpointError(
             f"{origin}: its header is not JSON ({screen_line(problem, limit=200)})"
         ) from None

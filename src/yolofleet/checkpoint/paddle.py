@@ -1,10 +1,10 @@
-"""Paddle's weights files of PP-YOLOE (``.pdparams``, ``.pdema``): read as data, and written.
+"""Read and write Paddle's weights files of PP-YOLOE (``.pdparams``, ``.pdema``), without executing them.
 
 PaddleDetection's training writes its moving average into ``.pdparams``, the weights of the last step into
 ``.pdema``, and the optimizer's state into ``.pdopt``.
 
-Such a file is one pickle of ``{name: numpy array}``. It goes through the machine of ``pickle_machine.py``, which can
-call nothing; an array becomes a view of bytes that the file holds, after its size has been compared with them.
+Such a file is one pickle of ``{name: numpy array}``. The machine of ``pickle_machine.py`` reads it and cannot call
+anything. An array becomes a view of the file's bytes, after a check of its size.
 """
 
 from __future__ import annotations
@@ -43,24 +43,30 @@ from yolofleet.models.detector import MAX_CLASSES
 from yolofleet.models.ppyoloe import REG_BINS
 
 DEFAULT_IMG = 640
-LONG = 1024  # bytes; what is longer is an array's content
+LONG = 1024  # bytes; a longer byte string is the content of an array
 MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB
 
-STATISTICS = {"._mean": ".running_mean", "._variance": ".running_var"}  # theirs, ours
-PROJECTION = "yolo_head.proj_conv.weight"  # 0..16, what a distance's bins stand for
-FIXED = (PROJECTION, "yolo_head.proj", "yolo_head.anchor_points", "yolo_head.stride_tensor")  # no weights
+STATISTICS = {"._mean": ".running_mean", "._variance": ".running_var"}  # Paddle's name: our name
+PROJECTION = "yolo_head.proj_conv.weight"  # 0..16, the values of a distance's bins
+FIXED = (
+    PROJECTION,
+    "yolo_head.proj",
+    "yolo_head.anchor_points",
+    "yolo_head.stride_tensor",
+)  # constants, not weights
 
 NUMBERS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "b1")
 
 
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
-    """The arrays of the file; the model is found by their shapes.
+    """Read weights; the shapes of the arrays identify the model.
 
     Args:
         description: for a model that is not built in.
 
     Raises:
-        CheckpointError: missing, damaged, unsafe, of another model, not finite.
+        CheckpointError: the file is missing, damaged or unsafe, belongs to another model, or has values that are not
+            finite.
     """
     source = str(path)
     if path.suffix.lower() == ".pdopt":
@@ -71,7 +77,7 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     arrays = read_arrays(path)
     given: dict[str, Tensor] = {}
     for name in list(arrays):
-        array = arrays.pop(name)  # so that a large file is not held twice
+        array = arrays.pop(name)  # so that memory does not hold a large file twice
         if name in FIXED:
             continue
         if array.dtype.kind != "f":
@@ -90,7 +96,7 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
 
 
 def our_name(name: str) -> str:
-    """``x.bn._mean`` -> ``x.bn.running_mean``; the others are the same."""
+    """Return our name of a Paddle tensor: ``x.bn._mean`` becomes ``x.bn.running_mean``, other names stay."""
     for theirs, ours in STATISTICS.items():
         if name.endswith(theirs):
             return name.removesuffix(theirs) + ours
@@ -98,7 +104,7 @@ def our_name(name: str) -> str:
 
 
 def paddle_name(name: str) -> str:
-    """The way back."""
+    """Return Paddle's name of one of our tensors."""
     for theirs, ours in STATISTICS.items():
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs
@@ -109,10 +115,10 @@ def _classes_by_shapes(given: Mapping[str, Tensor], source: str) -> int:
     bias = given.get("yolo_head.pred_cls.0.bias")
     if bias is None and "stem.conv1.conv.weight" in given:
         raise CheckpointError(
-            f"{source} holds a backbone without a detector", hint="use weights of a whole PP-YOLOE model"
+            f"{source} has a backbone without a detector", hint="use weights of a whole PP-YOLOE model"
         )
     if bias is None or bias.dim() != 1 or not 1 <= len(bias) <= MAX_CLASSES:
-        raise CheckpointError(f"{source} holds no PP-YOLOE model: it has no class predictions")
+        raise CheckpointError(f"{source} is not a PP-YOLOE model: it has no class predictions")
     return len(bias)
 
 
@@ -123,8 +129,8 @@ def _description_by_shapes(given: Mapping[str, Tensor], nc: int, source: str) ->
             return description
     folded = any(name.endswith(".conv2.conv.bias") for name in given)
     raise CheckpointError(
-        f"{source} is of none of the models {', '.join(ppyoloe_config.preset_names())}",
-        hint="its blocks are merged for inference; use the file that training wrote" if folded else None,
+        f"{source} fits none of the models {', '.join(ppyoloe_config.preset_names())}",
+        hint="its blocks are folded for inference; use the file that training wrote" if folded else None,
     )
 
 
@@ -132,10 +138,10 @@ def _description_by_shapes(given: Mapping[str, Tensor], nc: int, source: str) ->
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a pickled dict by name, read-only views of memory as large as the file.
+    """Return the arrays of a pickled dict by name, as read-only views of memory as large as the file.
 
     Raises:
-        CheckpointError: missing, damaged, unsafe, or something else than a dict of arrays.
+        CheckpointError: the file is missing, damaged or unsafe, or is not a dict of arrays.
     """
 
     def error(what: str, hint: str | None = None) -> CheckpointError:
@@ -150,7 +156,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     except OSError as problem:
         raise error(f"cannot be read: {problem.strerror or problem}") from None
     except DAMAGE as problem:
-        raise error(f"is damaged, or no weights file of Paddle ({first_line(problem)})") from None
+        raise error(f"is damaged or not a weights file of Paddle ({first_line(problem)})") from None
     if not isinstance(root, dict) or rest:
         raise error("is not a dict of arrays, as paddle.save writes for weights")
     found = {name: value for name, value in root.items() if isinstance(value, _Array)}
@@ -160,14 +166,14 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             raise error("has an array without name or content")
         arrays[name] = pending.values
     if sum(a.nbytes for a in arrays.values()) > size:
-        raise error("has one array under several names, and more of them than it has bytes")
+        raise error("has one array under several names, so its arrays are larger than the file")
     if not arrays:
-        raise error("holds no arrays", "expected the .pdparams file of a PP-YOLOE model")
+        raise error("has no arrays", "expected the .pdparams file of a PP-YOLOE model")
     return arrays
 
 
 class _Array:
-    """A numpy array: first made empty, then given its state."""
+    """A numpy array: created empty, then filled by its pickled state."""
 
     values: np.ndarray | None = None
 
@@ -182,7 +188,7 @@ class _Array:
             case _:
                 raise ValueError("an array without shape, type and content")
         if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < 2**40 for n in shape):
-            raise ValueError("an array whose shape is none")
+            raise ValueError("an array with an invalid shape")
         dtype = np.dtype(f"<{code}")
         if prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"an array of shape {list(shape)} in {len(data)} bytes")
@@ -190,7 +196,7 @@ class _Array:
 
 
 class _Dtype:
-    """A numpy dtype: type code, then byte order as its state."""
+    """A numpy dtype: created from a type code; its pickled state has the byte order."""
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -206,7 +212,7 @@ class _Dtype:
 
 def _empty_array(kind: Any, _shape: Any, _code: Any) -> _Array:
     if kind != Global("numpy.ndarray"):
-        raise ValueError("an array of a class of its own")
+        raise ValueError("an array of a subclass of numpy.ndarray")
     return _Array()
 
 
@@ -225,8 +231,8 @@ REBUILD: dict[str, Callable[..., Any]] = {
 
 
 class _ArrayMachine(Machine):
-    """Knows numpy arrays. Long pieces are paid from an account of their own: the file's size, twice, because text is
-    copied to become bytes."""
+    """Reads numpy arrays too. Long byte strings have a separate budget: twice the file's size, because text is copied
+    to bytes."""
 
     def __init__(self, stream: BinaryIO, size: int, error: Callable[..., CheckpointError]) -> None:
         super().__init__(stream, error, REBUILD, ("numpy.ndarray",), budget=MAX_STRUCTURE_BYTES)
@@ -257,15 +263,15 @@ class _ArrayMachine(Machine):
 
 
 def write(path: Path, weights: Weights) -> None:
-    """A file that ``paddle.load`` reads; atomically.
+    """Write a file for ``paddle.load``, atomically.
 
     Raises:
-        CheckpointError: the weights are not of a PP-YOLOE model.
-        StorageError: the disk refused; ``path`` is as it was.
+        CheckpointError: the weights are not those of a PP-YOLOE model.
+        StorageError: the file cannot be written; ``path`` is unchanged.
     """
     if weights.description.family != ppyoloe_config.FAMILY:
         raise CheckpointError(
-            f"{weights.description.name} is no PP-YOLOE model, and .pdparams files are for those",
+            f"cannot write {weights.description.name} as .pdparams: it is not a PP-YOLOE model",
             hint="write .safetensors",
         )
     tensors = {paddle_name(n): as_fp32(t) for n, t in weights.tensors.items() if not n.endswith(UNCOUNTED)}
@@ -273,19 +279,19 @@ def write(path: Path, weights: Weights) -> None:
 
     def dump(temporary: Path) -> None:
         with temporary.open("wb") as file:
-            file.write(b"\x80\x04}")  # protocol 4, as Paddle itself writes; an empty dict
+            file.write(b"\x80\x04}")  # protocol 4, as in Paddle; an empty dict
             for name, t in tensors.items():
                 array = t.detach().contiguous().numpy().astype("<f4", copy=False)
                 file.write(_text(name) + _array_opcodes(array.shape, array.nbytes))
                 file.write(array.tobytes())
-                file.write(b"tbs")  # the state's tuple, the array's state, into the dict
+                file.write(b"tbs")  # end the state's tuple, set the array's state, put it into the dict
             file.write(b".")
 
     write_atomically(path, dump, lambda temporary: void(read(temporary, weights.description)))
 
 
 def _array_opcodes(shape: tuple[int, ...], nbytes: int) -> bytes:
-    """Opcodes of a float32 array up to its content: what numpy's ``__reduce__`` says, as every numpy reads it."""
+    """Return the opcodes of a float32 array up to its content, as numpy's ``__reduce__`` gives for every version."""
     sizes = b"".join(_integer(n) for n in shape)
     empty = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
     dtype = b"cnumpy\ndtype\n" + _text("f4") + b"\x89\x88\x87R(K\x03" + _text("<") + b"NNN" + _integer(-1) * 2

@@ -1,12 +1,11 @@
-"""A pickle read as data: the stack machine that it is a program for, without the dangerous half.
+"""Read a pickle as data: a stack machine for pickle opcodes that calls no code from the file.
 
-A name in the file becomes a :class:`Global`, which cannot be called; "calling" one either runs one of the few
-functions that the machine was given, each of which fills a plain container, or leaves an inert
-:class:`PickledObject`. A name that weights do not need is an error that says it. Work and memory are bounded by
-a budget of bytes, of which every byte read and every copy is paid.
+A name in the file becomes a :class:`Global`, which cannot be called. An opcode that calls a name either runs one of the
+machine's few own functions, which fill plain containers, or makes an inert :class:`PickledObject`. A name that weights
+do not need is an error. A budget of bytes limits work and memory: every byte read and every copy reduces it.
 
-Our own, because ``torch.load(weights_only=True)`` refuses the model objects that YOLOv5's files consist of, calls
-functions from an allow-list, and bounds neither memory nor time.
+This is our own code because ``torch.load(weights_only=True)`` refuses the model objects in YOLOv5's files, calls functions
+from an allow-list, and limits neither memory nor time.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Any, BinaryIO
 from yolofleet.errors import CheckpointError
 
 # The largest published network, yolov5x6, with moving average and Adam: 0.6 MB, and 19 MB in memory.
-MAX_PICKLE_BYTES = 4 * 2**20  # tensors are beside it
-MAX_OBJECT_BYTES = 128 * 2**20  # memory of what the pickle makes
-OPERATION_BYTES = 16  # what each operation pays: a place on the stack
-ENTRY_BYTES = 100  # what an entry of a dict or set pays, and one of the memo
+MAX_PICKLE_BYTES = 4 * 2**20  # without tensors
+MAX_OBJECT_BYTES = 128 * 2**20  # memory of the pickle's objects
+OPERATION_BYTES = 16  # cost of an operation: an entry of the stack
+ENTRY_BYTES = 100  # cost of an entry of a dict, set or the memo
 MAX_DIMENSIONS = 16
 MAX_INTEGER_BYTES = 32
-PYTHON2_BUILTINS = "__builtin__."  # what protocol 2 writes for `builtins`
+PYTHON2_BUILTINS = "__builtin__."  # name of `builtins` in protocol 2
 
-# What damaged bytes make of Python's readers; all become one CheckpointError.
+# Exceptions of Python's readers for damaged bytes; all become a CheckpointError.
 DAMAGE = (
     OSError,
     EOFError,
@@ -50,14 +49,14 @@ def first_line(problem: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Global:
-    """A name in the file; it stands for nothing."""
+    """A name in the file, without the object of that name."""
 
     path: str
 
 
 @dataclass(eq=False)
 class PickledObject:
-    """What would have been an instance: class path, constructor arguments, state (usually its ``__dict__``)."""
+    """The data of a pickled instance: class path, constructor arguments, state (usually its ``__dict__``)."""
 
     class_path: str
     args: tuple[Any, ...] = ()
@@ -67,7 +66,7 @@ class PickledObject:
         return f"<{self.class_path}>"
 
 
-# -- names that do something: fill a plain container ------------------------------------------------------
+# -- names with a function: it fills a plain container ----------------------------------------------------
 
 
 def _as_dict(*pairs: Any) -> dict[Any, Any]:
@@ -92,7 +91,7 @@ def as_tuple(values: Iterable[Any] = ()) -> tuple[Any, ...]:
 
 def _as_bytes(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes that are no text in the encoding latin1")
+        raise ValueError("bytes that are not text in the encoding latin1")
     return text.encode("latin1")
 
 
@@ -112,7 +111,7 @@ def _sequence(values: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """Only flat keys: hashing a deeply nested tuple would overflow Python's own stack."""
+    """Return ``value`` if it is a flat key: hashing a deeply nested tuple would overflow Python's own stack."""
     flat = value if isinstance(value, tuple) else (value,)
     if len(flat) > MAX_DIMENSIONS or not all(
         isinstance(v, (str, int, float, bool, bytes, type(None))) for v in flat
@@ -125,13 +124,13 @@ def _key(value: Any) -> Any:
 
 
 class Machine:
-    """Pickle opcodes of protocols 2 to 5 that build values, on a stack; see Python's ``pickletools``.
+    """Executes the pickle opcodes of protocols 2 to 5 that build values; see Python's ``pickletools``.
 
     Args:
-        error: makes the exception of a sentence's end ("names os.system") and a hint.
-        rebuild: functions that stand for names.
-        inert: other names that may occur; so may all that begin with one of ``inert_packages``.
-        budget: bytes that may be read and copied.
+        error: makes the exception from the end of a sentence ("names os.system") and a hint.
+        rebuild: our function for each name that may be called.
+        inert: other permitted names, besides all that begin with one of ``inert_packages``.
+        budget: number of bytes that may be read and copied.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Machine:
         self._object_bytes = MAX_OBJECT_BYTES
 
     def run(self) -> Any:
-        """The value of the pickle at the stream's position."""
+        """Return the value of the pickle at the stream's position."""
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -167,13 +166,13 @@ class Machine:
                 self.spend_memory(OPERATION_BYTES + made)
             return self.stack.pop()
         except BaseException:
-            self.stack, self.memo = [], {}  # the error's traceback would keep them in memory
+            self.stack, self.memo = [], {}  # else the traceback would keep them in memory
             raise
 
     # -- input ------------------------------------------------------------------------------------
 
     def take(self, n: int) -> bytes:
-        """The next n bytes; a length that the file does not have costs nothing."""
+        """Return the next n bytes; check the length before memory is allocated."""
         self.spend(n)
         data = self._stream.read(n)
         if len(data) != n:
@@ -197,7 +196,7 @@ class Machine:
         data = self._stream.readline(1000)
         self.spend(len(data))
         if not data.endswith(b"\n"):
-            raise ValueError("a name without end")
+            raise ValueError("a name that does not end")
         return data[:-1].decode("ascii")
 
     # -- stack ------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ class Machine:
 
     def named(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not text")
         path = f"{module}.{name}"
         if path.startswith(PYTHON2_BUILTINS):
             path = f"builtins.{path.removeprefix(PYTHON2_BUILTINS)}"
@@ -253,16 +252,16 @@ class Machine:
         if not known:
             raise self._error(
                 f"names {path[:100]}, which no weights need: it may be malicious",
-                "nothing of it was run; get the weights from a source you trust, as .safetensors if there are",
+                "none of its code was executed; get the weights from a source you trust, as .safetensors if possible",
             )
         self.push(Global(path))
 
     def call(self) -> None:
-        """REDUCE and NEWOBJ: the only calls are of our own functions in ``rebuild``."""
+        """Execute REDUCE or NEWOBJ; only our own functions in ``rebuild`` are called."""
         function, args = self.pop_many(2)
         if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise ValueError("a call of something that is no name")
-        # copies are paid for: a short loop over one long list must not fill the memory
+            raise ValueError("a call of a value that is not a name")
+        # copies reduce the budget, because a short loop over one long list must not fill the memory
         self.spend(sum(len(a) for a in args if isinstance(a, (str, list, tuple, set, dict))))
         rebuild = self._rebuild.get(function.path)
         self.push(rebuild(*args) if rebuild else PickledObject(function.path, args))
@@ -274,11 +273,11 @@ class Machine:
     def set_state(self, target: Any, state: Any) -> None:
         if isinstance(target, PickledObject):
             target.state = state
-        elif not isinstance(target, dict):  # attributes of those carry no weights
+        elif not isinstance(target, dict):  # its attributes have no weights
             raise ValueError(f"a state for a {type(target).__name__}")
 
     def persistent(self) -> None:
-        raise ValueError("a reference to something outside")
+        raise ValueError("a reference to an object outside of the pickle")
 
     def integer(self, length: int) -> None:
         if not 0 <= length <= MAX_INTEGER_BYTES:
@@ -344,4 +343,4 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
 }
 MAKERS = frozenset(
     b"R\x81tl]})\x8f\x91\x85\x86\x87JKM\x8a\x8bG\x8cX\x8dCB\x8e"[i : i + 1] for i in range(24)
-)  # operations that make a value
+)  # opcodes that make a value

@@ -1,8 +1,7 @@
-"""Reading strangers' PyTorch files (``.pt``) as data. Nothing in them is ever called or imported.
+"""Read untrusted PyTorch files (``.pt``) as data, without calling or importing anything from them.
 
-Their pickles go through the machine of ``pickle_machine.py``; tensors become :class:`StoredTensor`, a checked
-place in the file. Work and memory are bounded by the size of the file: no number in it is trusted before it is
-compared with the bytes that are there.
+The machine of ``pickle_machine.py`` reads their pickles. A tensor becomes a :class:`StoredTensor`, a checked position in
+the file. The size of the file limits work and memory: each number in it is compared with the existing bytes before use.
 
 Formats: torch's zip archive (torch >= 1.6) and the older sequence of pickles.
 """
@@ -52,7 +51,7 @@ DTYPES = {
     "BoolStorage": torch.bool,
 }
 
-# Classes and functions of these packages become inert objects; so do the single names below.
+# Names of these packages become inert objects; so do the single names below.
 INERT_PACKAGES = ("models.", "ultralytics.", "utils.", "torch.nn.", "torch.optim.")
 INERT_NAMES = {
     *(f"torch.{name}" for name in DTYPES),
@@ -84,7 +83,7 @@ INERT_NAMES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that lies within a storage of the file; read with :meth:`TorchFile.tensor`.
+    """The position of a tensor in a storage of the file; :meth:`TorchFile.tensor` reads it.
 
     Attributes:
         storage: number of the storage in the file.
@@ -114,7 +113,7 @@ class TorchFile:
         root: the pickled value: plain containers, :class:`PickledObject`, :class:`StoredTensor`.
 
     Raises:
-        CheckpointError: missing, damaged, unsafe, or of another kind; the message says which.
+        CheckpointError: the file is missing, damaged or unsafe, or has another format.
     """
 
     def __init__(self, path: Path, kind: str = "data") -> None:
@@ -123,8 +122,8 @@ class TorchFile:
         self._places: dict[str, zipfile.ZipInfo | tuple[int, int]] = {}  # legacy: offset and length in bytes
         self._storages: dict[str, _Storage] = {}
         self._zip: zipfile.ZipFile | None = None
-        self._used: set[str] = set()  # storages that a tensor was made of
-        self._kept: dict[str, Tensor] = {}  # storages that a second tensor was made of
+        self._used: set[str] = set()  # storages that one tensor has read
+        self._kept: dict[str, Tensor] = {}  # storages that several tensors have read
         self._given_bytes = 0
         try:
             self._file: BinaryIO = open_foreign(path)
@@ -136,7 +135,7 @@ class TorchFile:
             is_zip = self._file.read(4) == b"PK\x03\x04"
             self._file.seek(0)
             if kind != "data" and not is_zip:
-                raise self._error("is not a whole TorchScript file", "use another copy")
+                raise self._error("is not a complete TorchScript file", "use another copy")
             self.root = self._open_zip() if is_zip else self._open_legacy()
             self._check_storages()
         except BaseException as problem:
@@ -159,11 +158,11 @@ class TorchFile:
         self._file.close()
 
     def tensor(self, stored: StoredTensor) -> Tensor:
-        """A copy in memory; not larger than its storage in the file.
+        """Return a copy in memory, which is not larger than its storage in the file.
 
         Raises:
-            CheckpointError: the file changed or its checksum is wrong; or the tensor's elements overlap, so
-                that it would be larger than its storage.
+            CheckpointError: the file has changed, its checksum is wrong, or the tensor's elements overlap, so that it
+                would be larger than its storage.
         """
         storage = self._storages[stored.storage]
         numel = 1
@@ -173,9 +172,7 @@ class TorchFile:
             raise self._error(f"has a tensor of {numel} elements in a storage of {storage.numel}")
         self._given_bytes += numel * storage.dtype.itemsize
         if self._given_bytes > 2 * self._bytes:
-            raise self._error(
-                "makes more tensors of its storages than it has bytes: not written by torch.save"
-            )
+            raise self._error("has more bytes in tensors than in storages: torch.save did not write it")
         try:
             if numel == 0:
                 return torch.empty(stored.shape, dtype=stored.dtype)
@@ -185,7 +182,7 @@ class TorchFile:
             raise self._error(f"is damaged ({first_line(problem)})") from None
 
     def _flat(self, storage: _Storage) -> Tensor:
-        """All elements of a storage. One that several tensors share is read twice at most, then kept."""
+        """Return all elements of a storage. A storage of several tensors is read twice at most, then kept in memory."""
         if storage.key in self._kept:
             return self._kept[storage.key]
         place = self._places[storage.key]
@@ -203,14 +200,14 @@ class TorchFile:
 
     @property
     def members(self) -> list[str]:
-        """Names of everything in a zip archive."""
+        """Return the names of all members of a zip archive."""
         return self._zip.namelist() if self._zip is not None else []
 
     def read_member(self, name: str, limit_bytes: int) -> bytes:
         """Return the content of a member of a zip archive.
 
         Raises:
-            CheckpointError: damaged, or larger than ``limit_bytes``.
+            CheckpointError: the member is damaged, or larger than ``limit_bytes``.
         """
         assert self._zip is not None
         if self._zip.getinfo(name).file_size > limit_bytes:
@@ -227,24 +224,26 @@ class TorchFile:
         members = self._zip.infolist()
         names = {m.filename for m in members}
         if len({name.casefold() for name in names}) != len(names):
-            raise self._error("has two members whose names differ in case only: not written by torch")
+            raise self._error("has two members whose names differ only in case: torch did not write it")
         if len(members) > MAX_MEMBERS or len(names) != len(members):
-            raise self._error(f"has {len(members)} members of {len(names)} names: not written by torch.save")
+            raise self._error(
+                f"has {len(members)} members with {len(names)} names: torch.save did not write it"
+            )
         for m in members:
             if (
                 self._kind == "constants" and "/code/" in m.filename
             ):  # text; `read_member` bounds what it unpacks to
                 continue
             if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 or m.file_size != m.compress_size:
-                raise self._error(f"has a compressed member {m.filename[:80]!r}: not written by torch.save")
-        if sum(m.compress_size for m in members) > self._bytes:  # members on top of each other
-            raise self._error("is smaller than its members together: not written by torch.save")
+                raise self._error(f"has a compressed member {m.filename[:80]!r}: torch.save did not write it")
+        if sum(m.compress_size for m in members) > self._bytes:  # overlapping members
+            raise self._error("is smaller than the sum of its members: torch.save did not write it")
         ending = f"/{self._kind}.pkl"
         pickles = [name for name in names if name.count("/") == 1 and name.endswith(ending)]
         if len(pickles) != 1:
             if self._kind == "constants":
                 raise self._error("is not a TorchScript file", "use another copy")
-            raise self._error("holds no torch checkpoint", "expected a .pt file written by torch.save")
+            raise self._error("has no torch checkpoint", "expected a .pt file written by torch.save")
         folder = pickles[0].removesuffix(ending[1:])
         if self._kind == "data" and f"{folder}constants.pkl" in names:
             raise self._error("is a TorchScript program, not weights", "use the .pt file that training wrote")
@@ -263,23 +262,23 @@ class TorchFile:
         self._file.seek(0)
         machine = self._machine(self._file)
         if machine.run() != LEGACY_MAGIC or machine.run() != LEGACY_PROTOCOL:
-            raise self._error("is a pickle, but not one of torch.save")
+            raise self._error("is a pickle, but torch.save did not write it")
         system = machine.run()
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise self._error("was written on a big-endian machine", "save it again on a usual one")
         root = machine.run()
         keys = machine.run()
         if not isinstance(keys, list) or not set(self._storages) <= {k for k in keys if isinstance(k, str)}:
-            raise self._error("does not hold all of its storages")
+            raise self._error("lacks some of its storages")
         for key in keys:
             if key not in self._storages:
-                raise self._error("holds a storage that no tensor uses")
+                raise self._error("has a storage that no tensor uses")
             header = self._file.read(8)  # number of elements
             numel = struct.unpack("<q", header)[0]
             length = numel * self._storages[key].dtype.itemsize
             start = self._file.tell()
             if not 0 <= length <= self._bytes - start:
-                raise self._error(f"ends within storage {key[:40]!r}")
+                raise self._error(f"ends inside storage {key[:40]!r}")
             self._places[key] = (start, length)
             self._file.seek(length, io.SEEK_CUR)
         return root
@@ -301,8 +300,8 @@ class TorchFile:
             )
             if there != storage.numel * storage.dtype.itemsize:
                 raise self._error(
-                    f"is damaged: storage {storage.key[:40]!r} should have "
-                    f"{storage.numel * storage.dtype.itemsize} bytes and has {max(there, 0)}"
+                    f"is damaged: storage {storage.key[:40]!r} has {max(there, 0)} bytes, expected "
+                    f"{storage.numel * storage.dtype.itemsize}"
                 )
 
     def _error(self, what: str, hint: str | None = None) -> CheckpointError:
@@ -320,7 +319,7 @@ def _parameter(data: Any, _requires_grad: Any = None, _hooks: Any = None, _state
 
 
 def _stored_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_unused: Any) -> StoredTensor:
-    """Checks what torch itself leaves to the reader: every element lies within the storage."""
+    """Return the position of a tensor, after a check that every element lies inside its storage."""
     if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise ValueError("a tensor without storage, shape or stride")
     numbers = (offset, *shape, *stride)
@@ -329,7 +328,7 @@ def _stored_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_unused:
         or len(shape) > MAX_DIMENSIONS
         or any(type(n) is not int or n < 0 for n in numbers)
     ):
-        raise ValueError("a tensor whose shape and stride are not such")
+        raise ValueError("a tensor with an invalid shape or stride")
     last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     if 0 not in shape and last >= storage.numel:
         raise ValueError(f"a tensor that reaches element {last} of a storage of {storage.numel}")
@@ -347,7 +346,7 @@ REBUILD: dict[str, Callable[..., Any]] = {
 
 
 class _TorchMachine(Machine):
-    """Knows tensors, and storages beside the pickle."""
+    """Reads tensors, and references to storages outside of the pickle."""
 
     def __init__(
         self,
@@ -359,12 +358,14 @@ class _TorchMachine(Machine):
         self._storage = storage
 
     def set_state(self, target: Any, state: Any) -> None:
-        if not isinstance(target, StoredTensor):  # whose attributes carry no weights
+        if not isinstance(target, StoredTensor):  # attributes of a tensor have no weights
             super().set_state(target, state)
 
     def persistent(self) -> None:
-        """("storage", type, key, device, number of elements); old files add a view, which must be None, and
-        write ("module", class, file, source text) for classes."""
+        """Execute BINPERSID for ("storage", type, key, device, number of elements).
+
+        Old files add a view, which must be None, and write ("module", class, file, source text) for classes.
+        """
         match self.pop():
             case ("module", Global() as kind, *_):
                 self.push(kind)

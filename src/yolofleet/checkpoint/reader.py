@@ -1,4 +1,4 @@
-"""Weights from a file of any form, found by name and recognised by content."""
+"""Read weights from a file of any supported format, found by name and recognised by content."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
 from yolofleet.text import screen_line
 
-DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # the first layers of a network, such as darknet53.conv.74
+DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # a file of the first layers, such as darknet53.conv.74
 PADDLE = (".pdparams", ".pdema", ".pdopt")
 
 
 def read_weights(path: Path, description: ModelDescription | None = None) -> Weights:
-    """Ours or a stranger's. Of a training checkpoint: the moving average.
+    """Read weights of our own or another format; from a training checkpoint, read the moving average.
 
     Args:
         description: for files that do not describe their model.
 
     Raises:
-        CheckpointError: missing, damaged, unsafe, of another family, not finite; says which.
+        CheckpointError: the file is missing, damaged or unsafe, belongs to another family, or has values that are not
+            finite.
     """
     start = first_bytes(path)
     if start[8:9] == b"{":  # 8 bytes of length, then JSON
@@ -38,8 +39,8 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
     if path.suffix == ".weights" or DARKNET_CUT.search(path.name):
         if description is not None and not isinstance(description, DarknetDescription):
             raise CheckpointError(
-                f"{path} holds weights of a Darknet network, and {description.name} is none",
-                hint="name its .cfg: --cfg FILE",
+                f"{path} has weights of a Darknet network, but {description.name} is not a Darknet network",
+                hint="name its .cfg with --cfg FILE",
             )
         return darknet.read(path, description)
     if path.suffix in PADDLE:
@@ -51,7 +52,7 @@ def first_bytes(path: Path) -> bytes:
     """Return the first 16 bytes of a regular file.
 
     Raises:
-        CheckpointError: missing, unreadable, empty, or no regular file.
+        CheckpointError: the file is missing, cannot be read, is empty or is not a regular file.
     """
     try:
         with open_foreign(path) as file:
@@ -61,13 +62,13 @@ def first_bytes(path: Path) -> bytes:
         raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
     if not start:
         raise CheckpointError(
-            f"{path} is empty (0 bytes)", hint="was a copy or a download cut off? use another copy"
+            f"{path} is empty (0 bytes)", hint="a copy or download may have been cut off; use another copy"
         )
     return start
 
 
 def load_weights(name: str, cfg: str = "") -> Weights:
-    """Weights by path or name, of a network that ``cfg`` describes when the file does not.
+    """Read weights by path or name; ``cfg`` describes the network if the file does not.
 
     Raises:
         CheckpointError, ConfigError: see :func:`resolve_weights`, :func:`read_weights`, ``describe``.
@@ -81,13 +82,13 @@ def _read_safetensors(path: Path, description: ModelDescription | None) -> Weigh
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
         if not isinstance(metadata, dict):
-            raise ValueError("metadata that are no mapping")
+            raise ValueError("its metadata is not a mapping")
     except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is not a whole safetensors file", hint="use another copy") from None
+        raise CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy") from None
     if DIGEST in metadata:
         try:
             tensors, values = decode_tensors(content, str(path))
-        except (ValueError, RecursionError):  # JSON that no writer of ours makes
+        except (ValueError, RecursionError):  # not valid JSON, or deeply nested
             raise CheckpointError(f"{path} has a wrong header") from None
         if HEADER not in values:
             raise CheckpointError(
@@ -102,7 +103,7 @@ def _read_safetensors(path: Path, description: ModelDescription | None) -> Weigh
         tensors = safetensors.torch.load(content)
     except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({screen_line(problem, limit=160)})",
+            f"{path} is not a complete safetensors file ({screen_line(problem, limit=160)})",
             hint="use another copy",
         ) from None
     return yolov5_pt.from_state_dict(tensors, {}, description, str(path))

@@ -2,13 +2,13 @@
 
 A restart tries, in this order:
   1. the newest ``checkpoints/step-*.safetensors`` whose digest is right;
-  2. the next older one, saying which was passed over and why; and so on;
-  3. if none is whole: an error that names them all. Nothing is deleted.
+  2. the next older one, and so on; it prints which files it skips and why;
+  3. if none is complete: an error that names all of them. No file is deleted.
 
-Files are written by rank 0 in a background thread from a copy of the state, so training does not wait.
+A background thread of rank 0 writes the files from a copy of the state, so training does not wait.
 
-A new run in a folder that was used before (``--exist-ok``) first moves the older states and weights aside; pruning
-deletes the states of its own run only, in the order in which they were written.
+A new run in a used folder (``--exist-ok``) first moves the older states and weights aside. Pruning deletes only states of
+its own run, in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from yolofleet.checkpoint.format import read_tensors, write_tensors
 from yolofleet.errors import CheckpointError
 from yolofleet.files.atomic import storage_error
 
-KEPT = ("checkpoints", "weights")  # folders of a run that a later run in the same place must not touch
+KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
 NAME = re.compile(r"step-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A full state at a step border: tensors by name, and JSON-able values."""
+    """A full state between two steps: tensors by name, and values for JSON."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -50,19 +50,17 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """The ``checkpoints`` folder of a run; keeps the ``keep`` states that were written last."""
+    """The ``checkpoints`` folder of a run; keeps the last ``keep`` states."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
-        self._written: list[Path] | None = (
-            None  # in the order in which they were written; None = not yet listed
-        )
+        self._written: list[Path] | None = None  # in the order of writing; None: not yet listed
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def entries(self) -> list[StoredCheckpoint]:
-        """Return the regular files by step, newest first (not verified). Links are not followed.
+        """Return the regular files by step, newest first, without verification or following of links.
 
         Raises:
             CheckpointError: the folder is a link, or cannot be read.
@@ -80,15 +78,15 @@ class CheckpointStore:
         return sorted(found, key=lambda e: -e.step)
 
     def _refuse_link(self) -> None:
-        """Pruning must not delete states of another folder."""
+        """Raise if the folder is a link, because pruning must not delete states of another folder."""
         if self.folder.is_symlink():
             raise CheckpointError(
                 f"{self.folder} is a symbolic link",
-                hint="put the states themselves there; --project may name a folder on another disk",
+                hint="replace the link by a folder; --project can name a folder on another disk",
             )
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write in the background; ``snapshot``'s tensors must not change any more.
+        """Write ``snapshot`` in the background; its tensors must not change afterwards.
 
         Raises:
             StorageError: an earlier write failed.
@@ -99,7 +97,7 @@ class CheckpointStore:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            if self._written is None:  # a resumed run goes on with the states that it left
+            if self._written is None:  # a resumed run also prunes states from before
                 self._written = [entry.path for entry in self.entries()[::-1]]
             self._refuse_link()
             path = self.folder / f"step-{snapshot.step:08d}.safetensors"
@@ -109,14 +107,14 @@ class CheckpointStore:
                 self._written.pop(0).unlink(missing_ok=True)
         except OSError as problem:
             self._failure = storage_error(problem, self.folder)
-        except Exception as problem:  # a thread's own end would be silent
+        except Exception as problem:  # else the thread would end silently
             self._failure = problem
 
     def flush(self) -> None:
-        """Wait for the write under way.
+        """Wait for the pending write.
 
         Raises:
-            StorageError: it failed.
+            StorageError: the write failed.
         """
         if self._writer is not None:
             self._writer.join()
@@ -126,43 +124,44 @@ class CheckpointStore:
             raise failure
 
     def finish_writing(self) -> None:
-        """Wait for the write under way, whatever becomes of it: for a run that has failed otherwise."""
+        """Wait for the pending write and ignore its result, because the run has already failed or ended."""
         if self._writer is not None:
             self._writer.join()
 
     def newest(self) -> tuple[Path, list[str]]:
-        """The newest whole state's file, and a note per file that was passed over.
+        """Return the file of the newest complete state, and a note for each skipped file.
 
         Raises:
             CheckpointError: there is none.
         """
-        passed_over: list[str] = []
+        skipped: list[str] = []
         for entry in self.entries():
             try:
                 load_snapshot(entry.path)
-                return entry.path, passed_over
+                return entry.path, skipped
             except CheckpointError as problem:
-                passed_over.append(problem.what)
-        if passed_over:
+                skipped.append(problem.what)
+        if skipped:
             raise CheckpointError(
-                f"no whole checkpoint in {self.folder}: " + "; ".join(passed_over),
-                hint=f"another copy of one of them, or a new run with --weights {self.folder.parent / 'weights' / 'last.safetensors'}",
+                f"no complete checkpoint in {self.folder}: " + "; ".join(skipped),
+                hint="use another copy of one of them, or start a new run with --weights "
+                f"{self.folder.parent / 'weights' / 'last.safetensors'}",
             )
         raise CheckpointError(
-            f"{self.folder} has no checkpoint", hint="the run ended before its first one; start it anew"
+            f"{self.folder} has no checkpoint", hint="the run ended before its first one; start a new run"
         )
 
 
 def set_aside(run: Path) -> list[Path]:
-    """Move states and weights of an earlier run in the folder ``run`` out of the way of a new one.
+    """Rename the folders with states and weights of an earlier run in ``run``, so that a new run does not change them.
 
     ``checkpoints`` becomes ``checkpoints-before-1`` and ``weights`` becomes ``weights-before-1``; the number is the
-    first that is free for both.
+    first that is unused for both.
 
     Returns:
-        The new names of the folders that held something.
+        The new names of the folders that were not empty.
     Raises:
-        StorageError: the disk refused. CheckpointError: ``checkpoints`` or ``weights`` is a link.
+        StorageError: a folder cannot be renamed. CheckpointError: ``checkpoints`` or ``weights`` is a link.
     """
     try:
         used = [folder for folder in (run / name for name in KEPT) if _holds_something(folder)]
@@ -190,13 +189,13 @@ def load_snapshot(path: Path) -> Snapshot:
     """Read and verify one file.
 
     Raises:
-        CheckpointError: not whole, or not a full state.
+        CheckpointError: the file is incomplete, or is not a full state.
     """
     return decode_snapshot(read_tensors(path), str(path))
 
 
 def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: str) -> Snapshot:
-    """Return the state that ``read_tensors`` found.
+    """Return the state from the result of ``read_tensors``.
 
     Raises:
         CheckpointError: it is not a full state.
@@ -204,12 +203,12 @@ def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: s
     tensors, header = content
     if "state" not in header or "step" not in header:
         raise CheckpointError(
-            f"{origin} holds weights, not a training state",
+            f"{origin} has weights, not a training state",
             hint="--weights starts from it; --resume needs a file of checkpoints/",
         )
     step, values = header["step"], header["state"]
     if type(step) is not int or not 0 <= step < 2**53 or not isinstance(values, dict):
         raise CheckpointError(
-            f"{origin} is not a whole training state: its step number or its values are missing"
+            f"{origin} is not a complete training state: its step number or its values are missing"
         )
     return Snapshot(step, tensors, values)

@@ -1,7 +1,7 @@
-"""Trained weights as a value: tensors, and a header that says what is needed to use them.
+"""Trained weights as a value: tensors, and a header with everything needed to use them.
 
-Our files are safetensors under the official tensor names, fp32, whose header carries description, class names,
-strides, image size, and a SHA-256 over all of it (``format.py``). ``reader.py`` reads them, and strangers' files.
+Our files are safetensors with the official tensor names, in fp32. Their header has description, class names, strides, image
+size and a SHA-256 of the content (``format.py``). ``reader.py`` reads them and other formats.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.text import screen_line
 
-HEADER = "weights"  # key of the header in a file of ours
+HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1
-UNCOUNTED = "num_batches_tracked"  # may be absent: nothing reads it
+UNCOUNTED = "num_batches_tracked"  # may be missing, because no code reads it
 
 
 @dataclass(frozen=True)
 class WeightsHeader:
-    """What a weights file says beside its tensors.
+    """The header of a weights file.
 
     Attributes:
         img: image size in training, pixels.
@@ -53,11 +53,11 @@ class WeightsHeader:
 
     @property
     def anchors_px(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """[L][A] width, height; () where the family has none."""
+        """[L][A] width, height; () if the family has no anchors."""
         return getattr(self.description, "anchors_px", ())
 
     def to_dict(self) -> dict[str, Any]:
-        return {  # family and anchors again at the top, for other programs
+        return {  # other programs find family and anchors at the top level
             "version": FORMAT_VERSION,
             "family": self.family,
             "description": self.description.to_dict(),
@@ -71,15 +71,15 @@ class WeightsHeader:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str) -> WeightsHeader:
-        """Check a header from a file.
+        """Check and return a header from a file.
 
         Raises:
-            CheckpointError: it is not one of ours.
+            CheckpointError: it is not a valid header of our files.
         """
         if not isinstance(values, dict) or values.get("version") != FORMAT_VERSION:
             raise CheckpointError(
                 f"{source} has a header of an unknown version",
-                hint="a newer yolofleet wrote it; update this one",
+                hint="a newer yolofleet wrote it; update yolofleet",
             )
         try:
             description = description_from_dict(values["description"], source=source)
@@ -97,7 +97,7 @@ class WeightsHeader:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by official name (CPU; floats are fp32), and the header that belongs to them."""
+    """Tensors by official name (CPU; floats are fp32), and their header."""
 
     tensors: dict[str, Tensor]
     header: WeightsHeader
@@ -109,10 +109,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What :func:`transfer` did.
+    """The result of :func:`transfer`.
 
     Attributes:
-        loaded: names of the tensors taken over.
+        loaded: names of the copied tensors.
         skipped: (name, reason) of the model's other tensors.
     """
 
@@ -120,7 +120,7 @@ class TransferReport:
     skipped: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
-        """One line."""
+        """Return the report as one line."""
         total = len(self.loaded) + len(self.skipped)
         text = f"{len(self.loaded)} of {total} tensors taken over"
         if self.skipped:
@@ -134,24 +134,24 @@ class TransferReport:
 
 
 def write_weights(path: Path, weights: Weights) -> str:
-    """Atomically; returns the SHA-256 that the header carries.
+    """Write weights atomically; return the SHA-256 in the header.
 
     Raises:
-        StorageError: the disk refused; ``path`` is as it was.
+        StorageError: the file cannot be written; ``path`` is unchanged.
     """
     tensors = {name: as_fp32(t.detach()) for name, t in weights.tensors.items()}
     return write_tensors(path, tensors, {HEADER: weights.header.to_dict()})
 
 
 def model_from_weights(weights: Weights) -> Detector:
-    """A network with these weights and names, in evaluation mode, sharing no memory with ``weights``.
+    """Return a network with these weights and names, in evaluation mode; it shares no memory with ``weights``.
 
     Raises:
-        CheckpointError: they are those of a backbone alone.
+        CheckpointError: the weights are those of a backbone only.
     """
     header = weights.header
     if "partial" in header.extra:
-        raise CheckpointError(str(header.extra["partial"]), hint="they are good to start training with")
+        raise CheckpointError(str(header.extra["partial"]), hint="use them to start a training")
     model = outline(header.description, header.nc).to_empty(device="cpu")
     state = model.state_dict()
     for name, t in state.items():
@@ -166,7 +166,7 @@ def model_from_weights(weights: Weights) -> Detector:
 
 @torch.no_grad()
 def transfer(model: Detector, weights: Weights) -> TransferReport:
-    """Copy into ``model`` what fits by name and shape; anchors stay the model's own.
+    """Copy the tensors that fit by name and shape into ``model``; its anchors stay.
 
     Raises:
         CheckpointError: no convolution fits.
@@ -183,10 +183,10 @@ def transfer(model: Detector, weights: Weights) -> TransferReport:
         else:
             t.copy_(given)
             loaded.append(name)
-    if all(weights.tensors[name].dim() < 2 for name in loaded):  # biases may agree by chance
+    if all(weights.tensors[name].dim() < 2 for name in loaded):  # biases may fit by chance
         raise CheckpointError(
             f"no layer of the weights ({weights.description.name}) fits the model {model.description.name}",
-            hint=f"leave out --model and --cfg, or use --model {weights.description.name}",
+            hint=f"remove --model and --cfg, or use --model {weights.description.name}",
         )
     return TransferReport(tuple(loaded), tuple(skipped))
 
@@ -195,7 +195,7 @@ def transfer(model: Detector, weights: Weights) -> TransferReport:
 
 
 def misfits(given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int) -> list[str]:
-    """What is missing, too much or of another shape, against the description's network."""
+    """Return texts about missing, extra and differently shaped tensors, compared with the description's network."""
     expected = {name: tuple(t.shape) for name, t in outline(description, nc).state_dict().items()}
     found = {name: tuple(t.shape) for name, t in given.items()}
     missing = [f"{n} is missing" for n in expected if n not in found and not n.endswith(UNCOUNTED)]
@@ -211,9 +211,10 @@ def misfits(given: Mapping[str, Tensor | StoredTensor], description: ModelDescri
 def check_fit(
     given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int, source: str
 ) -> None:
-    """
+    """Raise if names or shapes differ from the description's network.
+
     Raises:
-        CheckpointError: names or shapes differ from the description's network.
+        CheckpointError: see above.
     """
     try:
         problems = misfits(given, description, nc)
@@ -224,23 +225,23 @@ def check_fit(
     folded = "model.0.conv.bias" in given and "model.0.bn.weight" not in given
     raise CheckpointError(
         f"{source}: {len(problems)} tensors do not fit the model {description.name}: {'; '.join(problems[:3])}",
-        hint="its batch normalisation is folded in; use the file that training wrote"
+        hint="its batch normalisation is folded; use the file that training wrote"
         if folded
         else "the file belongs to another model",
     )
 
 
 def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse values that no training gives, with which every prediction would be wrong without a word.
+    """Raise on values that no training gives, because they would make every prediction wrong without an error.
 
     Raises:
-        CheckpointError: a tensor is not finite, holds something else than real numbers, or is a negative variance.
+        CheckpointError: a tensor has values that are not finite or not real numbers, or is a negative variance.
     """
     for name, t in tensors.items():
         if name.endswith(UNCOUNTED):
             continue
         if not t.is_floating_point():
-            raise CheckpointError(f"{source}: {screen_line(name)} holds {t.dtype} instead of real numbers")
+            raise CheckpointError(f"{source}: {screen_line(name)} has {t.dtype}, expected real numbers")
         if not torch.isfinite(t).all():
             raise CheckpointError(
                 f"{source}: {screen_line(name)} is not finite",
@@ -248,14 +249,13 @@ def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
             )
         if name.endswith("running_var") and t.numel() and t.min() < 0:
             raise CheckpointError(
-                f"{source}: {screen_line(name)}, a variance, is negative",
+                f"{source}: the variance {screen_line(name)} has negative values",
                 hint="the file is damaged, or belongs to another model; use another copy",
             )
 
 
 def class_names(value: Any, nc: int) -> tuple[str, ...]:
-    """Names from a list or a {number: name}, without characters that a terminal would obey; numbers when
-    there are none."""
+    """Return class names from a list or a {number: name}, without control characters; numbers without names."""
     if isinstance(value, dict):
         value = [value.get(i) for i in range(nc)]
     if not isinstance(value, (list, tuple)) or len(value) != nc or not all(isinstance(v, str) for v in value):
@@ -265,12 +265,12 @@ def class_names(value: Any, nc: int) -> tuple[str, ...]:
 
 def whole_number(value: Any) -> int:
     if type(value) is not int or not 1 <= value <= 1_000_000:
-        raise ValueError(f"a number is {str(value)[:40]}")
+        raise ValueError(f"expected a whole number from 1 to 1,000,000, got {str(value)[:40]}")
     return value
 
 
 def as_fp32(t: Tensor) -> Tensor:
-    """Floats of any width to fp32 on the CPU; whole numbers as they are."""
+    """Return floats of any width as fp32 on the CPU; integers keep their type."""
     return t.to("cpu", torch.float32) if t.is_floating_point() else t.cpu()
 
 

@@ -1,5 +1,6 @@
-"""YOLOv5's files read as data: checkpoints (``.pt`` of v4.0 ... v7.0, and of the YOLOv3 trainer in that form; official
-or a user's best.pt and last.pt), and state dicts, whose description is then found by their shapes.
+"""Read YOLOv5's files as data: checkpoints (``.pt`` of v4.0 to v7.0, also of Ultralytics' YOLOv3) and state dicts.
+
+The shapes of a state dict identify its description.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ READABLE = (
 
 
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
-    """The moving average if there is one, else the model; as a module object or as a state dict.
+    """Read the moving average if there is one, else the model; from a module object or a state dict.
 
     Args:
         description: for a plain state dict of a model that is not built in.
 
     Raises:
-        CheckpointError: damaged, unsafe, of another family, not finite.
+        CheckpointError: the file is damaged or unsafe, belongs to another family, or has values that are not finite.
     """
     with TorchFile(path) as file:
         return from_torch_file(file, description)
 
 
 def from_torch_file(file: TorchFile, description: ModelDescription | None = None) -> Weights:
-    """As :func:`read`, from an opened file."""
+    """Read weights from an open file, as :func:`read`."""
     root, source = file.root, str(file.path)
     found = _model_of(root)
     if isinstance(found, PickledObject):
@@ -65,7 +66,7 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
                 description = from_yolov5_mapping(mapping, name=name, source=source)
             except ConfigError as problem:
                 raise CheckpointError(
-                    f"{source}: its model cannot be built: {problem.what}", hint=READABLE
+                    f"{source}: cannot build its model: {problem.what}", hint=READABLE
                 ) from None
     elif isinstance(found, dict):
         tensors = {str(name): t for name, t in found.items() if isinstance(t, StoredTensor)}
@@ -77,7 +78,7 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
             else type(root).__name__
         )
         raise CheckpointError(
-            f"{source} holds no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
+            f"{source} has no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
         )
     options = root.get("opt") if isinstance(root, dict) else None
     if isinstance(options, PickledObject):  # argparse's Namespace
@@ -88,7 +89,7 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
-    """The first of moving average, model and state dict that is a module or holds tensors."""
+    """Return the first of moving average, model and state dict that is a module or has tensors."""
     candidates = [root]
     if isinstance(root, dict):
         candidates = [*(root.get(key) for key in ("ema", "model", "state_dict")), root]
@@ -103,7 +104,7 @@ def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
 
 
 def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Parameters and buffers of a pickled module tree by dotted name, and the root's attributes."""
+    """Return parameters and buffers of a pickled module tree by dotted name, and the root's attributes."""
     tensors: dict[str, StoredTensor] = {}
     waiting: list[tuple[str, PickledObject]] = [("", root)]
     visited = 0
@@ -113,17 +114,19 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
         groups = ("_parameters", "_buffers", "_modules")
         visited += 1 + (sum(_size(state.get(group)) for group in groups) if isinstance(state, dict) else 0)
         if visited > MAX_VISITS or len(prefix) > MAX_NAME or not isinstance(state, dict):
-            raise CheckpointError(f"{source} holds no network: its modules have no state or no end")
+            raise CheckpointError(f"{source} has no network: its modules have no state or are endless")
         kind = module.class_path.rsplit(".", 1)[-1]
         if prefix.endswith("act.") and kind != "SiLU":
             raise CheckpointError(
                 f"{source} uses the activation {kind[:40]}; YOLOv5 from v4.0 on uses SiLU",
                 hint=READABLE,
             )
-        passing = state.get("_non_persistent_buffers_set")
+        non_persistent = state.get("_non_persistent_buffers_set")
         for group in ("_parameters", "_buffers"):
             for name, value in named(state.get(group)):
-                if isinstance(value, StoredTensor) and not (isinstance(passing, set) and name in passing):
+                if isinstance(value, StoredTensor) and not (
+                    isinstance(non_persistent, set) and name in non_persistent
+                ):
                     tensors[prefix + name] = value
         children = [
             (f"{prefix}{n}.", m) for n, m in named(state.get("_modules")) if isinstance(m, PickledObject)
@@ -137,7 +140,7 @@ def _size(group: Any) -> int:
 
 
 def named(group: Any) -> Iterator[tuple[str, Any]]:
-    """Items of a pickled dict under names short enough to be some."""
+    """Yield the items of a pickled dict whose keys are texts of a possible length for a name."""
     if isinstance(group, dict):
         yield from (
             (name, value) for name, value in group.items() if isinstance(name, str) and len(name) < 100
@@ -151,7 +154,7 @@ def from_state_dict(
     source: str,
     file: TorchFile | None = None,
 ) -> Weights:
-    """Weights from official names; ``values``: names and img if known."""
+    """Return weights from tensors with official names; ``values``: class names and img if known."""
     if given and all(name.startswith("module.") for name in given):  # saved through DataParallel
         given = {name.removeprefix("module."): t for name, t in given.items()}
     given = {name: t for name, t in given.items() if name.rsplit(".", 1)[-1] not in UNUSED}
@@ -159,13 +162,13 @@ def from_state_dict(
         description = description_by_shapes(given)
     if description is None:
         raise CheckpointError(
-            f"{source} holds tensors without a description, and they are of no built-in model",
+            f"{source} has tensors without a description, and they fit no built-in model",
             hint="describe the model with --cfg FILE",
         )
     if not isinstance(description, RowDescription):
         raise CheckpointError(
-            f"{source} holds a network of YOLOv5's form, and {description.name} is of another family",
-            hint="leave out --model and --cfg, or use other weights",
+            f"{source} has a network of YOLOv5's family, but {description.name} belongs to another family",
+            hint="remove --model and --cfg, or use other weights",
         )
     nc = _classes_by_shapes(given, description)
     if nc is None:
@@ -201,7 +204,7 @@ def _classes_by_shapes(given: Mapping[str, Tensor | StoredTensor], description: 
 
 
 def description_by_shapes(given: Mapping[str, Tensor | StoredTensor]) -> RowDescription | None:
-    """The built-in model that has these tensors."""
+    """Return the built-in model with these tensors, or None."""
     for name in preset_names():
         description = preset(name)
         nc = _classes_by_shapes(given, description)
@@ -215,8 +218,10 @@ def description_by_shapes(given: Mapping[str, Tensor | StoredTensor]) -> RowDesc
 
 
 def _has_its_convolutions(given: Mapping[str, Tensor | StoredTensor], description: RowDescription) -> bool:
-    """Whether each row that is one convolution is there in its shape: no two built-in models agree in that, and it
-    costs a hundredth of comparing all tensors."""
+    """Return whether all rows of one convolution have tensors of the right shape.
+
+    These shapes identify a built-in model, and the check costs a hundredth of comparing all tensors.
+    """
     for i, layer in enumerate(layers(description)):
         if layer.module == "Conv" and layer.repeats == 1:
             out, kernel, _stride, _padding, groups = layer.args

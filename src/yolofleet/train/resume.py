@@ -135,8 +135,8 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
     if world.is_main:
         try:
             if resume_from.is_dir():
-                found, passed_over = CheckpointStore(resume_from / "checkpoints").newest()
-                for note in passed_over:
+                found, skipped = CheckpointStore(resume_from / "checkpoints").newest()
+                for note in skipped:
                     console.warn(f"passed over: {note}")
             else:
                 found = resume_from
