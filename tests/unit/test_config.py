@@ -86,7 +86,7 @@ def test_numbers_in_a_file_may_be_text_settings(written):
         ({"device": "0,"}, "expected: auto, cpu, cpu:N"),
         ({"device": "cpu:0"}, "--device cpu:0"),
         ({"plots": "maybe"}, "--plots maybe is not true or false"),
-        ({"set": "lr0=1"}, "--set lr0=1 is not a list of texts"),
+        ({"set": "lr0=1"}, "--set lr0=1 is not a list of strings"),
         ({"img": "16"}, "allowed: at least 32"),
         ({"epochs": "x", "batch": "y"}, "also wrong: batch"),
         ({"epoch": "3"}, "did you mean epochs?"),
@@ -129,7 +129,7 @@ def test_scalars_are_read_as_yaml_1_2(written):
     [
         ("a: 1\nb: 2\na: 3\n", "a is set twice, in lines 1 and 3"),
         ("a: [1\n", "not YAML"),
-        ("a: &x [1]\nb: *x\n", "aliases (*name) are not read here"),
+        ("a: &x [1]\nb: *x\n", "aliases (*name) are not supported"),
         ("- 1\n- 2\n", "does not hold `key: value` lines"),
         ("word", "does not hold `key: value` lines"),
         ("a: !!python/object/apply:os.system [ls]\nb: !!python/name:os.system x\n", "with tag"),
@@ -263,7 +263,7 @@ def test_single_values_override_the_recipe():
         ({"set": ["lr0={a: 1}"]}, "is not a finite number"),
         ({"set": ["lr0=*x"]}, "not YAML"),
         ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
-        ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a share of the mosaics"),
+        ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a fraction of the mosaics"),
         ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
         ({"recipe": "no/such.yaml"}, "built in: demo, ppyoloe-300e"),
     ],
@@ -338,12 +338,12 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
     ("given", "says"),
     [
         ({"data": ""}, "--data is missing"),
-        ({"model": ""}, "no model: one of --weights, --model and --cfg is needed"),
-        ({"cfg": "a.yaml"}, "--model yolov5n and --cfg a.yaml cannot stand together"),
-        ({"sync_bn": True, "reduce": "exact"}, "instead of --sync-bn raise --micro-batch"),
+        ({"model": ""}, "no model: expected one of --weights, --model and --cfg"),
+        ({"cfg": "a.yaml"}, "--model yolov5n and --cfg a.yaml are mutually exclusive"),
+        ({"sync_bn": True, "reduce": "exact"}, "leave out --sync-bn and raise --micro-batch"),
         ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
-        ({"deterministic": True, "cudnn_benchmark": "on"}, "cannot stand together"),
-        ({"reduce": "exact", "cudnn_benchmark": "on"}, "cannot stand together"),
+        ({"deterministic": True, "cudnn_benchmark": "on"}, "are mutually exclusive"),
+        ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
     ],
@@ -479,7 +479,7 @@ def test_a_configuration_file_that_does_not_fit_is_refused(written, text, says):
 
 
 def test_hyperparameters_are_refused_where_nothing_is_trained(written):
-    with pytest.raises(ConfigError, match="only count in training"):
+    with pytest.raises(ConfigError, match="are for train only"):
         resolve_val({"weights": "w", "data": "d"}, config_file=str(written("hyperparameters: {lr0: 1}\n")))
 
 
@@ -565,8 +565,8 @@ def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):
     config, _ = resolve_train({"resume": str(run(epochs=7)), "epochs": "9", "data": "e.yaml"})
     assert (config.value.epochs, config.value.data) == (9, "e.yaml")
     assert config.notes == (
-        "--data is e.yaml from here on; the run had d.yaml",
-        "--epochs is 9 from here on; the run had 7",
+        "--data changes from d.yaml to e.yaml",
+        "--epochs changes from 7 to 9",
     )
 
 
@@ -606,7 +606,7 @@ def test_resume_names_a_run_a_checkpoint_or_as_in_yolov5_its_weights(run):
 
 def test_resume_auto_without_a_run_starts_one_only_when_told_what(tmp_path):
     config, _ = train(resume="auto", project=str(tmp_path))
-    assert config.value.resume == "" and "this is a new run" in config.notes[0]
+    assert config.value.resume == "" and "starting a new run" in config.notes[0]
     with pytest.raises(ConfigError, match="no run with a checkpoint"):
         resolve_train({"resume": "auto", "project": str(tmp_path)})
 

@@ -330,7 +330,7 @@ def test_what_cannot_be_exported_says_why(settings, says, weights, tmp_path, mon
     [
         ({}, "--weights is missing"),
         ({"weights": "w", "conf": "0.5"}, "no effect without --nms"),
-        ({"weights": "w", "dynamic": "batch", "batch": "2"}, "cannot stand together"),
+        ({"weights": "w", "dynamic": "batch", "batch": "2"}, "are mutually exclusive"),
         ({"weights": "w", "img": "64x96"}, "img"),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_configuration_of_a_whole_run_repeats_without_hosts_and_files(tmp_pa
     again = resolve_val({}, config_file=str(file))
     assert (again.value.hosts, again.value.exist_ok, again.value.json_out) == ("", False, "")
     assert fleet_of(again) is None
-    assert f"hosts: a:2 in {file} counts on the command line only" in again.notes
+    assert f"hosts: a:2 in {file} is ignored; use --hosts" in again.notes
     assert len(again.notes) == 3
 
 
@@ -104,7 +104,7 @@ def test_the_folder_of_a_run_does_not_say_which_hosts_continue_it(tmp_path: Path
     again, _ = resolve_train({"resume": str(folder)})
     assert (again.value.fleet, again.value.sync_code) == ("", False)
     assert fleet_of(again) is None
-    end = f" of {folder / 'config.yaml'} is not used"  # a long value is cut
+    end = f" of {folder / 'config.yaml'} is ignored"  # a long value is cut
     assert any(note.startswith("fleet: ") and note.endswith(end) for note in again.notes)
     asked, _ = resolve_train({"resume": str(folder), "hosts": "a:2"})
     assert asked.value.hosts == "a:2" and asked.value.fleet == ""

@@ -14,7 +14,7 @@ from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import UNASKED
+from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.errors import ConfigError
@@ -76,7 +76,7 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:
-    if UNASKED not in recipe.sources.values():
+    if DEFAULT_SOURCE not in recipe.sources.values():
         return "hyperparameters"
     return "hyperparameters (of YOLO models; a PP-YOLOE model takes its own recipe instead of the default)"
 

@@ -1,8 +1,7 @@
-"""Old spellings: YOLOv5's flags, and those by which others name machines -> today's, in one table; and why some are refused.
+"""Translate the flags of YOLOv5, PaddleDetection and launchers into ours, or refuse them with a reason.
 
-``rewrite`` turns a command line into today's flags, each as ``--flag=value`` (so a value is never taken for
-a flag), before it is parsed. Underscores and hyphens are the same. Nothing is accepted and silently ignored:
-a flag without effect here says so once.
+``rewrite`` changes a command line before it is parsed. It writes each flag as ``--flag=value``, so that a value cannot look
+like a flag. Underscores and hyphens are equivalent. No flag is silently ignored: a flag without effect gives a note.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ Values = Literal["none", "one", "maybe", "some"]
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a spelling becomes.
+    """The translation of a flag.
 
     Attributes:
-        values: how many values follow it; ``maybe`` is none or one, ``some`` is one or more.
-        to: values -> today's arguments.
-        note: tell the user what it became, or this sentence.
-        refusal: why it cannot be used; then ``hint`` says what to do instead.
+        values: number of its values; ``maybe``: none or one, ``some``: one or more.
+        to: returns our arguments for the values.
+        note: True: print the translation; a text: print the flag and this text.
+        refusal: reason for refusing the flag; ``hint`` says what to do instead.
     """
 
     values: Values = "one"
@@ -37,17 +36,17 @@ class Spelling:
 
 
 def same(flag: str, values: Values = "one") -> Spelling:
-    """Another spelling of ``flag``."""
+    """Translate to ``flag``, without a note."""
     return Spelling(values, lambda given: [f"{flag}={value}" for value in given])
 
 
-def now(flag: str) -> Spelling:
-    """``flag`` with its value is what it is called today; said once."""
+def renamed(flag: str) -> Spelling:
+    """Translate to ``flag`` with the same value, with a note."""
     return Spelling("one", lambda given: [f"{flag}={value}" for value in given], note=True)
 
 
 def switch(*argv: str) -> Spelling:
-    """A switch that became ``argv``; said once."""
+    """Translate a flag without value to ``argv``, with a note."""
     return Spelling("none", lambda given: list(argv), note=True)
 
 
@@ -58,8 +57,8 @@ def refused(why: str, hint: str | None = None, values: Values = "none") -> Spell
 def _img(values: list[str]) -> list[str]:
     if len(values) > 2 or len(set(values)) > 1:
         raise ConfigError(
-            f"--img {' '.join(map(shown, values))}: only one size, for square images, is available",
-            hint=f"--img {max(values, key=lambda v: (len(v), v))}; images keep their shape inside it",
+            f"--img {' '.join(map(shown, values))}: expected one size, for square images",
+            hint=f"--img {max(values, key=lambda v: (len(v), v))}; images keep their aspect ratio",
         )
     return [f"--img={values[0]}"]
 
@@ -68,7 +67,7 @@ def _one_model(values: list[str]) -> list[str]:
     if len(values) > 1:
         raise ConfigError(
             f"--weights with {len(values)} files: ensembles are not available yet",
-            hint="name one file, and run each",
+            hint="run the command once for each file",
         )
     return [f"--weights={values[0]}"]
 
@@ -80,7 +79,8 @@ def _device(values: list[str]) -> list[str]:
 def _batch(values: list[str]) -> list[str]:
     if values[0] in ("-1", "auto"):
         raise ConfigError(
-            f"--batch {values[0]}: finding the batch by itself is not available yet", hint="--batch 16"
+            f"--batch {values[0]}: choosing the batch size automatically is not available yet",
+            hint="--batch 16",
         )
     return [f"--batch={values[0]}"]
 
@@ -106,50 +106,52 @@ def _height_width(values: list[str]) -> list[str]:
 def _one_format(values: list[str]) -> list[str]:
     if len(values) > 1:
         raise ConfigError(
-            f"--include with {len(values)} formats: one file is written at a time",
-            hint=f"--format {values[0]}, and again for each",
+            f"--include with {len(values)} formats: export writes one format at a time",
+            hint=f"--format {values[0]}; run the command once for each format",
         )
     names = {"engine": "tensorrt"}
     return [f"--format={names.get(values[0], values[0])}"]
 
 
 def _paddle_config(values: list[str]) -> list[str]:
-    """Return what the name of a PP-YOLOE configuration of PaddleDetection says: model, recipe, epochs and data set."""
+    """Return model, recipe, epochs and data set from the name of a PP-YOLOE configuration of PaddleDetection."""
     name = values[0].replace("\\", "/").rpartition("/")[2]
     match = re.fullmatch(r"ppyoloe_(plus_)?crn_([smlx])_(\d{1,4})e_coco(?:\.ya?ml)?", name)
     if match is None:
         raise ConfigError(
-            f"-c {shown(values[0])}: of PaddleDetection's configurations only those of PP-YOLOE on COCO are known",
-            hint="--model, --data, --epochs and --recipe say the same; --config FILE has settings of yolofleet",
+            f"-c {shown(values[0])} is not a configuration of PaddleDetection for PP-YOLOE on COCO",
+            hint="use --model, --data, --epochs and --recipe; --config FILE reads settings of yolofleet",
         )
     family, recipe = ("ppyoloe-plus", "ppyoloe-plus-80e") if match[1] else ("ppyoloe", "ppyoloe-300e")
     return [f"--model={family}-{match[2]}", f"--recipe={recipe}", f"--epochs={match[3]}", "--data=coco.yaml"]
 
 
-LATER = "is not available yet"
+NOT_YET = "is not available yet"
 EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
-TTA = refused(f"test-time augmentation {LATER}", "leave it out")
-LAUNCHED = Spelling("one")  # filled in by launchers; the worker reads its place from the environment
+TTA = refused(f"test-time augmentation {NOT_YET}", "leave it out")
+FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = Spelling("some", _img)
 BATCH = Spelling("one", _batch)
 DEVICE = Spelling("one", _device)
 HALF = switch("--precision=fp16")
-ONNX = refused("OpenCV does not run the network here", "leave it out")
-OF_TORCHRUN = refused(
+OPENCV_DNN = refused("yolofleet does not run networks with OpenCV", "leave it out")
+TORCHRUN_OPTION = refused(
     "this is an option of torchrun, which starts the processes",
-    "torchrun ... train.py ..., with it before train.py; or leave it out: --hosts a:8,b:8 starts them all",
+    "put it before train.py (torchrun OPTIONS train.py ...), or use --hosts a:8,b:8 instead of torchrun",
     "one",
 )
 MACHINES = {
-    "--ips": now("--hosts"),  # PaddleDetection's fleetrun; --device counts for names without devices
+    "--ips": renamed(
+        "--hosts"
+    ),  # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
     "--selected-gpu": Spelling("one", _device, note=True),
     "--selected-gpus": Spelling("one", _device, note=True),
     "--gpus": Spelling("one", _device, note=True),
     **dict.fromkeys(
         ("--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint"),
-        OF_TORCHRUN,
+        TORCHRUN_OPTION,
     ),
-    "--dist-url": refused("machines find each other by themselves", "--hosts a:8,b:8", "one"),
+    "--dist-url": refused("the hosts find each other automatically", "--hosts a:8,b:8", "one"),
     "--world-size": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
     **dict.fromkeys(
         ("--rank", "--dist-rank"),
@@ -162,7 +164,7 @@ MACHINES = {
 
 FLEETRUN = {  # PaddleDetection's tools/train.py
     "-c": Spelling("one", _paddle_config, note=True),
-    "--eval": Spelling("none", note="has no effect: every epoch is validated (--val-period)"),
+    "--eval": Spelling("none", note="has no effect: training validates after every epoch (--val-period)"),
 }
 
 SPELLINGS: dict[str, dict[str, Spelling]] = {
@@ -187,22 +189,23 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--noautoanchor": switch("--no-autoanchor"),
         "--noplots": switch("--no-plots"),
         "--cos-lr": switch("--lr-schedule=cosine"),
-        "--local-rank": LAUNCHED,
-        "--artifact-alias": Spelling(note="has no effect: there is no artifact store"),
-        "--rect": refused(f"rectangular training {LATER}", "leave it out: images are padded to a square"),
-        "--image-weights": refused(f"drawing images by class accuracy {LATER}", "leave it out"),
+        "--local-rank": FROM_LAUNCHER,
+        "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
+        "--rect": refused(f"rectangular training {NOT_YET}", "leave it out: images are padded to a square"),
+        "--image-weights": refused(f"sampling images by class accuracy {NOT_YET}", "leave it out"),
         "--quad": refused(
-            "four images in one are not offered: it changes the loss", "leave it out, or raise --img"
+            "joining four images into one is not available: it changes the loss",
+            "leave it out, or raise --img",
         ),
         "--evolve": EVOLVE,
         "--evolve-population": EVOLVE,
         "--resume-evolve": EVOLVE,
         "--bucket": refused(
-            "results go to a folder, not to a bucket", "--project FOLDER, and copy it", "maybe"
+            "results go to a folder, not to a bucket", "--project FOLDER, then copy the folder", "maybe"
         ),
-        "--entity": refused(f"logging to Weights & Biases {LATER}", "--tensorboard", "one"),
+        "--entity": refused(f"logging to Weights & Biases {NOT_YET}", "--tensorboard", "one"),
         "--upload-dataset": refused("data sets are not uploaded", "leave it out", "maybe"),
-        "--bbox-interval": refused(f"logging to Weights & Biases {LATER}", "--tensorboard", "one"),
+        "--bbox-interval": refused(f"logging to Weights & Biases {NOT_YET}", "--tensorboard", "one"),
     },
     "val": {
         **MACHINES,
@@ -213,15 +216,15 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--batch-size": BATCH,
         "--device": DEVICE,
         "--weights": Spelling("some", _one_model),
-        "--conf-thres": now("--conf"),
-        "--iou-thres": now("--iou"),
+        "--conf-thres": renamed("--conf"),
+        "--iou-thres": renamed("--iou"),
         "--task": Spelling("one", _task, note=True),
         "--half": HALF,
-        "--local-rank": LAUNCHED,
+        "--local-rank": FROM_LAUNCHER,
         "--augment": TTA,
         "--tta": TTA,
-        "--save-hybrid": refused("labels mixed into the predictions would inflate the figures", "--save-txt"),
-        "--dnn": ONNX,
+        "--save-hybrid": refused("adding labels to the predictions would inflate the metrics", "--save-txt"),
+        "--dnn": OPENCV_DNN,
     },
     "predict": {
         "--img": IMG,
@@ -230,19 +233,19 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--device": DEVICE,
         "--weights": Spelling("some", _one_model),
         "--classes": same("--classes", "some"),
-        "--conf-thres": now("--conf"),
-        "--iou-thres": now("--iou"),
+        "--conf-thres": renamed("--conf"),
+        "--iou-thres": renamed("--iou"),
         "--view-img": switch("--show"),
         "--save-format": Spelling("one", _txt_format, note=True),
         "--nosave": switch("--save=none"),
-        "--line-thickness": now("--line-width"),
+        "--line-thickness": renamed("--line-width"),
         "--half": HALF,
-        "--data": Spelling(note="has no effect: class names travel inside the weights"),
-        "--local-rank": LAUNCHED,
+        "--data": Spelling(note="has no effect: the weights file contains the class names"),
+        "--local-rank": FROM_LAUNCHER,
         "--augment": TTA,
         "--tta": TTA,
         "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
-        "--dnn": ONNX,
+        "--dnn": OPENCV_DNN,
     },
 }
 SPELLINGS["export"] = {
@@ -253,23 +256,23 @@ SPELLINGS["export"] = {
     "--weights": Spelling("some", _one_model),
     "--include": Spelling("some", _one_format, note=True),
     "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
-    "--conf-thres": now("--conf"),
-    "--iou-thres": now("--iou"),
+    "--conf-thres": renamed("--conf"),
+    "--iou-thres": renamed("--iou"),
     "--opset": refused("files have opset 17", "leave it out", "one"),
-    "--inplace": Spelling("none", note="has no effect: it changes nothing that is computed"),
-    "--verbose": Spelling("none", note="has no effect: TensorRT says what is worth knowing"),
-    "--device": refused("files are written on the CPU; TensorRT takes the first GPU", "leave it out", "one"),
+    "--inplace": Spelling("none", note="has no effect: it does not change the result"),
+    "--verbose": Spelling("none", note="has no effect: TensorRT prints warnings only"),
+    "--device": refused("export writes files on the CPU; TensorRT uses the first GPU", "leave it out", "one"),
     "--optimize": refused(
-        "there is no form of TorchScript for phones any more", "--format ncnn, tflite or coreml"
+        "TorchScript files for phones are not available", "--format ncnn, tflite or coreml"
     ),
-    "--int8": refused(f"8 bits {LATER}", "--half"),
-    "--per-tensor": refused(f"8 bits {LATER}", "leave it out"),
-    "--keras": refused("TensorFlow is not used to write TensorFlow Lite", "leave it out"),
+    "--int8": refused(f"8-bit quantisation {NOT_YET}", "--half"),
+    "--per-tensor": refused(f"8-bit quantisation {NOT_YET}", "leave it out"),
+    "--keras": refused("yolofleet writes TensorFlow Lite files without TensorFlow", "leave it out"),
     "--mlmodel": refused("Core ML files are packages (.mlpackage)", "leave it out"),
-    "--cache": refused("TensorRT builds without a cache of timings", "leave it out", "one"),
+    "--cache": refused("yolofleet builds TensorRT engines without a timing cache", "leave it out", "one"),
     "--workspace": refused("TensorRT chooses its own workspace", "leave it out", "one"),
     "--topk-per-class": refused("there is one limit for all classes", "--max-det", "one"),
-    "--topk-all": refused("it has another name here", "--max-det", "one"),
+    "--topk-all": refused("the limit of boxes has another name", "--max-det", "one"),
 }
 VERBS = {"detect": "predict", "test": "val", "inspect": "weights inspect"}
 
@@ -281,13 +284,13 @@ class Rewritten:
 
 
 def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewritten:
-    """Today's command line for ``argv``.
+    """Return the command line ``argv`` with our flags, and notes for the user.
 
     Args:
-        flags: today's flags of the verb, and whether each takes a value.
+        flags: our flags of the command, and whether each takes a value.
 
     Raises:
-        ConfigError: an unknown or refused flag, or a value missing.
+        ConfigError: a flag is unknown or refused, or its value is missing.
     """
     known = {flag: Spelling("one" if takes else "none", _keep(flag, takes)) for flag, takes in flags.items()}
     known |= SPELLINGS.get(verb, {})
@@ -295,7 +298,7 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if token == "--":  # what follows is no option of ours
+        if token == "--":  # no options follow
             result += [token, *rest]
             break
         if not token.startswith("--") and token not in known:
@@ -309,14 +312,14 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
         if spelling.refusal:
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
         values = _values(spelled, spelling.values, [value] if equals else None, rest)
-        became = spelling.to(values)
-        at = 0 if spelled == "-c" else len(result)  # the command's own flags, which come later, win
-        result[at:at] = became
+        arguments = spelling.to(values)
+        at = 0 if spelled == "-c" else len(result)  # at the start, because later flags override earlier ones
+        result[at:at] = arguments
         if isinstance(spelling.note, str):
             notes.append(f"{spelled} {spelling.note}")
         elif spelling.note:
             notes.append(
-                f"{' '.join([spelled, *map(shown, values)])} is now {' '.join(became).replace('=', ' ')}"
+                f"{' '.join([spelled, *map(shown, values)])} is now {' '.join(arguments).replace('=', ' ')}"
             )
     return Rewritten(result, list(dict.fromkeys(notes)))
 
@@ -326,10 +329,10 @@ def _keep(flag: str, takes: bool) -> Callable[[list[str]], list[str]]:
 
 
 def _values(flag: str, wanted: Values, attached: list[str] | None, rest: list[str]) -> list[str]:
-    """Take a flag's values off ``rest``; what looks like a flag is none (a negative number does not)."""
+    """Remove a flag's values from ``rest`` and return them; stop at a flag, which a negative number is not."""
     if wanted == "none":
         if attached:
-            raise ConfigError(f"{flag} takes no value, {shown(attached[0])} was given", source="command line")
+            raise ConfigError(f"{flag} takes no value, got {shown(attached[0])}", source="command line")
         return []
     if attached is not None:
         return attached
@@ -345,7 +348,7 @@ def _unknown(verb: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigEr
     usable = [
         flag[2:]
         for flag, spelling in known.items()
-        if flag.startswith("--") and not spelling.refusal and spelling is not LAUNCHED
+        if flag.startswith("--") and not spelling.refusal and spelling is not FROM_LAUNCHER
     ]
     near = nearest(spelled.replace("_", "-")[2:], usable)
     hint = f"did you mean --{near}?" if near else f"yolofleet {verb} --help lists them"

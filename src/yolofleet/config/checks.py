@@ -1,4 +1,4 @@
-"""Settings that cannot stand together: an error before anything starts, never a setting that is ignored."""
+"""Check combinations of settings: raise or print a note before anything starts, so no setting is silently ignored."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from yolofleet.config.schema import (
 )
 from yolofleet.errors import ConfigError
 
-MICRO_BATCHES = range(4, 33)  # sizes that the default may have; batch normalisation over fewer images is poor
-WISHED_MICRO_BATCH = (8, 16)  # bounds of an eighth of a step
+MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
+TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
 
 
 def micro_batch_of(config: TrainConfig) -> int:
-    """Return the images that pass the network together: ``--micro-batch``, or else its default.
+    """Return the number of images that pass the network together: ``--micro-batch``, or its default.
 
-    The default gives a full step about eight micro-batches, work for eight devices. It is the divisor of ``--batch``
-    within ``MICRO_BATCHES`` that is nearest in ratio to an eighth of a full step, bounded by ``WISHED_MICRO_BATCH``;
-    of two equally near ones the larger. It follows from batch and nominal batch only, so it is the same on any fleet.
+    The default cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a
+    full step, bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``--batch`` in ``MICRO_BATCHES`` whose ratio to
+    the target is nearest to 1; of two equally near divisors the larger. It depends on batch and nominal batch only, so
+    it is the same on every fleet.
 
     Raises:
         ConfigError: no divisor of ``--batch`` is in that range.
     """
     if config.micro_batch:
         return config.micro_batch
-    low, high = WISHED_MICRO_BATCH
+    low, high = TARGET_MICRO_BATCH
     eighth = Fraction(step_images_of(config.batch, config.nominal_batch), 8)
-    wished = min(max(eighth, Fraction(low)), Fraction(high))
-    return min(default_micro_batches(config.batch), key=lambda d: (max(d / wished, wished / d), -d))
+    target = min(max(eighth, Fraction(low)), Fraction(high))
+    return min(default_micro_batches(config.batch), key=lambda d: (max(d / target, target / d), -d))
 
 
 def default_micro_batches(batch: int) -> list[int]:
@@ -64,50 +65,54 @@ def _in_range(batch: int) -> list[int]:
 
 
 def step_images_of(batch: int, nominal_batch: int) -> int:
-    """Return the images of a full step (one after warm-up): as many whole batches as come nearest to ``nominal_batch``."""
+    """Return the number of images of a step after warm-up: the multiple of ``batch`` nearest to ``nominal_batch``."""
     return batch * max(round(nominal_batch / batch), 1)
 
 
 def divisors(n: int) -> list[int]:
-    """Of ``n`` >= 1, ascending."""
+    """Return the divisors of ``n`` >= 1, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
-    """What no single setting shows.
+    """Raise on missing settings and on combinations that cannot work.
 
     Raises:
-        ConfigError: names every setting involved and where it came from.
+        ConfigError: it names the settings and their sources.
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     if not (c.model or c.cfg or c.weights):
         raise ConfigError(
-            "no model: one of --weights, --model and --cfg is needed",
+            "no model: expected one of --weights, --model and --cfg",
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
         )
     if c.model and c.cfg:
-        raise _clash(config, "model", "cfg", "both say which network to build", "leave one out")
+        raise _clash(config, "model", "cfg", "both choose the network", "leave one out")
     _check_micro_batch(config)
     if c.sync_bn and c.reduce == "exact":
         raise _clash(
             config,
             "sync_bn",
             "reduce",
-            "statistics across devices are equal up to rounding only",
-            "instead of --sync-bn raise --micro-batch: its statistics are those of one micro-batch on every fleet",
+            "statistics across devices are equal only up to rounding",
+            "leave out --sync-bn and raise --micro-batch; statistics of one micro-batch are equal on every fleet",
         )
     if c.deterministic and c.cudnn_benchmark == "on":
         raise _clash(
-            config, "deterministic", "cudnn_benchmark", "timing may choose other kernels", "leave one out"
+            config,
+            "deterministic",
+            "cudnn_benchmark",
+            "timing may choose non-deterministic kernels",
+            "leave one out",
         )
     if c.reduce == "exact" and c.cudnn_benchmark == "on":
         raise _clash(
             config,
             "reduce",
             "cudnn_benchmark",
-            "kernels chosen by timing differ from run to run, and so do their last bits",
+            "timing chooses different kernels in each run, and their results differ in the last bits",
             "leave out --cudnn-benchmark",
         )
     if c.patience and not c.val_period and config.is_given("patience"):
@@ -118,53 +123,55 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         raise ConfigError(
             "autobalance: true is not available: its balance would depend on the fleet",
             source=recipe.sources["autobalance"],
-            hint="remove it; the fixed balance of the levels is used",
+            hint="remove it; yolofleet uses a fixed balance of the levels",
         )
     if r.mosaic9 and not r.mosaic:
         raise ConfigError(
-            f"mosaic9: {r.mosaic9:g} is a share of the mosaics, but mosaic is 0",
+            f"mosaic9: {r.mosaic9:g} is a fraction of the mosaics, but mosaic is 0",
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
         )
 
 
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
-    """As :func:`check_train`; returns the settings with notes on what has no effect."""
+    """Check as :func:`check_train`; return the settings with notes about settings without effect."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     return _without_effect(config, "save_conf")
 
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
-    """As :func:`check_val`."""
+    """Check as :func:`check_val`."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
     return _without_effect(config, "save_conf", "txt_format")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
-    """As :func:`check_train`."""
+    """Check as :func:`check_train`."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
     if config.value.dynamic in ("batch", "both") and config.is_given("batch"):
-        raise _clash(config, "batch", "dynamic", "a free batch has no size", "leave out --batch")
+        raise _clash(config, "batch", "dynamic", "a variable batch has no size", "leave out --batch")
 
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
-    """As :func:`check_train`."""
+    """Check as :func:`check_train`."""
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
     _check_precision(config)
 
 
 def check_doctor(config: Resolved[DoctorConfig]) -> None:
-    """As :func:`check_train`."""
+    """Check as :func:`check_train`."""
     if config.value.hosts and config.value.fleet:
-        raise _clash(config, "hosts", "fleet", "both say which machines", "leave one out")
+        raise _clash(config, "hosts", "fleet", "both choose the hosts", "leave one out")
     if config.value.log:
         for name in type(config.value).model_fields:
             if name not in ("log", "json_out") and config.is_given(name):
-                raise _clash(config, name, "log", "a log is read by itself", "leave one out")
+                raise _clash(
+                    config, name, "log", "the doctor reads a log without other checks", "leave one out"
+                )
     _check_micro_batch(config)
 
 
@@ -188,7 +195,7 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
 
 
 def _either(numbers: list[int]) -> str:
-    """``8, 10 or 20``."""
+    """Return the numbers as text, such as ``8, 10 or 20``."""
     *first, last = map(str, numbers)
     return " or ".join([", ".join(first), last]) if first else last
 
@@ -197,13 +204,13 @@ T = TypeVar("T", ValConfig, PredictConfig)
 
 
 def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
-    """Note what cannot apply and harms nothing: settings ``of_txt`` without --save-txt, and fp16 on a CPU."""
+    """Add notes about harmless settings without effect: those in ``of_txt`` without --save-txt, and fp16 on a CPU."""
     value, notes = config.value, list(config.notes)
     for name in of_txt:
         if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:
             notes.append(f"{config.spelled(name)} has no effect without --save-txt")
     if value.precision == "fp16" and value.device.startswith("cpu"):
-        notes.append("--precision fp16 has no effect on a CPU, which computes in fp32; bf16 is possible")
+        notes.append("--precision fp16 has no effect on a CPU, which computes in fp32; use bf16")
         value = value.model_copy(update={"precision": "fp32"})
     return replace(config, value=value, notes=tuple(notes))
 
@@ -222,7 +229,7 @@ def _need(config: Resolved[Any], name: str, example: str) -> None:
 
 
 def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
-    """``name`` has no effect without ``needed``."""
+    """Raise if ``name`` is set without ``needed``, because it would have no effect."""
     if getattr(config.value, name) != type(config.value).model_fields[name].default and not getattr(
         config.value, needed
     ):
@@ -236,14 +243,14 @@ def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
 
 def _clash(config: Resolved[Any], first: str, second: str, why: str, hint: str) -> ConfigError:
     return ConfigError(
-        f"{config.spelled(first)} and {config.spelled(second)} cannot stand together: {why}",
+        f"{config.spelled(first)} and {config.spelled(second)} are mutually exclusive: {why}",
         source=_sources(config, first, second),
         hint=hint,
     )
 
 
 def _sources(config: Resolved[Any], *names: str) -> str:
-    """``runs/a.yaml:12, batch from the command line``: where several settings came from."""
+    """Return the sources of several settings, such as ``--micro-batch runs/a.yaml:12, --batch command line``."""
     sources = {name: config.sources[name] for name in names}
     if len(set(sources.values())) == 1:
         return sources[names[0]]

@@ -1,6 +1,7 @@
-"""What a verb runs with: defaults < configuration file < command line; and ``config.yaml``, which repeats it.
+"""Build the settings of a command from defaults, configuration file and command line; write and read ``config.yaml``.
 
-A resumed run starts from its own ``config.yaml`` instead of the defaults (``resume.py``).
+The command line overrides the file, and the file overrides the defaults. A resumed run starts from its own
+``config.yaml`` instead of the defaults (``resume.py``).
 """
 
 from __future__ import annotations
@@ -60,9 +61,13 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=BaseModel)
-MODELS: dict[str, type[Where]] = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig}
+MODELS: dict[str, type[Where]] = {
+    "train": TrainConfig,
+    "val": ValConfig,
+    "predict": PredictConfig,
+}
 SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
-VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file that are not settings
+VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings
 HEADER = (
     f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
     f"# `{SOURCES}` says where the values came from that are not defaults.\n"
@@ -72,15 +77,15 @@ HEADER = (
 def resolve_train(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """The settings of a training run, checked.
+    """Return the checked settings and hyperparameters of a training run.
 
     Args:
-        given: what the user set, by name; texts or values.
-        config_file: a YAML file with any settings, and a recipe's values under ``hyperparameters``.
-        source: where ``given`` came from.
+        given: values that the user set, by name, as text or parsed.
+        config_file: a YAML file with any settings, and hyperparameters under that key; "" for none.
+        source: source of ``given``, for messages.
 
     Raises:
-        ConfigError: anything that cannot be used, with its source.
+        ConfigError: a setting is unknown, invalid or contradicts another; it names the source.
     """
     command = layer_of(given, source)
     file, hyperparameters, left_out = _files("train", TrainConfig, config_file)
@@ -102,7 +107,7 @@ def resolve_train(
         else:
             notes = (
                 *notes,
-                f"nothing to resume in {config.value.project or 'runs/train'}: this is a new run",
+                f"nothing to resume in {config.value.project or 'runs/train'}: starting a new run",
             )
             config = resolve(TrainConfig, [file, {**command, "resume": Sourced("", source)}])
     check_train(config, recipe)
@@ -112,42 +117,42 @@ def resolve_train(
 def resolve_val(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[ValConfig]:
-    """As :func:`resolve_train`, for ``val``."""
+    """Return the settings of ``val``; see :func:`resolve_train`."""
     return _one("val", ValConfig, check_val, given, config_file, source)
 
 
 def resolve_predict(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[PredictConfig]:
-    """As :func:`resolve_train`, for ``predict``."""
+    """Return the settings of ``predict``; see :func:`resolve_train`."""
     return _one("predict", PredictConfig, check_predict, given, config_file, source)
 
 
 def resolve_selftest(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[SelftestConfig]:
-    """As :func:`resolve_train`, for ``selftest``."""
+    """Return the settings of ``selftest``; see :func:`resolve_train`."""
     return _one("selftest", SelftestConfig, None, given, config_file, source)
 
 
 def resolve_export(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[ExportConfig]:
-    """As :func:`resolve_train`, for ``export``."""
+    """Return the settings of ``export``; see :func:`resolve_train`."""
     return _one("export", ExportConfig, check_export, given, config_file, source)
 
 
 def resolve_bench(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[BenchConfig]:
-    """As :func:`resolve_train`, for ``bench``."""
+    """Return the settings of ``bench``; see :func:`resolve_train`."""
     return _one("bench", BenchConfig, check_bench, given, config_file, source)
 
 
 def resolve_doctor(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[DoctorConfig]:
-    """As :func:`resolve_train`, for ``doctor``."""
+    """Return the settings of ``doctor``; see :func:`resolve_train`."""
     return _one("doctor", DoctorConfig, check_doctor, given, config_file, source)
 
 
@@ -172,34 +177,35 @@ def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:
 def _files(
     verb: str, model: type[BaseModel], config_file: str
 ) -> tuple[Layer, Layer | None, tuple[str, ...]]:
-    """The layer of ``--config``, its hyperparameters if it has any, and notes on what was left out.
+    """Return the layer of ``--config``, its hyperparameters if it has any, and notes about ignored settings.
 
     Raises:
-        ConfigError: it is the configuration of another verb, or a setting in it counts on the command line only.
+        ConfigError: the file belongs to another command, or has a setting that only the command line may set.
     """
     if not config_file:
         return {}, None, ()
-    said, settings, hyperparameters = _read_file(Path(config_file))
-    if said not in (None, verb):
+    stored_verb, settings, hyperparameters = _read_file(Path(config_file))
+    if stored_verb not in (None, verb):
         raise ConfigError(
-            f"{config_file} is the configuration of {said}, not of {verb}", hint=f"yolofleet {said}"
+            f"{config_file} is the configuration of {stored_verb}, not of {verb}",
+            hint=f"yolofleet {stored_verb}",
         )
     if hyperparameters is not None and verb != "train":
-        raise ConfigError(f"{RECIPE} only count in training", source=config_file, hint="remove that section")
+        raise ConfigError(f"{RECIPE} are for train only", source=config_file, hint="remove that section")
     notes = []
     for name in [name for name in settings if name in model.model_fields]:
         field, (value, source) = model.model_fields[name], settings[name]
         if may_be_in_files(field):
             continue
-        if said is None:  # a file that somebody wrote
+        if stored_verb is None:  # written by hand, not by dump_config
             raise ConfigError(
                 f"{name}: cannot be set in a file",
                 source=source,
-                hint=f"give {flag_of(name, field)} on the command line, and remove the line",
+                hint=f"remove the line, and use {flag_of(name, field)} on the command line",
             )
-        # A whole run of ours: repeating it is a new run on this machine.
+        # A config.yaml of a run: ``--config`` with it starts a new run on this machine.
         if name != "resume" and value not in (None, field.default):
-            notes.append(f"{name}: {shown(value)} in {config_file} counts on the command line only")
+            notes.append(f"{name}: {shown(value)} in {config_file} is ignored; use {flag_of(name, field)}")
         del settings[name]
     return settings, hyperparameters, tuple(notes)
 
@@ -209,7 +215,7 @@ def _files(
 
 @dataclass(frozen=True)
 class Job:
-    """What one ``config.yaml`` says; ``recipe`` is None where nothing is trained."""
+    """The content of a ``config.yaml``; ``recipe`` is None unless the command is ``train``."""
 
     verb: str
     config: Resolved[Any]
@@ -217,7 +223,7 @@ class Job:
 
 
 def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
-    """The text of ``config.yaml``; :func:`load_job` gives equal values and sources back."""
+    """Return the text of ``config.yaml``; :func:`load_job` returns equal values and sources."""
     verb = next(verb for verb, model in MODELS.items() if isinstance(config.value, model))
     values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
     sources: dict[str, Any] = _not_default(config)
@@ -228,20 +234,20 @@ def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -
 
 
 def load_job(path: Path) -> Job:
-    """Read back what :func:`dump_config` wrote.
+    """Read a file that :func:`dump_config` wrote.
 
     Raises:
-        ConfigError: the file is missing, or was changed so that it does not fit together.
+        ConfigError: the file is missing, or is not a valid ``config.yaml``.
     """
     verb, settings, hyperparameters = _read_file(path, verbatim=True)
     if verb is None:
-        raise ConfigError(f"{path} has no {VERB}", hint=f"one of {', '.join(MODELS)}")
+        raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
     config = resolve(MODELS[verb], [settings])
     return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
 
 
 def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """The ``config.yaml`` of a training run, as :func:`load_job`."""
+    """Return settings and hyperparameters from the ``config.yaml`` of a training run; see :func:`load_job`."""
     job = load_job(path)
     if job.verb != "train" or job.recipe is None:
         raise ConfigError(
@@ -255,19 +261,19 @@ def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
 
 
 def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[str, Sourced], Layer | None]:
-    """Verb, settings and hyperparameters (None: not in the file).
+    """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
 
-    A value's source is its line; with ``verbatim``, what the file's ``sources`` say. What they do not name
-    was a default and stays one, whatever today's default is.
+    The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this
+    section does not name was a default, and keeps that source even if the default has changed since.
     """
     values = read_yaml(path)
     verb: str | None = None
     if VERB in values:
-        said_verb, line = values.pop(VERB)
-        verb = str(said_verb)
+        stored_verb, line = values.pop(VERB)
+        verb = str(stored_verb)
         if verb not in MODELS:
             raise ConfigError(
-                f"{VERB}: {shown(said_verb)} is not one of {', '.join(MODELS)}", source=f"{path}:{line}"
+                f"{VERB}: {shown(stored_verb)} is not one of {', '.join(MODELS)}", source=f"{path}:{line}"
             )
     sources = _section(values, SOURCES, path)
     hyperparameters = _section(values, RECIPE, path)
@@ -278,9 +284,9 @@ def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
             if stored is not None:
-                default = DEFAULT if name in SETTINGS else source  # an unknown name was put in by hand
-                said = str(stored[name].value) if name in stored else default
-                source = said if verbatim or said == DEFAULT else source
+                default = DEFAULT if name in SETTINGS else source  # a user added the unknown name
+                stored_source = str(stored[name].value) if name in stored else default
+                source = stored_source if verbatim or stored_source == DEFAULT else source
             result[name] = Sourced(value, source)
         return result
 
@@ -291,7 +297,7 @@ def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[
 
 
 def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:
-    """Take a nested mapping out of ``values``."""
+    """Remove a nested mapping from ``values`` and return it; None if there is none."""
     if name not in values:
         return None
     value, line = values.pop(name)

@@ -1,4 +1,4 @@
-"""Hyperparameters: built-in recipes, recipe files, YOLOv5's hyp files, and single values on top."""
+"""Read hyperparameters from built-in recipes, recipe files, YOLOv5's hyp files and ``--set``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
 DEFAULT_RECIPE = "scratch-low"
-UNASKED = f"recipe {DEFAULT_RECIPE} (default)"  # source of its values when nobody named it
+DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe
 YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
-# Keys of YOLOv5's hyp files that this trainer does not have. Those without an effect there are passed over
-# with a note; a value that has one is refused.
+# Keys of YOLOv5's hyp files that yolofleet does not have. A key without effect gives a note; a value that would have an
+# effect is an error.
 WITHOUT_EFFECT = {
-    "iou_t": "no trainer reads it; labels are matched by anchor_t",
-    "copy_paste": "it needs outlines, and labels are read as boxes; YOLOv5 does nothing either when labels are boxes",
+    "iou_t": "YOLOv5 does not read it either; anchor_t decides which labels match",
+    "copy_paste": "it needs polygons, and yolofleet reads labels as boxes; for boxes it has no effect in YOLOv5 either",
 }
 ONLY_ZERO = {
     "anchors": "anchors come from the model description",
@@ -31,7 +31,7 @@ RENAMED = {"giou": "box"}
 
 
 def recipe_names() -> list[str]:
-    """Built-in recipes."""
+    """Return the names of the built-in recipes."""
     folder = resources.files("yolofleet.config") / "recipes"
     return sorted(
         entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
@@ -41,34 +41,38 @@ def recipe_names() -> list[str]:
 def load_recipe(
     name_or_path: str = "", overrides: Iterable[str | Sourced] = (), *, hyperparameters: Layer | None = None
 ) -> Resolved[Recipe]:
-    """Defaults < recipe < ``hyperparameters`` (of a configuration file) < ``overrides``.
+    """Return the hyperparameters. Each source overrides those before it: defaults, recipe, ``hyperparameters``, ``overrides``.
 
     Args:
-        name_or_path: a built-in name, a file, or a YOLOv5 hyp file name; "" is ``scratch-low``.
-        overrides: ``key=value`` each.
+        name_or_path: a built-in name, a file, or the name of a YOLOv5 hyp file; "" means ``scratch-low``.
+        overrides: texts ``key=value``.
+        hyperparameters: section of a configuration file.
 
     Raises:
-        ConfigError: no such recipe, an unknown key, a value out of range.
+        ConfigError: the recipe or a key is unknown, or a value is out of range.
     """
     notes: list[str] = []
     layers: list[Layer] = []
     if hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
         layer = _read(name_or_path or DEFAULT_RECIPE, notes)
-        layers.append(layer if name_or_path else {key: Sourced(e.value, UNASKED) for key, e in layer.items()})
+        layers.append(
+            layer if name_or_path else {key: Sourced(e.value, DEFAULT_SOURCE) for key, e in layer.items()}
+        )
     layers.append(hyperparameters or {})
     layers.append(_overrides(overrides))
     return resolve(Recipe, layers, notes)
 
 
 def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
-    """The same choices over another default recipe: that of the model's family, which is known late.
+    """Return the user's values over the default recipe ``name`` of a model family.
 
-    Nothing changes when the user named a recipe or a file gave all values.
+    Return ``recipe`` itself if the user named a recipe or a file has all values. This is a separate step, because the
+    family is known only after the weights are read.
     """
     chosen = {
         key: Sourced(getattr(recipe.value, key), source)
         for key, source in recipe.sources.items()
-        if source not in (DEFAULT, UNASKED)
+        if source not in (DEFAULT, DEFAULT_SOURCE)
     }
     if any(source.startswith("recipe ") for _, source in chosen.values()):
         return recipe
@@ -89,7 +93,7 @@ def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
 
 
 def _builtin_name(name_or_path: str) -> str | None:
-    """``scratch-low``, and ``hyp.scratch-low.yaml`` where no such file is."""
+    """Return ``scratch-low`` for that name, and for ``hyp.scratch-low.yaml`` if there is no such file; else None."""
     names = recipe_names()
     if name_or_path in names:
         return name_or_path
@@ -101,7 +105,7 @@ def _builtin_name(name_or_path: str) -> str | None:
 
 
 def _is_file(path: str) -> bool:
-    return os.path.isfile(path)  # noqa: PTH113  (Path.is_file raises where a name is too long)
+    return os.path.isfile(path)  # noqa: PTH113  (Path.is_file raises if a name is too long)
 
 
 def _without_obsolete(values: Mapping[str, Located], path: Path, notes: list[str]) -> dict[str, Sourced]:
@@ -122,7 +126,7 @@ def _without_obsolete(values: Mapping[str, Located], path: Path, notes: list[str
             new = RENAMED[key]
             if new in values:
                 raise ConfigError(
-                    f"{key} is the old name of {new}, which is set too", source=source, hint="remove one"
+                    f"{key} is the old name of {new}, but {new} is also set", source=source, hint="remove one"
                 )
             notes.append(f"{key} is now {new} ({source})")
             found[new] = Sourced(value, source)
@@ -139,7 +143,9 @@ def _overrides(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
         key = key.strip().replace("-", "_")
         if not equals or not key:
             raise ConfigError(
-                f"--set {shown(text)} is not key=value", source=source, hint="for example --set lr0=0.02"
+                f"--set {shown(text)} is not key=value",
+                source=source,
+                hint="expected key=value, such as --set lr0=0.02",
             )
         if key not in Recipe.model_fields:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Several layers of settings -> one frozen, checked value that knows where each of its parts came from."""
+"""Merge layers of settings into one frozen, checked value that stores the source of each setting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_INT = 2**31 - 1
 
 
 class Sourced(NamedTuple):
-    """A raw value and where it came from: ``command line``, ``runs/a.yaml:12``, ``recipe scratch-low``."""
+    """A raw value and its source: ``command line``, ``runs/a.yaml:12``, ``recipe scratch-low``."""
 
     value: Any
     source: str
@@ -31,18 +31,18 @@ Layer = Mapping[str, Sourced]
 
 
 def layer_of(values: Mapping[str, Any], source: str) -> dict[str, Sourced]:
-    """A layer whose values all come from one place."""
+    """Return a layer whose values have one source."""
     return {name: Sourced(value, source) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[T]):
-    """Settings after which nothing changes any more.
+    """Final settings of a command.
 
     Attributes:
         value: the checked model.
-        sources: of every field.
-        notes: what to tell the user once (obsolete keys, new names).
+        sources: source of every field.
+        notes: messages to print once, for example about obsolete keys and renamed flags.
     """
 
     value: T
@@ -50,11 +50,11 @@ class Resolved(Generic[T]):
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def is_given(self, name: str) -> bool:
-        """Somebody chose this value; it is not the default."""
+        """Return whether a user, a file or a recipe set this value; else it is the default."""
         return self.sources[name] != DEFAULT
 
     def spelled(self, name: str) -> str:
-        """The setting and its value as the user would write them: ``--batch 40``, or ``batch: 40`` in a file."""
+        """Return the setting and its value as on a command line, such as ``--batch 40``."""
         flag = flag_of(name, type(self.value).model_fields[name])
         value = getattr(self.value, name)
         if isinstance(value, bool):
@@ -63,7 +63,7 @@ class Resolved(Generic[T]):
 
 
 def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:
-    """Merge ``layers`` over the defaults, later ones winning, and check the result.
+    """Merge ``layers`` over the defaults and check the result; a later layer overrides an earlier one.
 
     Raises:
         ConfigError: an unknown name, or a value of the wrong type or outside its range.
@@ -93,7 +93,7 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
 
 
 def _check_plain(name: str, field: FieldInfo, entry: Sourced) -> None:
-    """What pydantic would let pass: true as a number, a mapping as anything."""
+    """Raise on values that pydantic accepts: true as a number, or a mapping as any type."""
     if isinstance(entry.value, bool) and field.annotation is not bool:
         raise _refused(name, field, entry, f"is not {_kind(field)}")
     if isinstance(entry.value, dict):
@@ -101,7 +101,7 @@ def _check_plain(name: str, field: FieldInfo, entry: Sourced) -> None:
 
 
 def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError) -> ConfigError:
-    """The first problem in full, the names of the others."""
+    """Return an error that describes the first problem and names the other settings."""
     errors = problem.errors(include_url=False, include_context=True)
     names = list(dict.fromkeys(str(e["loc"][0]) for e in errors))
     first, name = errors[0], names[0]
@@ -132,20 +132,20 @@ def _refused(name: str, field: FieldInfo, entry: Sourced, what: str, hint: str |
 
 
 def _written(name: str, field: FieldInfo, source: str, value: str) -> str:
-    """Return a setting as its source has it: ``--batch 3``, ``--set lr0=3`` or, in a file, ``batch: 3``."""
+    """Return a setting as its source spells it: ``--batch 3``, ``--set lr0=3`` or, in a file, ``batch: 3``."""
     if source != COMMAND_LINE:
         return f"{name}: {value}"
-    is_recipes = Recipe.model_fields.get(name) is field
-    return f"--set {name}={value}" if is_recipes else f"{flag_of(name, field)} {value}"
+    in_recipe = Recipe.model_fields.get(name) is field
+    return f"--set {name}={value}" if in_recipe else f"{flag_of(name, field)} {value}"
 
 
 def _kind(field: FieldInfo) -> str:
     if get_origin(field.annotation) is tuple:
-        return "a list of texts"
+        return "a list of strings"
     if get_origin(field.annotation) is Literal:
         return f"one of {', '.join(str(c) for c in get_args(field.annotation))}"
     words = {int: "a whole number", float: "a finite number", bool: "true or false"}
-    return words.get(field.annotation, "of this form" if _pattern(field) else "a text")  # type: ignore[arg-type]
+    return words.get(field.annotation, "of this form" if _pattern(field) else "a string")  # type: ignore[arg-type]
 
 
 def _pattern(field: FieldInfo) -> str | None:
@@ -153,7 +153,7 @@ def _pattern(field: FieldInfo) -> str | None:
 
 
 def allowed_range(field: FieldInfo) -> str:
-    """``0 to 1``, ``at least 32``, ``above 0``, or nothing."""
+    """Return the bounds of a number as text, such as ``at least 0, at most 1``; "" if there are none."""
     bounds = {
         b: v
         for m in field.metadata

@@ -1,4 +1,4 @@
-"""What a run asks of each machine, as far as its settings say."""
+"""Collect the settings that decide how much memory, processes and disk a run needs of a machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from yolofleet.config.schema import DoctorConfig, TrainConfig, ValConfig
 
 @dataclass(frozen=True)
 class RunResources:
-    """What the doctor must know of a run to judge a machine.
+    """Settings of a run that the doctor needs to check a machine.
 
     Attributes:
-        device: as ``--device``; a host of a fleet may have its own.
+        device: as ``--device``; a host of a fleet may have another.
         one_process: one process drives all devices (``--parallel dp``).
-        workers: loader processes of each rank; -1 = chosen from the cores of the machine.
+        workers: loader processes of each rank; -1 = chosen from the number of cores.
         prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
         img: side of an image, pixels.
-        data: the data set; "" if none is named. single_cls: all its classes are one.
-        results: the folder that gets the folder of the run.
+        data: the data set; "" for none.
+        single_cls: treat all its classes as one.
+        results: parent folder of the run folder.
         data_digest: module that prints digests of a data set when it is started with ``python -m``.
     """
 
@@ -39,7 +40,7 @@ class RunResources:
 
 
 def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResources:
-    """Return what a run with these settings asks for; what the doctor's settings leave open is a training's default.
+    """Return the resources of a run with these settings; settings that the doctor lacks have the defaults of training.
 
     Raises:
         ConfigError: ``--batch`` has no divisor that can be the default micro-batch.

@@ -1,7 +1,7 @@
-"""``--resume``: which run is continued, and what may be different this time.
+"""Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
-A run is a function of data, recipe and seed, so those stay; where it runs, what it keeps and shows, and how
-long it goes on may change.
+Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
+the run may change.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ FIXED_GROUPS = ("input", "length and batch size", "method")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
-ELSEWHERE = (
-    "checkpoints/where.txt"  # in its place, when the states of a run on several hosts are on one of them
-)
+ELSEWHERE = "checkpoints/where.txt"  # names host and folder of the checkpoints if they are not here
 
 
 @dataclass(frozen=True)
 class Found:
-    """A run to continue.
+    """A run to resume.
 
     Attributes:
-        folder: holds config.yaml and checkpoints.
-        resume: what ``--resume`` now says: the folder, or one checkpoint file in it.
+        folder: the run folder, with config.yaml and checkpoints.
+        resume: new value of ``--resume``: the folder, or one checkpoint file in it.
     """
 
     folder: Path
@@ -42,13 +40,13 @@ class Found:
 
 
 def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
-    """The run that ``--resume`` means; None: ``auto`` found nothing, but a new run can be started.
+    """Return the run that ``--resume`` names; None if ``auto`` found none and ``--data`` allows a new run.
 
     Args:
-        is_named: ``--name`` was given, so ``auto`` looks at runs of that name only.
+        is_named: the user set ``--name``, so ``auto`` considers only runs of that name.
 
     Raises:
-        ConfigError: there is nothing to continue.
+        ConfigError: there is no such run, it has no checkpoint here, or a sub-folder of it is a link.
     """
     found = _run(config, is_named=is_named)
     if found is not None and not config.linked_folders:
@@ -75,7 +73,8 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     if config.data:
         return None
     raise ConfigError(
-        f"--resume auto: no run with a checkpoint in {project}", hint="--resume FOLDER names one"
+        f"--resume auto: no run with a checkpoint in {project}",
+        hint="--resume FOLDER resumes a run in another folder",
     )
 
 
@@ -92,42 +91,46 @@ def _check_links(folder: Path) -> None:
 def links_refused(what: str, folder: str) -> ConfigError:
     """Return the error for a run folder, here or on a host, with a linked sub-folder; ``what`` names the link."""
     return ConfigError(
-        f"{what}, and a resumed run writes there",
+        f"{what}; a resumed run would write there",
         source=f"the run folder {folder}",
         hint="--linked-folders if you made the link yourself; else remove it",
     )
 
 
 def _saved_at_ns(state: Path) -> int:
-    return state.lstat().st_mtime_ns  # of a link that leads nowhere, too
+    return state.lstat().st_mtime_ns  # lstat also works for a broken link
 
 
 def _check_states_are_here(folder: Path) -> None:
-    """A run of several hosts may have left them on the first one."""
+    """Raise ConfigError if the checkpoints of the run are on another host, where a run on several hosts wrote them."""
     if not any(folder.glob(CHECKPOINTS)):
         where = read_where(folder / ELSEWHERE)
         host, _, path = where.partition(":")
         raise ConfigError(
-            f"the states of {folder} are on {host}, in {path}",
+            f"the checkpoints of {folder} are on {host}, in {path}",
             source=str(folder / ELSEWHERE),
-            hint=f"--hosts {host}:..., with {host} as the first; or copy them here: scp -r {shlex.quote(where)} "
+            hint=f"use --hosts with {host} as the first host; or copy them here: scp -r {shlex.quote(where)} "
             f"{shlex.quote(str(folder))}",
         )
 
 
 def read_where(file: Path) -> str:
-    """``host:folder`` of the states of a run. Raises ConfigError."""
+    """Return ``host:folder`` of the checkpoints of a run, from ``where.txt``.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         return read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False).strip()
     except (OSError, ValueError) as problem:
         raise ConfigError(
             f"{file} cannot be read: {getattr(problem, 'strerror', None) or problem}",
-            hint="it names the host that has the states of the run, as host:folder",
+            hint="it must name the host and folder of the checkpoints, as host:folder",
         ) from None
 
 
 def _states(folder: Path) -> list[Path]:
-    """Checkpoints of a run, or the file that says where they are."""
+    """Return the checkpoints of a run, or the file that names their host."""
     return [*folder.glob(CHECKPOINTS), *folder.glob(ELSEWHERE)]
 
 
@@ -135,10 +138,10 @@ def _named_run(resume: str) -> Found:
     path = Path(resume)
     if not path.exists():
         raise ConfigError(
-            f"--resume {shown(resume)} does not exist", hint="--resume auto continues the newest run"
+            f"--resume {shown(resume)} does not exist", hint="--resume auto resumes the newest run"
         )
     folder, target = (path, path) if path.is_dir() else (path.parent.parent, path)
-    if path.is_file() and path.parent.name == "weights":  # YOLOv5's habit: --resume runs/.../weights/last.pt
+    if path.is_file() and path.parent.name == "weights":  # as in YOLOv5: --resume runs/.../weights/last.pt
         target = folder
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -148,7 +151,7 @@ def _named_run(resume: str) -> Found:
     if not _states(folder):
         raise ConfigError(
             f"--resume {shown(resume)}: {folder} has no checkpoint",
-            hint="the run ended before its first one; start it anew",
+            hint="the run ended before its first one; start a new run",
         )
     return Found(folder, target)
 
@@ -158,10 +161,10 @@ def continue_run(
     stored: tuple[Resolved[TrainConfig], Resolved[Recipe]],
     asked: tuple[Resolved[TrainConfig], Resolved[Recipe]],
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """The stored run with what was asked for now, where that may change.
+    """Return the stored settings of the run with the changes that ``asked`` makes.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: it changes a setting that decides the result of the run.
     """
     old, new = stored[0].value, asked[0].value
     values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
@@ -170,26 +173,27 @@ def continue_run(
     for name, field in TrainConfig.model_fields.items():
         if not may_be_in_files(field):
             if name in ("hosts", "fleet") and values[name]:
-                notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is not used")
+                notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "exist_ok", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
-        if name == "micro_batch" and not was:  # a default of that version; the checkpoint knows its value
+        # If the run used the default micro-batch of its version, the checkpoint stores its size.
+        if name == "micro_batch" and not was:
             pass
         elif was != now and group_of(field) in FIXED_GROUPS:
             if name not in MAY_CHANGE:
                 raise _fixed(
                     found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]
                 )
-            notes.append(f"{flag_of(name, field)} is {shown(now)} from here on; the run had {shown(was)}")
+            notes.append(f"{flag_of(name, field)} changes from {shown(was)} to {shown(now)}")
         values[name], sources[name] = now, asked[0].sources[name]
     for name, source in asked[1].sources.items():
         chosen = asked[0].is_given("recipe") or not source.startswith((DEFAULT, "recipe "))
         was, now = getattr(stored[1].value, name), getattr(asked[1].value, name)
         if chosen and was != now:
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
-    if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # hosts have devices of their own
+    if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices
         values["device"], sources["device"] = new.device, DEFAULT
     values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
@@ -197,7 +201,7 @@ def continue_run(
 
 def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
     return ConfigError(
-        f"{now} differs from the run's {was}, and a resumed run stays what it was",
+        f"{now} differs from the run's {was}, and a resumed run cannot change it",
         source=f"{source}; the run's: {found.folder / 'config.yaml'}",
         hint=f"leave it out, or start a new run with --weights {found.folder / 'weights' / 'last.safetensors'}",
     )

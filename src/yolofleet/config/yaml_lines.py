@@ -1,10 +1,9 @@
-"""YAML as settings need it: mappings of scalars and lists, each key with its line; written so that it
-reads back equal.
+"""Read and write YAML files of settings: mappings of scalars and lists, with the line number of each key.
 
-Scalars follow YAML 1.2: ``1e-3`` is a number, ``on`` and ``2020-01-01`` are text. Nothing is constructed
-from tags; aliases, duplicate keys and files above 1 MB are refused.
+Scalars follow YAML 1.2: ``1e-3`` is a number, ``on`` and ``2020-01-01`` are text. Tags construct no objects. Aliases,
+duplicate keys and files above 1 MiB are errors.
 
-Built on the nodes of PyYAML, because its ``safe_load`` drops line numbers, keeps the last of two equal keys, expands
+The module reads the nodes of PyYAML, because ``safe_load`` drops line numbers, keeps the last of two equal keys, expands
 aliases without limit and reads ``1e-3`` as text.
 """
 
@@ -22,7 +21,7 @@ from yolofleet.text import shown
 
 MAX_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
-NO_ALIASES = "aliases (*name) are not read here"
+NO_ALIASES = "aliases (*name) are not supported"
 SCALARS = (  # tag, pattern, first characters
     ("null", r"(~|null|Null|NULL|)", [*"~nN", ""]),
     ("bool", r"(true|True|TRUE|false|False|FALSE)", [*"tTfF"]),
@@ -33,7 +32,7 @@ SCALARS = (  # tag, pattern, first characters
 
 
 class Located(NamedTuple):
-    """A value and the line it stands on, from 1; nested mappings hold ``Located`` again."""
+    """A value and its line number, from 1; the values of nested mappings are ``Located`` too."""
 
     value: Any
     line: int
@@ -62,12 +61,12 @@ for _tag, _pattern, _first in SCALARS:
 
 
 def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES) -> dict[str, Located]:
-    """The mapping in a file.
+    """Return the mapping in a file.
 
     Args:
-        limit_bytes: refuse a larger file. Parsing costs about 30 us a byte where nearly each byte is a value.
+        limit_bytes: maximum size of the file. Parsing takes up to 30 us a byte.
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, a key twice; names the line.
+        ConfigError: the file is missing, is not a YAML mapping, or has a key twice; it names the line.
     """
     try:
         text = read_foreign_text(path, limit_bytes=limit_bytes)
@@ -76,30 +75,32 @@ def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES) -> dict[str, Located]
     except (OSError, ValueError) as problem:  # ValueError: not UTF-8, or a null byte in the path
         raise ConfigError(
             f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}",
-            hint="a text file in UTF-8 is needed",
+            hint="expected a text file in UTF-8",
         ) from None
     node = _compose(text, str(path))
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
-            f"{path} does not hold `key: value` lines", source=f"{path}:1", hint="is it the right file?"
+            f"{path} does not hold `key: value` lines",
+            source=f"{path}:1",
+            hint="check that it is the right file",
         )
     return _mapping(node, str(path))
 
 
 def read_scalar(text: str, source: str) -> Any:
-    """One value as it would stand in a file: number, true/false, null or text.
+    """Return the value of ``text`` as in a file: number, true/false, null, text or list.
 
     Raises:
-        ConfigError: not one.
+        ConfigError: it is not valid YAML.
     """
     node = _compose(text, source)
     return text if node is None else _value(node, source)
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """Block style, in the order given; :func:`read_yaml` gives equal values back."""
+    """Return YAML text in block style, in the order of ``values``; :func:`read_yaml` returns equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -108,9 +109,9 @@ def _compose(text: str, source: str) -> Any:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as problem:
         line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
-        hint = "a text with : # or brackets in it needs quotes; lines of one level start in one column"
+        hint = "quote text with : # or brackets, and indent lines of one level equally"
         if problem.problem == NO_ALIASES:
-            hint = "write the value itself wherever it is needed"
+            hint = "replace each alias by its value"
         raise ConfigError(
             f"not YAML: {problem.problem or problem.context}", source=source + line, hint=hint
         ) from None
@@ -118,11 +119,11 @@ def _compose(text: str, source: str) -> Any:
         raise ConfigError(
             f"not YAML: {' '.join(str(problem).split())[:200]}",
             source=source,
-            hint="a text file in UTF-8 without control characters is needed",
+            hint="expected a text file in UTF-8 without control characters",
         ) from None
     except RecursionError:
         raise ConfigError(
-            "not a settings file: nested too deeply", source=source, hint="is it the right file?"
+            "not a settings file: nested too deeply", source=source, hint="check that it is the right file"
         ) from None
 
 
