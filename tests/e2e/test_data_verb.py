@@ -328,30 +328,13 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
 # download
 
 
-def test_download_lists_what_there_is_and_refuses_the_unknown(data, monkeypatch):
+def test_download_lists_what_there_is_and_refuses_the_unknown(data):
     done = data("download")
     assert done.code == 0 and "coco128" in done.out and "objects365" in done.out
     done = data("download", "coco129")
     assert done.code == 2 and "coco128?" in done.err
     done = data("download", "coco", "--parts", "tests")
     assert done.code == 2 and "parts: annotations, val, train, test" in done.err
-
-
-def test_download_is_told_what_to_fetch_and_where(data, monkeypatch, tmp_path):
-    asked = []
-
-    def fetched(name, folder, *, parts, keep_archives):
-        asked.append((name, folder, list(parts), keep_archives))
-        return folder / name
-
-    monkeypatch.setattr("yolofleet.datasets.download.download_dataset", fetched)
-    done = data("download", "coco", "--out", "sets", "--parts", "val,annotations", "--keep-archives")
-    assert done.out == f"{Path('sets/coco')}\n"
-    data("download", "voc")
-    assert asked == [
-        ("coco", Path("sets"), ["val", "annotations"], True),
-        ("voc", Path("datasets"), [], False),
-    ]
 
 
 def test_nothing_is_left_open_or_running(tmp_path, monkeypatch):

@@ -247,6 +247,17 @@ def test_parts_of_a_data_set_come_as_they_are_asked_for(server, monkeypatch):
     assert list(load_dataset("coco").splits) == ["train", "val"] and len(server.asked) == 3
 
 
+def test_the_verb_passes_its_options_on(server, monkeypatch, capsys):
+    publish(server, monkeypatch, "coco", coco_files())
+    some = ["data", "download", "coco", "--parts", "val,annotations"]
+    assert main([*some, "--out", "sets", "--keep-archives"]) == 0
+    assert capsys.readouterr().out == f"{Path('sets/coco')}\n" and len(server.asked) == 2
+    assert main(some) == 0
+    assert capsys.readouterr().out == f"{Path('datasets/coco')}\n" and len(server.asked) == 4
+    assert len(list(Path("sets/coco/downloads").glob("*.zip"))) == 2
+    assert not list(Path("datasets/coco/downloads").glob("*.zip"))
+
+
 def voc_files(year: int, split: str, stem: str) -> dict[str, bytes]:
     xml = b"<annotation><object><name>dog</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>20</xmax><ymax>10</ymax></bndbox></object></annotation>"
     root = f"VOCdevkit/VOC{year}"

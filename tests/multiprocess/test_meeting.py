@@ -227,7 +227,7 @@ def test_an_error_that_shows_after_the_first_collective_of_a_device_is_no_bug_of
 
     mine = world.World(1, 2, 1, 2, torch.device("meta"))
     Nccl(monkeypatch, failing=0, when="start")
-    monkeypatch.setattr(world.devices, "synchronize", fails)
+    monkeypatch.setattr(world.devices, "synchronize", fails)  # as a GPU fails; a CPU cannot
     with pytest.raises(ClusterError, match="rank 1 could not sum a number on meta") as caught:
         mine.connect()
     assert caught.value.source == "CUDA error: unspecified launch failure"
@@ -249,6 +249,7 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
         done.append(code)
         raise LeftAtOnce
 
+    # a GPU and other ranks, which this machine need not have, and a failure after all have joined
     monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device(device))
     monkeypatch.setattr(worker.World, "join", lambda *_: mine)
     monkeypatch.setattr(worker.World, "close", lambda self, failed=False: done.append("close"))

@@ -166,7 +166,7 @@ HOSTILE = (
 def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = World.store
+    meet = World.store  # its keys have a random prefix, so a stranger in the store must be let in
     monkeypatch.setattr(World, "store", lambda self, name: self.__dict__.setdefault("kept", meet(self, name)))
 
     def write_and_stop(world: World, clock: Clock) -> None:
@@ -209,7 +209,7 @@ def test_a_process_that_somebody_else_names_as_a_rank_is_not_killed(
         assert parent.stdout
         victim = int(parent.stdout.readline())
         try:
-            meet = World.store
+            meet = World.store  # its keys have a random prefix, so the forger must be let in
             monkeypatch.setattr(World, "store", lambda self, name: Forging(meet(self, name), victim))
             with two_ranks(tmp_path, walk) as ranks:
                 os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -240,7 +240,7 @@ def test_a_rank_that_does_not_report_a_stall_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "REPORTER_S", 1.0)
-    turn = Watchdog._turn
+    turn = Watchdog._turn  # it is this rank's watchdog alone that must fail
     monkeypatch.setattr(
         Watchdog, "_turn", lambda self, verdict: turn(self, verdict) if self.world.rank else math.inf
     )

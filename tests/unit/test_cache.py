@@ -19,7 +19,6 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
-from yolofleet.images.decode import read_image
 from yolofleet.system.cgroup import available_bytes
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"
@@ -57,20 +56,21 @@ def index(tmp_path):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Paths that this process decoded."""
+    """A list with an entry for each image that this process decodes from bytes."""
     seen = []
+    decode = cv2.imdecode
 
-    def counted(path):
-        seen.append(path)
-        return read_image(path)
+    def counted(data, flags):
+        seen.append(len(data))
+        return decode(data, flags)
 
-    monkeypatch.setattr(cache_module, "read_image", counted)
+    monkeypatch.setattr(cv2, "imdecode", counted)
     return seen
 
 
 def expected(index, image, img):
     """Written out once more: the longer side becomes img, up by INTER_LINEAR, down by INTER_AREA."""
-    pixels = read_image(index.path(image))
+    pixels = cv2.imread(index.path(image))
     height, width = pixels.shape[:2]
     ratio = img / max(width, height)
     if ratio == 1:
@@ -176,6 +176,7 @@ def test_an_image_that_changed_during_the_run_is_an_error(index):
 
 
 def test_a_cache_that_does_not_fit_covers_a_part(index, decodes, monkeypatch):
+    # the free memory of a machine cannot be chosen
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 60_000)
     cache = ImageCache(index, 64, "ram")
     # 80 % of 60000 is 48000: a block of 8192, 64x48x3 = 9216, 22x64x3 = 4224, 64x64x3 = 12288, 64x14x3 = 2688,
@@ -193,7 +194,8 @@ def test_a_cache_that_does_not_fit_covers_a_part(index, decodes, monkeypatch):
 
 
 def test_two_caches_do_not_count_the_same_memory_twice(index, monkeypatch):
-    monkeypatch.setattr(cache_module, "available_bytes", lambda: 140_000)  # half: 70000, one needs 48320
+    # the free memory of a machine cannot be chosen; half of this is 70000, and one cache needs 48320
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: 140_000)
     first = ImageCache(index, 64, "auto")
     assert first.mode == "ram"
     second = ImageCache(index, 60, "auto")

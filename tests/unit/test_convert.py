@@ -14,7 +14,6 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-from yolofleet.datasets import convert as convert_module
 from yolofleet.datasets.convert import convert
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
@@ -451,11 +450,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("damage", ["row", "image", "class", "box", "lost"])
 def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
     yolo_set(tmp_path / "set", {"a": GOOD + "1 0.3 0.3 0.1 0.1\n", "b": GOOD})
-    place = convert_module.place
+    copy = shutil.copyfile
 
-    def damaged(jobs, how):
-        copied = place(jobs, how)
-        image = Path(jobs[0][1])
+    def damaged(source, to):  # the disk that is written to
+        copy(source, to)
+        image = Path(to)
+        if image.stem != "a":
+            return
         label = Path(str(image).replace(f"{os.sep}images{os.sep}", f"{os.sep}labels{os.sep}")).with_suffix(
             ".txt"
         )
@@ -471,9 +472,8 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
                 "box": text.replace("0.3", "0.301"),
             }
             label.write_text(new[damage])
-        return copied
 
-    monkeypatch.setattr(convert_module, "place", damaged)
+    monkeypatch.setattr(shutil, "copyfile", damaged)
     with pytest.raises(StorageError, match="train differs when it is read back"):
         converted(tmp_path / "set", tmp_path / "out", "yolo", images="copy")
     assert leftovers(tmp_path) == []

@@ -233,7 +233,7 @@ def test_bytes_that_are_no_text_and_entries_without_end_are_refused(tmp_path, mo
     monkeypatch.setattr(bigjson, "BLOCK_BYTES", 100)
     path.write_text('{"a": ["' + "x" * 100_000)
     reads = []
-    real = bigjson._Text._more
+    real = bigjson._Text._more  # nothing else shows how often the file is read
     monkeypatch.setattr(bigjson._Text, "_more", lambda self, n: reads.append(n) or real(self, n))
     with pytest.raises(JsonFault, match="Unterminated string"):
         listed(path, "a")

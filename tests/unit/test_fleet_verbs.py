@@ -205,7 +205,7 @@ def test_a_fleet_that_needs_long_to_save_is_waited_for(
         return JobEnd(found=True, left=False)
 
     ask = Remote.ask
-    monkeypatch.setattr(Remote, "ask", end_job)
+    monkeypatch.setattr(Remote, "ask", end_job)  # a real wait would last for the grace time, five minutes
     assert cli("fleet", "stop", "--fleet", str(tmp_path / "fleet.yaml"))[0] == 0
     assert cli("fleet", "stop", "--hosts", "localhost")[0] == 0
     assert waited == [(310.0, 320.0), (40.0, 50.0)]
@@ -270,7 +270,7 @@ def test_a_host_that_is_lost_while_its_logs_are_read_is_said(
             self.close()
         return ask(self, request, timeout_s, **arguments)
 
-    monkeypatch.setattr(Remote, "ask", lose)
+    monkeypatch.setattr(Remote, "ask", lose)  # the connection must break between two requests of the command
     for more in ([], ["--follow"]):
         code, _, err = cli("fleet", "logs", "--hosts", "localhost", *more)
         assert code == 4 and err.count("ClusterError: localhost is lost") == 1 and "nothing yet" not in err

@@ -10,7 +10,6 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-import yolofleet.datasets.index as index_module
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
@@ -344,18 +343,24 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
     assert "val2017/y.jpg: is 64 x 48 pixels" in text
 
 
-def test_coco_json_is_parsed_once_for_all_processes(tmp_path, monkeypatch):
+def test_coco_json_is_parsed_once_for_all_processes(tmp_path):
     path = coco_set(tmp_path)
     first = index_of(path, "val")
     from yolofleet.datasets import cocojson
 
     cocojson._load_table.cache_clear()
-    monkeypatch.setattr(cocojson, "parse_json", None)
+    [json_file] = tmp_path.rglob("instances_val*.json")
+    text, about = json_file.read_text(), json_file.stat()
+    json_file.write_text("x" * len(text))  # whoever parses it again fails
+    os.utime(json_file, ns=(about.st_atime_ns, about.st_mtime_ns))
     again = index_of(path, "val")
     assert again.key == first.key
+    json_file.write_text(text)
+    os.utime(json_file, ns=(about.st_atime_ns, about.st_mtime_ns))
     for file in stored_files():
         file.unlink()
     assert index_of(path, "val").digest == first.digest
+    cocojson._load_table.cache_clear()  # closes the stored table
 
 
 def voc_set(root, objects):
@@ -518,34 +523,32 @@ def test_another_process_gets_the_file_not_the_arrays(tmp_path):
 
 
 def _build(root, start, results):
+    calls = []
+
+    def on_progress(*read):
+        if not calls:
+            time.sleep(0.3)  # the others come meanwhile
+        calls.append(read)
+
     start.wait()
-    index = index_of(root)
-    results.put((index.digest, len(stored_files())))
+    index = index_of(root, on_progress=on_progress)
+    results.put((index.digest, bool(calls)))
 
 
-def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path, monkeypatch):
+def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path):
     yolo_set(tmp_path, {f"{i}": GOOD for i in range(40)})
-    built = tmp_path / "built"
-
-    def building(*args, build=index_module._build, **kwargs):
-        with built.open("a") as file:
-            file.write("once\n")
-        time.sleep(0.3)  # the others come meanwhile
-        return build(*args, **kwargs)
-
-    monkeypatch.setattr(index_module, "_build", building)
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     start, results = context.Event(), context.Queue()
     processes = [context.Process(target=_build, args=(tmp_path, start, results)) for _ in range(4)]
     for process in processes:
         process.start()
     start.set()
-    digests = {results.get(timeout=900)[0] for _ in processes}
+    found = [results.get(timeout=900) for _ in processes]
     for process in processes:
         process.join(240)
         assert process.exitcode == 0
-    assert digests == {index_of(tmp_path).digest}
-    assert len(stored_files()) == 1 and (not hasattr(os, "fork") or built.read_text() == "once\n")
+    assert {digest for digest, _ in found} == {index_of(tmp_path).digest}
+    assert sum(has_built for _, has_built in found) == 1 and len(stored_files()) == 1
 
 
 def test_a_cache_folder_where_no_lock_can_be_made_is_done_without(tmp_path, monkeypatch):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +24,9 @@ from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import Host, parse_hosts
-from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.network import Endpoint
-from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.requests import reserve_port
+from yolofleet.fleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.requests import hash_files
 from yolofleet.fleet.launch.preflight import Plan, enter_folders, files, free_port, inspect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
@@ -97,12 +97,10 @@ def test_a_file_that_only_this_machine_cannot_read_is_judged_without_it(
     monkeypatch.chdir(tmp_path)
     for remote in remotes:
         Path(remote.host.folder, "a.pt").write_text("right")
-    monkeypatch.setattr("yolofleet.fleet.launch.preflight.hash_files", refuse)
+    Path("a.pt").symlink_to("/proc/self/mem")  # a file whose first byte nobody can read, not even root
+    with pytest.raises(OSError):
+        hash_files({"names": ["a.pt"]})
     assert not files(remotes, ["a.pt"])
-
-
-def refuse(_: object) -> dict[str, str]:
-    raise PermissionError("a.pt")
 
 
 def test_a_host_that_is_lost_is_not_taken_for_one_without_the_folder(remotes: list[Remote]) -> None:
@@ -114,27 +112,33 @@ def test_a_host_that_is_lost_is_not_taken_for_one_without_the_folder(remotes: li
         enter_folders(remotes[:1])
 
 
-def test_ctrl_c_does_not_wait_for_files_that_are_compared(
-    remotes: list[Remote], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, over = threading.Event(), threading.Event()
+class Comparing(Remote):
+    """A host that is busy with its files when it is asked for facts; then the user presses Ctrl-C."""
 
-    def compare(*_: object) -> list[Finding]:
-        asked.set()
-        over.wait(DEADLINE_S)
-        return []
+    def __init__(self, name: str) -> None:
+        super().__init__(Host(name, "cpu"))
+        self.comparing, self.interrupted, self.over = threading.Event(), False, threading.Event()
 
-    def interrupt(*_: object, **__: object) -> None:
-        asked.wait(DEADLINE_S)
-        raise KeyboardInterrupt
+    def ask(self, request: str, timeout_s: float = 0, **_: Any) -> Any:
+        if request == "reserve_port":
+            return 29500
+        if request == "hash_files":
+            self.comparing.set()
+        else:
+            assert self.comparing.wait(DEADLINE_S)
+            if not self.interrupted:
+                self.interrupted = True
+                os.kill(os.getpid(), signal.SIGINT)
+        self.over.wait()
+        raise ClusterError(f"{self.name} is lost")
 
-    monkeypatch.setattr("yolofleet.fleet.launch.preflight.files", compare)
-    monkeypatch.setattr("yolofleet.fleet.launch.preflight.examine", interrupt)
-    began_s = time.monotonic()
+
+def test_ctrl_c_does_not_wait_for_files_that_are_compared() -> None:
+    host = Comparing("m1")
     with pytest.raises(KeyboardInterrupt):
-        inspect(parse_hosts("m1:cpu,m2:cpu"), remotes, resources_of(TrainConfig()), ["a.pt"])
-    assert time.monotonic() - began_s < DEADLINE_S
-    over.set()
+        inspect(parse_hosts("m1:cpu"), [host], resources_of(TrainConfig()), ["a.pt"])
+    assert not host.over.is_set()
+    host.over.set()
 
 
 # -- one machine alone ---------------------------------------------------------------------------------------
@@ -179,23 +183,23 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def test_what_an_ended_run_leaves_for_a_minute_keeps_no_port() -> None:
+def test_what_an_ended_run_leaves_for_a_minute_keeps_no_port(remotes: list[Remote]) -> None:
     port = free_ports(1)
     with socket.create_server(("", port)) as store, socket.create_connection(("127.0.0.1", port)) as worker:
         store.accept()[0].close()  # who closes first has the connection in TIME_WAIT
         assert worker.recv(1) == b""
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("", port))
-    assert reserve_port({"first": port, "count": 1}) == port
+    assert remotes[0].ask("reserve_port", first=port, count=1) == port
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
-def test_a_port_on_which_somebody_listens_is_passed_over(address) -> None:
+def test_a_port_on_which_somebody_listens_is_passed_over(remotes: list[Remote], address: str) -> None:
     port = free_ports(2)
     with socket.create_server((address, port)):
-        assert reserve_port({"first": port, "count": 2}) == port + 1
-        with pytest.raises(OSError, match="all in use"):
-            reserve_port({"first": port, "count": 1})
+        assert remotes[0].ask("reserve_port", first=port, count=2) == port + 1
+        with pytest.raises(Refused, match="all in use"):
+            remotes[0].ask("reserve_port", first=port, count=1)
 
 
 def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[Remote]) -> None:

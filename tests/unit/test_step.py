@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,12 +73,6 @@ class Training:
         return {name: t.detach().clone() for name, t in self.state._live().items()}
 
 
-@pytest.fixture
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs are slow in fp16; the loss scale is what matters here."""
-    monkeypatch.setattr(step_module, "autocast", lambda precision, device: nullcontext())
-
-
 @pytest.fixture(params=["SGD", "Adam", "AdamW"])
 def optimizer(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -87,9 +80,10 @@ def optimizer(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_overflow_in_the_first_step_changes_nothing(
-    optimizer: str, fused: bool, in_float32: None, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not fused:
+        # every CPU that runs the tests has the fused kernel
         monkeypatch.setattr(optimiser_module, "has_fused", lambda *_: False)
     training = Training(optimizer)
     training.set_scale(2.0**127)
@@ -118,7 +112,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(
 
 
 def test_a_bad_step_in_the_middle_changes_nothing_though_the_host_reads_its_norm_later(
-    optimizer: str, in_float32: None, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(step_module, "is_host", lambda device: False)  # as on an accelerator
     training = Training(optimizer)
@@ -170,7 +164,7 @@ def test_the_loss_scale_is_that_of_torch():
         assert ours.state_dict() == theirs.state_dict()
 
 
-def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: str, in_float32: None):
+def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: str):
     """Fused Adam needs its count of steps beside the parameter; other kernels need it on the host."""
     training = Training(optimizer)
     training.set_scale(1.0)
@@ -226,6 +220,7 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
     device, world, waits = torch.device("cpu"), World.single(), []
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     replicas = Replicas([Replica.build(model, device, world, exact=False, synced=False)] * 2)
+    # a wait for the CPU has no effect that a test could see
     monkeypatch.setattr(replicas_module, "wait_for", waits.append)
     for replicas.timed, expected in ((False, []), (True, [device] * 3)):
         replicas.begin(1)

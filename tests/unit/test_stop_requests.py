@@ -4,6 +4,7 @@ tests/e2e/test_bad_input.py, "being stopped"."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_data import yolo_set
 
 from yolofleet.cli import main
 from yolofleet.errors import Stopped
@@ -54,23 +56,28 @@ def test_before_the_processes_of_this_machine(
     number: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("yolofleet.runs.plan.check_machine", ask_to_stop(number))
+    usage = shutil.disk_usage
+
+    def ask_first(path: Path) -> Any:
+        ask_to_stop(number)()
+        return usage(path)
+
+    monkeypatch.setattr("shutil.disk_usage", ask_first)  # a check of this machine calls it
     assert main([*verb, "--data", "d", "--device", "cpu:2"]) == Stopped.exit_code
     assert "Stopped: stopped on request" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
-@pytest.mark.parametrize(
-    "moment", ["yolofleet.fleet.launch.on_hosts.check", "yolofleet.fleet.launch.on_hosts.Folders.begin"]
-)
+@pytest.mark.parametrize("moment", ["check", "Folders.begin"])
 def test_between_the_login_to_the_hosts_and_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("yolofleet.fleet.launch.on_hosts.check", lambda *_: None)
-    monkeypatch.setattr(moment, ask_to_stop())
+    # nothing outside of the launcher happens at exactly these moments
+    monkeypatch.setattr(f"yolofleet.fleet.launch.on_hosts.{moment}", ask_to_stop())
+    yolo_set(tmp_path / "d", {"a": "0 0.5 0.5 0.2 0.4\n"})
     train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
     assert main(train) == Stopped.exit_code
     assert "Stopped: stopped on request" in capsys.readouterr().err
@@ -114,9 +121,14 @@ def test_while_the_hosts_are_told_to_start(
     assert capfd.readouterr().err.count("stopping all hosts") == 1
 
 
-def test_while_results_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yolofleet.fleet.launch.folders.fetch_folder", ask_to_stop())
+class Copying(Remote):
+    def ask(self, request: str, timeout_s: float = 0, **_: Any) -> Any:
+        if request == "list_files":
+            ask_to_stop()()
+
+
+def test_while_results_are_copied(tmp_path: Path) -> None:
     folders = Folders(RunFolder(tmp_path, is_new=True), [Site("/there/exp", "a", True)], ".mark")
     with pytest.raises(Stopped, match="results are not copied") as caught, stoppable():
-        folders.fetch([Remote(Host("a", "cpu"))], saved=True, discard=False)
+        folders.fetch([Copying(Host("a", "cpu"))], saved=True, discard=False)
     assert caught.value.hint == "they are on a, in /there/exp"
