@@ -12,7 +12,13 @@ os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cac
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves
 sys.modules.setdefault("openvino_telemetry", None)  # and for those that load OpenVINO
 
+import leaks  # noqa: E402 (needs the path above)
+
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leaks, "leaks")
 
 
 @pytest.hookimpl(optionalhook=True)
