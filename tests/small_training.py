@@ -58,6 +58,7 @@ class SmallRun:
 
     Attributes:
         progress: fraction of the run, which decides PP-YOLOE's assigner.
+        rate: learning rate.
         pin: whether micro-batches lie in page-locked memory.
     """
 
@@ -71,6 +72,7 @@ class SmallRun:
     img: int
     pin: bool
     progress: float = 0.0
+    rate: float = 0.01
     step: int = 0
     norms: list[float] = field(default_factory=list)
 
@@ -89,7 +91,7 @@ class SmallRun:
     def do(self, steps: int = 1, *, shares: Sequence[Sequence[MicroBatch]] | None = None) -> StepReport:
         """Train for some steps; returns the last report."""
         for _ in range(steps):
-            plan = StepPlan(self.step, self.step * self.images, self.images, 0.01, 0.02, 0.9)
+            plan = StepPlan(self.step, self.step * self.images, self.images, self.rate, 2 * self.rate, 0.9)
             report = train_step(
                 self.state,
                 plan,

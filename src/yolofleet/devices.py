@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from yolofleet.config.device import gpu_ids
 from yolofleet.errors import ConfigError
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
@@ -51,7 +52,7 @@ def device_of(spec: str, local_rank: int) -> torch.device:
         if kind != "mps":
             raise ConfigError("--device mps: torch finds no Metal device", hint="--device cpu")
         return torch.device("mps")
-    ids = [int(part) for part in spec.split(",")]
+    ids = gpu_ids(spec)
     missing = [i for i in ids if i >= have]
     if missing:
         raise ConfigError(

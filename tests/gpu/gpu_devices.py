@@ -19,13 +19,14 @@ KIND = "cpu" if ON_CPUS else accelerator()
 
 
 def places(*ids: int) -> str:
-    """Return the value of ``--device`` for these devices."""
+    """Return the value of ``--device`` for a process on each of these devices."""
     if ON_CPUS:
         return f"cpu:{len(ids)}" if len(ids) > 1 else "cpu"
     return ",".join(map(str, ids))
 
 
-ONE, SECOND, TWO, SWAPPED = places(0), places(1), places(0, 1), places(1, 0)
+# with one GPU, two processes share it
+ONE, SECOND, TWO, SWAPPED = places(0), places(1), "0:2" if COUNT == 1 else places(0, 1), places(1, 0)
 DEVICE = torch.device("cpu") if ON_CPUS else torch.device(KIND or "cuda", 0)
 PRECISIONS = ("fp32", "bf16") if ON_CPUS else ("fp16", "fp32")  # the CPU has no fp16
 
@@ -36,5 +37,5 @@ only_cuda = pytest.mark.skipif(KIND != "cuda", reason="needs a function of CUDA"
 
 
 def are_equal_devices() -> bool:
-    """Return whether the first two devices are of one product; others give other bits."""
-    return ON_CPUS or torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1)
+    """Return whether the devices of ``TWO`` are of one product; others give other bits."""
+    return ON_CPUS or COUNT == 1 or torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 from commands import environment, killed_at_step, results, small_shapes, train_args, yolofleet
 from gpu_devices import (
-    COUNT,
     ONE,
     PRECISIONS,
     SECOND,
@@ -163,10 +163,9 @@ def rows_of(run: Path) -> np.ndarray:
     return np.array([[*box["box_xyxy_px"], box["score"], box["class"]] for box in boxes], float)
 
 
-# -- two GPUs --------------------------------------------------------------------------------------------------
+# -- two processes: on two GPUs, or on one that they share -----------------------------------------------------
 
 
-@two_gpus
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", ["yolov5n", "ppyoloe-s"])
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, precision: str) -> None:
@@ -184,7 +183,6 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, p
         assert bits(tmp_path, name, data, *common, "--device", TWO, *more) == one, name
 
 
-@two_gpus
 @pytest.mark.parametrize("more", [(), ("--sync-bn",), ("--parallel", "dp"), ("--optimizer", "AdamW")])
 def test_two_gpus_learn_what_one_learns(tmp_path: Path, data: Path, more: tuple[str, ...]) -> None:
     trained(tmp_path, "one", data, *LONG, "--device", ONE, *(more if "--optimizer" in more else ()))
@@ -192,10 +190,12 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path, data: Path, more: tuple[
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=0.1)
 
 
-@two_gpus
 @pytest.mark.parametrize(("first", "then"), [(TWO, ONE), (ONE, TWO)])
 def test_a_run_resumes_on_another_number_of_gpus(tmp_path: Path, data: Path, first: str, then: str) -> None:
     check_a_kill(tmp_path, data, ("--device", first), resume_on=("--device", then))
+
+
+# -- two GPUs --------------------------------------------------------------------------------------------------
 
 
 @two_gpus
@@ -259,4 +259,38 @@ def test_doctor_finds_no_fault(tmp_path: Path) -> None:
 
 
 def test_selftest_passes(tmp_path: Path) -> None:
-    yolofleet(tmp_path, "selftest", "--device", TWO if COUNT > 1 else ONE, deadline_s=1200)
+    yolofleet(tmp_path, "selftest", "--device", TWO, deadline_s=1200)
+
+
+# -- a GPU and a CPU -------------------------------------------------------------------------------------------
+
+
+@only_gpus
+def test_a_gpu_and_a_cpu_learn_what_the_gpu_learns(tmp_path: Path, data: Path) -> None:
+    """Their common backend is gloo, and their common number format fp32."""
+    trained(tmp_path, "gpu", data, *LONG, "--device", ONE, "--precision", "fp32")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parents[2] / "train.py"
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    args = [*map(str, train_args(data, "--name", "both", *LONG))][1:]  # without the verb
+    nodes = []
+    for node, device in enumerate((ONE, "cpu")):
+        command = [*agent, *where, "--node-rank", str(node), script, *args, "--device", device]
+        output = (tmp_path / f"node-{node}.log").open("w")
+        nodes.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment(tmp_path), stdout=output, stderr=subprocess.STDOUT
+            )
+        )
+    try:
+        codes = [node.wait(timeout=600) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    logs = [(tmp_path / f"node-{node}.log").read_text() for node in range(2)]
+    assert codes == [0, 0], "\n".join(logs)
+    assert "all reductions use gloo" in "".join(logs)
+    assert losses(tmp_path, "both") == pytest.approx(losses(tmp_path, "gpu"), rel=0.1)

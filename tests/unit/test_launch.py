@@ -81,13 +81,16 @@ def test_a_place_in_another_fleet_is_not_inherited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "count"), [("auto", 1), ("cpu", 1), ("cpu:4", 4), ("2", 1), ("0,1,3", 3), ("mps", 1)]
+    ("device", "count"),
+    [("auto", 1), ("cpu", 1), ("cpu:4", 4), ("2", 1), ("0,1,3", 3), ("0:2", 2), ("1:2,0", 3), ("mps", 1)],
 )
 def test_processes_of_a_device(device: str, count: int) -> None:
     assert processes_of(device) == count
 
 
-@pytest.mark.parametrize("device", ["cpu:0", "gpu", "0,0", "0,", "cpu:x", "-1"])
+@pytest.mark.parametrize(
+    "device", ["cpu:0", "gpu", "0,0", "0:2,0", "0:0", "0:2:2", "0:300", "0,", "cpu:x", "-1"]
+)
 def test_no_device_is_an_error_that_shows_some(device: str) -> None:
     with pytest.raises(ConfigError):
         processes_of(device)

@@ -110,6 +110,8 @@ def test_a_process_that_sees_only_its_own_gpu(launcher: dict[str, str]) -> None:
         assert place_from_environment(launcher | {name: "GPU-5a"}).only_device == "GPU-5a"
         assert place_from_environment(launcher | {name: "0,1"}).only_device == ""
     assert place_from_environment(launcher).only_device == ""
+    ours = {"TORCHELASTIC_RUN_ID": "yolofleet", "CUDA_VISIBLE_DEVICES": "1"}
+    assert place_from_environment(launcher | ours).only_device == "", "all workers see it"
     assert place_from_environment({"CUDA_VISIBLE_DEVICES": "1"}).only_device == "", "alone it uses --device"
 
 

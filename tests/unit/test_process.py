@@ -51,6 +51,26 @@ print(prepare_process(TrainConfig(device="auto"), Place(1, 2, 1, 2, only_device=
 """
 
 
+ASK_SHARED = """
+import os
+from yolofleet import devices
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.place import Place
+from yolofleet.parallel.process import prepare_process
+devices.accelerator, devices.device_count = lambda: "cuda", lambda: 2
+for rank in range(3):
+    os.environ.pop("NCCL_HOSTID", None)
+    device = prepare_process(TrainConfig(device="1:2,0"), Place(rank, 3, rank, 3))
+    print(device, os.environ["NCCL_HOSTID"].split()[-1])
+prepare_process(TrainConfig(device="cpu:3"), Place(0, 3, 0, 3))
+"""
+
+
+def test_processes_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
+    done = subprocess.run([sys.executable, "-c", ASK_SHARED], capture_output=True, text=True)
+    assert done.stdout == "cuda:1 0\ncuda:1 1\ncuda:0 2\n", done.stderr
+
+
 def test_the_second_process_of_a_machine_takes_the_only_device_that_it_sees() -> None:
     """srun and others show each process one GPU: its number is 0 there, whatever the process's own number."""
     done = subprocess.run([sys.executable, "-c", ASK_DEVICE], capture_output=True, text=True)

@@ -6,11 +6,13 @@ import re
 
 from yolofleet.errors import ConfigError
 
-MOST_PROCESSES = 256  # on the CPUs of one machine
+MOST_PROCESSES = 256  # on one machine
+_GPU = "[0-9]{1,3}(:[1-9][0-9]{0,2})?"
+GPUS = f"{_GPU}(,{_GPU})*"  # of the command line: 0,1 or 0:2
 
 
 def processes_of(device: str) -> int:
-    """How many processes ``--device`` asks for: ``cpu:2`` and ``0,1`` are two.
+    """Return how many processes ``--device`` asks for: ``cpu:2``, ``0,1`` and ``0:2`` are two.
 
     Raises:
         ConfigError: not a device.
@@ -24,9 +26,24 @@ def processes_of(device: str) -> int:
         raise ConfigError(
             f"--device {device}: 1 to {MOST_PROCESSES} processes can run on CPUs", hint="--device cpu:2"
         )
-    if re.fullmatch(r"\d+(,\d+)*", device):
-        ids = device.split(",")
-        if len(set(ids)) != len(ids):
-            raise ConfigError(f"--device {device}: a device is named twice")
-        return len(ids)
+    if re.fullmatch(GPUS, device):
+        return len(gpu_ids(device))
     raise ConfigError(f"--device {device} is not a device", hint="auto, cpu, cpu:2, mps, 0 or 0,1")
+
+
+def gpu_ids(device: str) -> list[int]:
+    """Return the GPU of each process for a ``--device`` that names GPUs: ``0,1`` is [0, 1], ``0:2`` is [0, 0].
+
+    Raises:
+        ConfigError: a GPU is named twice, or has too many processes.
+    """
+    parts = [part.partition(":") for part in device.split(",")]
+    ids = [int(number) for number, _, count in parts for _ in range(int(count or 1))]
+    if len({int(number) for number, _, _ in parts}) < len(parts):
+        hint = "name each GPU once; 0:2 starts two processes on GPU 0"
+        raise ConfigError(f"--device {device}: a device is named twice", hint=hint)
+    if len(ids) > MOST_PROCESSES:
+        raise ConfigError(
+            f"--device {device}: at most {MOST_PROCESSES} processes can run", hint="--device 0:2"
+        )
+    return ids

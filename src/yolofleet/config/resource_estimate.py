@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from yolofleet.config.device import processes_of
+from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resources import RunResources
 
 PROCESS_BYTES = (
@@ -89,8 +89,8 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
         ConfigError: ``--device`` is not valid.
     """
     ranks = 1 if wanted.one_process else processes_of(wanted.device)
-    gpu_ids = tuple(map(int, wanted.device.split(","))) if by_number(wanted.device) else ()
-    on_gpu = bool(gpu_ids) or (wanted.device == "auto" and gpus > 0)
+    named = tuple(dict.fromkeys(gpu_ids(wanted.device))) if by_number(wanted.device) else ()
+    on_gpu = bool(named) or (wanted.device == "auto" and gpus > 0)
     by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
     return ResourceEstimate(
         ranks=ranks,
@@ -100,7 +100,7 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
         val_batch=wanted.val_batch,
         img=wanted.img,
         on_gpu=on_gpu,
-        gpu_ids=gpu_ids,
+        gpu_ids=named,
         on_cpu=wanted.device.startswith("cpu"),
     )
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from yolofleet.config.device import GPUS
+
 
 def setting(
     default: Any, help: str, *, group: str = "run", flag: str = "", in_files: bool = True, **constraints: Any
@@ -57,7 +59,7 @@ Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
-DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|[0-9]{1,3}(,[0-9]{1,3})*)$"
+DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -76,7 +78,7 @@ class Where(Frozen):
 
     device: str = setting(
         "auto",
-        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0 or 0,1",
+        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
         group="execution",
         pattern=DEVICE,
     )
@@ -411,7 +413,7 @@ class SelftestConfig(Frozen):
     )
     device: str = setting(
         "auto",
-        "auto, cpu:N (N processes), or CUDA device numbers such as 0,1; auto: all CUDA devices, else cpu:2",
+        "auto, cpu:N (N processes), or CUDA device numbers such as 0,1 or 0:2; auto: all CUDA devices, else cpu:2",
         group="execution",
         pattern=DEVICE,
     )
@@ -601,7 +603,7 @@ class DoctorConfig(Frozen):
     )  # fmt: skip
     device: str = setting(
         "auto",
-        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0 or 0,1",
+        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
         group="execution",
         pattern=DEVICE,
     )

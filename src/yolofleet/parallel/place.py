@@ -221,7 +221,12 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def _only_device(environment: Mapping[str, str]) -> str:
-    """Return the only visible device, if the launcher set one (``srun --gpus-per-task``, wrappers of mpirun), else ""."""
+    """Return the only visible device, if the launcher set one (``srun --gpus-per-task``, wrappers of mpirun), else "".
+
+    yolofleet's own agent sets none: what its workers see is the user's choice for all of them.
+    """
+    if environment.get("TORCHELASTIC_RUN_ID") == "yolofleet":
+        return ""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     visible = next((environment[name] for name in names if environment.get(name)), "")
     return "" if "," in visible else visible

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from typing import Any
 
 import cv2
@@ -28,6 +29,14 @@ def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.devic
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
+    if (
+        place.local_size > 1
+        and not place.only_device
+        and ":" in where.device
+        and not where.device.startswith("cpu")
+    ):
+        # NCCL refuses two ranks on one GPU of one host, so each rank is a host of its own and uses sockets
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {place.local_rank}"
     return devices.device_of(where.device, 0 if place.only_device else place.local_rank)
 
 

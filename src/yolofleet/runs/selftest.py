@@ -106,8 +106,8 @@ def plan(device: str) -> list[Leg]:
 
 
 def lone_devices(device: str) -> list[str]:
-    """Return the devices one by one: ``0,1`` -> 0 and 1. The CPU is one device for any number of processes."""
-    return ["cpu"] if device.startswith("cpu") else device.split(",")
+    """Return the devices one by one: ``0,1`` -> 0 and 1. A device may have several processes, as ``cpu:2`` and ``0:2``."""
+    return [part.partition(":")[0] for part in device.split(",")]
 
 
 def further_legs(records: Sequence[Record]) -> list[Leg]:
