@@ -107,7 +107,7 @@ def test_addresses_are_hosts() -> None:
         ("hosts: []\n", 0, "0 hosts", "docs/fleet.md"),
         ("hosts:\n- {host: a, gpus: 1, env: {A-B: 1}}\n", 2, "env: A-B: 1 is not a valid", "letters"),
         ("hosts:\n- {host: a, gpus: 1, folder: [x]}\n", 2, "folder: a list of 1", "docs/fleet.md"),
-        ("hosts: [&x a:1, *x]\n", 1, "aliases", "write the value itself"),
+        ("hosts: [&x a:1, *x]\n", 1, "aliases", "replace each alias by its value"),
     ],
 )  # fmt: skip
 def test_slips_in_a_file(tmp_path: Path, text: str, line: int, says: str, way_out: str) -> None:

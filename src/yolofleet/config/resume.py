@@ -109,7 +109,7 @@ def _check_states_are_here(folder: Path) -> None:
         raise ConfigError(
             f"the checkpoints of {folder} are on {host}, in {path}",
             source=str(folder / ELSEWHERE),
-            hint=f"use --hosts with {host} as the first host; or copy them here: scp -r {shlex.quote(where)} "
+            hint=f"--hosts {host}:..., with {host} as the first host; or copy them here: scp -r {shlex.quote(where)} "
             f"{shlex.quote(str(folder))}",
         )
 
