@@ -98,7 +98,7 @@ def test_the_file(tmp_path: Path) -> None:
         ("hosts: a:8\n", 1, "not a list"),
         ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
         ("hosts:\n  - host: a\n    gpus: 1\n    env: {A B: 1}\n", 4, "is not a valid variable"),
-        ("hosts:\n  - host: a\n    gpus: 1\n    folder: [x]\n", 4, "not a valid text"),
+        ("hosts:\n  - host: a\n    gpus: 1\n    folder: [x]\n", 4, "not of this form"),
         ("defaults: 3\nhosts: [a:1]\n", 1, "not a mapping"),
         ("port: 29500\n", 0, "names no hosts"),
     ],

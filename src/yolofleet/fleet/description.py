@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from yolofleet.config.device import MOST_PROCESSES, processes_of
+from yolofleet.config.resolve import Sourced, resolve
+from yolofleet.config.schema import Frozen, setting
 from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
@@ -26,6 +28,7 @@ FILE_FORM = "docs/fleet.md describes the fleet file"
 FIRST_PORT = 29500
 MOST_HOSTS, MOST_GPUS = 1024, 64
 HERE = "localhost"  # this machine, without ssh
+Values = TypeVar("Values", bound=Frozen)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
         ConfigError: a line is not valid.
     """
     values = read_yaml(path)
-    _known(values, ("hosts", "defaults", "port", "silence_s", "grace_s"), path)
+    _known(values, ("hosts", "defaults", *FleetNumbers.model_fields), path)
     defaults: Mapping[str, Any] = {}
     if "defaults" in values:
         defaults, line = values["defaults"]
@@ -130,9 +133,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
     return _fleet(
         hosts,
         str(path),
-        port=int(_number(values, "port", FIRST_PORT, 1024, 65000, path, whole=True)),
-        silence_s=_number(values, "silence_s", Fleet.silence_s, 5, 3600, path),
-        grace_s=_number(values, "grace_s", Fleet.grace_s, 1, 3600, path),
+        **_checked(FleetNumbers, path, values),
     )
 
 
@@ -223,14 +224,47 @@ def _bare_device(name: str, device: str, source: str) -> str:
 
 # -- the file ------------------------------------------------------------------------------------------------
 
-TEXTS = ("address", "interface", "python", "folder", "data")
-HOST_KEYS = ("host", "device", "gpus", *TEXTS, "env")
+PRINTABLE = r"^[^\p{C}\p{Zl}\p{Zp}]*$"  # these texts become parts of command lines
+
+
+class HostTexts(Frozen):
+    """Keys of a host whose values are texts; see :class:`Host`."""
+
+    address: str = setting("", "the host's address as the other hosts reach it", pattern=PRINTABLE)
+    interface: str = setting("", "a network interface, such as eth0", pattern=PRINTABLE)
+    python: str = setting("", "the path of an interpreter that has yolofleet", pattern=PRINTABLE)
+    folder: str = setting("", "the path of the working folder", pattern=PRINTABLE)
+    data: str = setting("", "the data set, as for --data", pattern=PRINTABLE)
+
+
+class FleetNumbers(Frozen):
+    """Keys of the whole fleet; see :class:`Fleet`."""
+
+    port: int = setting(Fleet.port, f"a port, such as {FIRST_PORT}", ge=1024, le=65000)
+    silence_s: float = setting(Fleet.silence_s, "seconds", ge=5, le=3600)
+    grace_s: float = setting(Fleet.grace_s, "seconds", ge=1, le=3600)
+
+
+HOST_KEYS = ("host", "device", "gpus", *HostTexts.model_fields, "env")
+
+
+def _checked(model: type[Values], path: Path, *entries: Mapping[str, Located]) -> dict[str, Any]:
+    """Return the values of ``model`` that the entries of a file give; a later entry overrides an earlier one."""
+    layers = [
+        {
+            name: Sourced(entry.value, f"{path}:{entry.line}")
+            for name, entry in given.items()
+            if name in model.model_fields
+        }
+        for given in entries
+    ]
+    return resolve(model, layers).value.model_dump()
 
 
 def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, list_line: int) -> Host:
     if isinstance(entry, str):
         short = _short(entry, _default_device(defaults, path) or device, f"{path}:{list_line}")
-        return Host(short.name, short.device, **_texts(defaults, path), env=_env(defaults, path))
+        return Host(short.name, short.device, **_checked(HostTexts, path, defaults), env=_env(defaults, path))
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"hosts: {shown(entry)} is not a host", source=f"{path}:{list_line}", hint="hosts: [a:8, b:4]"
@@ -251,7 +285,7 @@ def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, li
     return Host(
         name,
         own,
-        **{**_texts(defaults, path), **_texts(entry, path)},
+        **_checked(HostTexts, path, defaults, entry),
         env={**_env(defaults, path), **_env(entry, path)},
     )
 
@@ -283,19 +317,6 @@ def _default_device(entry: Mapping[str, Any], path: Path) -> str:
     return ""
 
 
-def _texts(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
-    found = {}
-    for name in TEXTS:
-        if name in entry:
-            value, line = entry[name]
-            if not isinstance(value, (str, int, float)) or isinstance(value, bool) or not _plain(str(value)):
-                raise ConfigError(
-                    f"{name}: {shown(value)} is not a valid text", source=f"{path}:{line}", hint=FILE_FORM
-                )
-            found[name] = str(value)
-    return found
-
-
 def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
     if "env" not in entry:
         return {}
@@ -315,32 +336,8 @@ def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _plain(text: str) -> bool:
-    """Return whether a text has no control characters. It becomes part of a command line."""
+    """Return whether a text has no control characters. It becomes part of a command."""
     return all(character.isprintable() for character in text)
-
-
-def _number(
-    values: Mapping[str, Located],
-    name: str,
-    default: float,
-    least: float,
-    most: float,
-    path: Path,
-    *,
-    whole: bool = False,
-) -> float:
-    if name not in values:
-        return default
-    value, line = values[name]
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        said = f"{shown(value)} is a text," if isinstance(value, str) else f"{shown(value)} is"
-        raise ConfigError(
-            f"{name}: {said} not a {'whole ' if whole else ''}number from {least:g} to {most:g}",
-            source=f"{path}:{line}",
-            hint=f"{name}: {default:g}, without quotes",
-        )
-    return value
 
 
 def _known(values: Mapping[str, Any], names: Iterable[str], path: Path) -> None:
