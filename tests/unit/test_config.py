@@ -18,7 +18,7 @@ from yolofleet.config.load import (
 )
 from yolofleet.config.recipe import load_recipe, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, may_be_in_files
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 
@@ -552,6 +552,28 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     }
     config, _ = resolve_train({**command, "resume": "auto"})
     assert config.value.resume == str(folder) and config.notes == ()
+
+
+LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True}
+
+
+def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
+    names = {name for name, field in TrainConfig.model_fields.items() if not may_be_in_files(field)}
+    assert names == {*LINE_ONLY, "resume"}
+    folder = run(exist_ok=True, linked_folders=True)
+    assert all(not getattr(resolve_train({"resume": str(folder)})[0].value, name) for name in LINE_ONLY)
+    for name, value in LINE_ONLY.items():
+        more = {"hosts": "a:1"} if name == "sync_code" else {}
+        config, _ = resolve_train({"resume": str(folder), name: value, **more})
+        assert (getattr(config.value, name), config.sources[name]) == (value, "command line")
+
+
+def test_a_resumed_run_that_cannot_get_another_folder_says_so(run, tmp_path):
+    folder = run()
+    place = {"name": "exp", "project": str(tmp_path / "runs")}
+    assert resolve_train({"resume": str(folder), **place})[0].notes == ()
+    notes = resolve_train({"resume": str(folder), "name": "b", "project": str(tmp_path)})[0].notes
+    assert [note.split(":")[0] for note in notes] == ["--name is ignored", "--project is ignored"]
 
 
 def test_resume_on_another_fleet_changes_only_where_it_runs(run):

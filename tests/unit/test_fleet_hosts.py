@@ -514,7 +514,7 @@ def test_states_on_another_host_are_looked_for_and_named(
         resolve_train({"resume": str(run), "data": "d", "model": "yolov5n"})
     assert (
         "'n7:/far/my runs/exp/checkpoints'" in caught.value.render()
-        and "--hosts n7:" in caught.value.render()
+        and "--hosts with n7 as the first host" in caught.value.render()
     )
 
     words = {"folder": "/there/exp", "owner": "n0", "made": True, "linked": ""}

@@ -175,7 +175,7 @@ def continue_run(
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT
-        if not asked[0].is_given(name) or name in ("resume", "name", "project", "exist_ok", "recipe", "set"):
+        if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
         # If the run used the default micro-batch of its version, the checkpoint stores its size.
@@ -195,6 +195,14 @@ def continue_run(
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
     if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices
         values["device"], sources["device"] = new.device, DEFAULT
+    if new.resume != "auto":  # which looks for runs of this name and project
+        folder = found.folder.resolve()
+        moved = {
+            "name": new.name != folder.name,
+            "project": new.project is not None and new.project.resolve() != folder.parent,
+        }
+        for name in (name for name, is_other in moved.items() if is_other and asked[0].is_given(name)):
+            notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
     values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
 
