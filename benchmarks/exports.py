@@ -130,7 +130,7 @@ def compare(
     """Predictions of the first ``images``, and boxes of a ``trained`` network: without training, rounding decides
     which of many equal boxes are kept."""
     batches = val_batches(index, img, 1, max(network.strides))[:images]
-    size_hw = runtime.facts.size_hw
+    size_hw = runtime.metadata.size_hw
     if size_hw is not None:
         batches = [type(b)(b.ordinal, b.image_idx, size_hw) for b in batches]
     with val_loader(index, batches, img, workers=0) as loaded:
@@ -210,7 +210,7 @@ def main() -> int:
         for free in (False, True) if FORMATS[name].dynamic else (False,):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder, "model" + FORMATS[name].suffix)
-                facts = ExportMetadata(
+                metadata = ExportMetadata(
                     family=model.description.family,
                     model=model.description.name,
                     names=model.names,
@@ -218,7 +218,7 @@ def main() -> int:
                     size_hw=None if free else size_hw,
                     batch=None if free else 1,
                 )
-                figures = export(model, FORMATS[name], facts, size_hw, out, data=options.data)
+                figures = export(model, FORMATS[name], metadata, size_hw, out, data=options.data)
                 if not figures["verified"]:
                     print(f"{name}: exported, not run: {figures['why_not']}", flush=True)
                     continue
@@ -237,7 +237,7 @@ def main() -> int:
                     if free not in of_network:
                         of_network[free] = map_of(network, index, options.img, None if free else size_hw)
                     row.map_network = of_network[free]
-                    row.map_file = map_of(runtime, index, options.img, facts.size_hw)
+                    row.map_file = map_of(runtime, index, options.img, metadata.size_hw)
                 cpu_ms(network, runtime, size_hw, row)
                 rows.append(row)
                 print("\n".join(aligned(COLUMNS, [r.cells() for r in rows])), flush=True)

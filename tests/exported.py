@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.verify import batches_of, generated_pictures
+from yolofleet.export.verify import batches_of, generated_images
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
@@ -30,7 +30,7 @@ def small(name: str) -> ModelDescription:
 def pictures(count: int, size_hw: tuple[int, int] = SIZE_HW) -> Tensor:
     """[N, 3, H, W] in 0..1, of the kind that :func:`network` has seen."""
     shapes = ExportMetadata("", "", NAMES, (32,), size_hw, count)
-    return batches_of(shapes, size_hw, generated_pictures())[0]
+    return batches_of(shapes, size_hw, generated_images())[0]
 
 
 def network(name: str = "yolov5n", nc: int = len(NAMES), seed: int = 0) -> Detector:
@@ -51,7 +51,7 @@ def network(name: str = "yolov5n", nc: int = len(NAMES), seed: int = 0) -> Detec
     return model.eval()
 
 
-def facts_of(
+def metadata_of(
     model: Detector,
     *,
     size_hw: tuple[int, int] | None = SIZE_HW,
@@ -66,6 +66,6 @@ def facts_of(
 
 
 def job_of(
-    model: Detector, facts: ExportMetadata, size_hw: tuple[int, int] = SIZE_HW, *, simplify: bool = False
+    model: Detector, metadata: ExportMetadata, size_hw: tuple[int, int] = SIZE_HW, *, simplify: bool = False
 ) -> ExportJob:
-    return ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)
+    return ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify)

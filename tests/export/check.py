@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from exported import SIZE_HW, facts_of, network
+from exported import SIZE_HW, metadata_of, network
 
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
@@ -26,7 +26,7 @@ def main(format: str) -> int:
         began_s = time.monotonic()
         with TemporaryDirectory() as folder:
             out = Path(folder, "model" + FORMATS[format].suffix)
-            figures = export(model, FORMATS[format], facts_of(model), SIZE_HW, out)
+            figures = export(model, FORMATS[format], metadata_of(model), SIZE_HW, out)
         result = (
             f"boxes within {figures['box_px']:.1e} px, scores within {figures['score']:.1e} ({figures['runtime']})"
             if figures["verified"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import cv2
 import torch
-from exported import facts_of, job_of, network, small
+from exported import job_of, metadata_of, network, small
 from small_data import encoded, picture, with_exif_jpeg, with_exif_png
 from small_files import TINY_YAML, TWO_LEVELS_CFG
 
@@ -152,7 +152,7 @@ class Corpus:
         from yolofleet.export.formats import FORMATS
 
         model = self._trained()
-        FORMATS[name].module.write(job_of(model, facts_of(model)), path)
+        FORMATS[name].module.write(job_of(model, metadata_of(model)), path)
 
     def _model_onnx(self, path: Path) -> None:
         self._export(path, "onnx")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exported import NAMES, SIZE_HW, facts_of, job_of, network, pictures
+from exported import NAMES, SIZE_HW, job_of, metadata_of, network, pictures
 from torch import nn
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -42,7 +42,7 @@ def model() -> Detector:
 @pytest.fixture(scope="module")
 def torchscript_file(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "model.torchscript"
-    FORMATS["torchscript"].module.write(job_of(model, facts_of(model)), out)
+    FORMATS["torchscript"].module.write(job_of(model, metadata_of(model)), out)
     return out
 
 
@@ -71,8 +71,8 @@ def assert_near(theirs: torch.Tensor, ours: torch.Tensor, size_hw: tuple[int, in
 @pytest.mark.parametrize("format", QUICK)
 def test_a_file_of_one_size_computes_what_the_network_does_for_any_number_of_images(model, format, tmp_path):
     out = tmp_path / ("a b ü" + FORMATS[format].suffix)
-    facts = facts_of(model, batch=1 if format == "ncnn" else 2)
-    figures = export(model, FORMATS[format], facts, SIZE_HW, out)
+    metadata = metadata_of(model, batch=1 if format == "ncnn" else 2)
+    figures = export(model, FORMATS[format], metadata, SIZE_HW, out)
     assert figures["verified"] and figures["box_px"] < 0.05 and figures["score"] < 1e-3
     assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing temporary is left"
     runtime = open_exported(out)
@@ -108,7 +108,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_path):
     """OpenVINO's leaves a stack for signals behind that is gone: the process would end with a segmentation fault."""
     out = tmp_path / ("m" + FORMATS[format].suffix)
-    export(model, FORMATS[format], facts_of(model), SIZE_HW, out)
+    export(model, FORMATS[format], metadata_of(model), SIZE_HW, out)
     child = [sys.executable, "-X", "faulthandler", "-c", AFTERWARDS, str(out)]
     done = subprocess.run(child, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["interrupted"]), done.stderr
@@ -117,8 +117,8 @@ def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_pat
 @pytest.mark.parametrize("format", [name for name in HERE if name in ("onnx", "torchscript")])
 def test_a_file_of_any_size_computes_what_the_network_does_at_another_one(model, format, tmp_path):
     out = tmp_path / ("model" + FORMATS[format].suffix)
-    facts = facts_of(model, size_hw=None, batch=None)
-    FORMATS[format].module.write(job_of(model, facts), out)
+    metadata = metadata_of(model, size_hw=None, batch=None)
+    FORMATS[format].module.write(job_of(model, metadata), out)
     runtime = open_exported(out)
     for count, size_hw in ((1, (96, 64)), (2, (32, 128))):
         images = pictures(count, size_hw)
@@ -132,8 +132,8 @@ def test_networks_of_every_family_can_be_exported(name, tmp_path):
     pytest.importorskip("onnxruntime")
     other = network(name)
     is_free = name == "ppyoloe-s"
-    facts = facts_of(other, size_hw=None if is_free else SIZE_HW)
-    figures = export(other, FORMATS["onnx"], facts, SIZE_HW, tmp_path / "model.onnx")
+    metadata = metadata_of(other, size_hw=None if is_free else SIZE_HW)
+    figures = export(other, FORMATS["onnx"], metadata, SIZE_HW, tmp_path / "model.onnx")
     assert figures["verified"] and figures["box_px"] < 0.01 and figures["score"] < 1e-4
 
 
@@ -141,7 +141,7 @@ def test_onnx_in_16_bits_has_inputs_and_outputs_in_32(model, tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxslim")
     out = tmp_path / "model.onnx"
-    export(model, FORMATS["onnx"], facts_of(model, half=True), SIZE_HW, out, simplify=True)
+    export(model, FORMATS["onnx"], metadata_of(model, half=True), SIZE_HW, out, simplify=True)
     images, runtime = pictures(1), open_exported(out)
     with torch.inference_mode():
         ours = model.decode(model(images))
@@ -159,9 +159,9 @@ def test_suppression_inside_a_file_keeps_the_boxes_that_ours_keeps(model, format
     if format not in HERE:
         pytest.skip(f"{format} is not installed")
     settings = Suppression(median_score(model), 0.45, 20, agnostic)
-    facts = facts_of(model, size_hw=None, batch=None, nms=settings)
+    metadata = metadata_of(model, size_hw=None, batch=None, nms=settings)
     out = tmp_path / ("model" + FORMATS[format].suffix)
-    figures = export(model, FORMATS[format], facts, SIZE_HW, out)
+    figures = export(model, FORMATS[format], metadata, SIZE_HW, out)
     assert figures["boxes"] == 6 * 20, (
         "the limit is reached on every picture, so it is part of what is compared"
     )
@@ -185,8 +185,8 @@ def test_suppression_inside_a_file_fills_up_with_zeros_where_it_finds_nothing(mo
         decoded = model.decode(model(images))
     best = (decoded[..., 4:5] * decoded[..., 5:]).amax((1, 2))
     settings = Suppression(float(best.mean()), 0.45, 300, False)  # between the best of both pictures
-    facts = facts_of(model, batch=None, nms=settings)
-    FORMATS["onnx"].module.write(job_of(model, facts), tmp_path / "model.onnx")
+    metadata = metadata_of(model, batch=None, nms=settings)
+    FORMATS["onnx"].module.write(job_of(model, metadata), tmp_path / "model.onnx")
     runtime, least = open_exported(tmp_path / "model.onnx"), int(best.argmin())
     boxes = runtime(images)
     assert not boxes[least].any()
@@ -227,7 +227,7 @@ def test_a_file_that_computes_something_else_is_not_kept(tmp_path):
     out = tmp_path / "model.onnx"
     out.write_bytes(b"an older file")
     with pytest.raises(NumericsError, match="differs from the network") as caught:
-        export(wrong, FORMATS["onnx"], facts_of(wrong), SIZE_HW, out)
+        export(wrong, FORMATS["onnx"], metadata_of(wrong), SIZE_HW, out)
     assert caught.value.exit_code == 5
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     assert out.read_bytes() == b"an older file"
@@ -243,11 +243,11 @@ def test_a_torchscript_file_is_verified_with_torchs_own_loader(model, tmp_path, 
         return lambda images: module(images) + 1
 
     out = tmp_path / "model.torchscript"
-    figures = export(model, FORMATS["torchscript"], facts_of(model), SIZE_HW, out)
+    figures = export(model, FORMATS["torchscript"], metadata_of(model), SIZE_HW, out)
     assert figures["verified"] and "torch.jit" in figures["runtime"]
     monkeypatch.setattr(torch.jit, "load", worse)
     with pytest.raises(NumericsError, match="differs from the network"):
-        export(model, FORMATS["torchscript"], facts_of(model), SIZE_HW, out)
+        export(model, FORMATS["torchscript"], metadata_of(model), SIZE_HW, out)
     assert [Path(file).name for file in loaded] == ["model.torchscript"]
 
 
@@ -273,7 +273,7 @@ def test_an_export_needs_no_folder_for_temporary_files(model, format, tmp_path, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     nms = Suppression(0.25, 0.45, 300, False) if FORMATS[format].nms else None
     out = tmp_path / f"made{FORMATS[format].suffix}"
-    assert export(model, FORMATS[format], facts_of(model, nms=nms), SIZE_HW, out)["verified"]
+    assert export(model, FORMATS[format], metadata_of(model, nms=nms), SIZE_HW, out)["verified"]
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -292,7 +292,7 @@ def test_without_its_runtime_a_file_is_written_and_said_to_be_unverified(model, 
     pytest.importorskip("onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if it were not installed
     out = tmp_path / "model.onnx"
-    figures = export(model, FORMATS["onnx"], facts_of(model), SIZE_HW, out)
+    figures = export(model, FORMATS["onnx"], metadata_of(model), SIZE_HW, out)
     assert out.stat().st_size > 4 * sum(p.numel() for p in model.parameters())
     assert not figures["verified"] and figures["why_not"] == "onnxruntime is not installed"
     assert figures["install"].endswith('-m pip install "yolofleet[onnx]"')
@@ -308,11 +308,11 @@ def test_without_its_runtime_a_file_is_written_and_said_to_be_unverified(model, 
     ("settings", "says"),
     [
         ({"format": "onxx"}, "did you mean onnx?"),
-        ({"format": "paddle"}, "not offered"),
-        ({"format": "tflite", "half": True}, "--half is not possible for tflite"),
-        ({"format": "ncnn", "dynamic": "size"}, "--dynamic is not possible for ncnn"),
-        ({"format": "torchscript", "nms": True}, "onnx, openvino can do it"),
-        ({"format": "torchscript", "simplify": True}, "--simplify is not possible"),
+        ({"format": "paddle"}, "not supported"),
+        ({"format": "tflite", "half": True}, "tflite does not support --half"),
+        ({"format": "ncnn", "dynamic": "size"}, "ncnn does not support --dynamic"),
+        ({"format": "torchscript", "nms": True}, "use --format onnx or openvino"),
+        ({"format": "torchscript", "simplify": True}, "does not support --simplify"),
         ({"format": "torchscript", "weights": "nowhere.pt"}, "neither here nor in"),
         ({"format": "torchscript", "out": "model.onnx"}, "ends in .torchscript"),
     ],
@@ -355,15 +355,15 @@ def test_a_converter_that_is_not_installed_says_how_to_install_it(tmp_path, monk
     assert 'pip install "yolofleet[ncnn]"' in caught.value.hint
 
 
-# -- facts -----------------------------------------------------------------------------------------------------
+# -- metadata -----------------------------------------------------------------------------------------------------
 
 
-def test_facts_come_back_from_text(model):
-    for facts in (
-        facts_of(model),
-        facts_of(model, size_hw=None, batch=None, half=True, nms=Suppression(0.25, 0.45, 300, True)),
+def test_metadata_come_back_from_text(model):
+    for metadata in (
+        metadata_of(model),
+        metadata_of(model, size_hw=None, batch=None, half=True, nms=Suppression(0.25, 0.45, 300, True)),
     ):
-        assert ExportMetadata.from_json(facts.to_json(), source="here") == facts
+        assert ExportMetadata.from_json(metadata.to_json(), source="here") == metadata
 
 
 @pytest.mark.parametrize(
@@ -385,20 +385,20 @@ def test_facts_come_back_from_text(model):
         {"family": None},
     ],
 )
-def test_facts_that_somebody_changed_are_refused(model, change):
-    values = json.loads(facts_of(model).to_json()) | change
+def test_metadata_that_somebody_changed_are_refused(model, change):
+    values = json.loads(metadata_of(model).to_json()) | change
     with pytest.raises(CheckpointError, match="here"):
         ExportMetadata.from_json(json.dumps(values), source="here")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
-def test_facts_that_are_none_are_refused(text):
+def test_metadata_that_are_none_are_refused(text):
     with pytest.raises(CheckpointError, match="here"):
         ExportMetadata.from_json(text, source="here")
 
 
 def test_names_are_shown_without_control_characters(model):
-    values = json.loads(facts_of(model).to_json()) | {"names": ["a\x1b[2Jb"]}
+    values = json.loads(metadata_of(model).to_json()) | {"names": ["a\x1b[2Jb"]}
     assert ExportMetadata.from_json(json.dumps(values), source="here").names == ("a?[2Jb",)
 
 

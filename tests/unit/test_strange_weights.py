@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import NAMES, facts_of, network
+from exported import NAMES, metadata_of, network
 from safetensors.torch import save
 
 from yolofleet.checkpoint import format as file_format
@@ -316,6 +316,6 @@ def test_names_of_a_file_cannot_command_a_terminal(tmp_path: Path, weights: Weig
     "change", [{"batch": 65536}, {"size_hw": [100_000, 100_000]}, {"batch": 4096, "size_hw": [640, 640]}]
 )
 def test_exported_files_that_ask_for_endless_images_are_refused(change: dict) -> None:
-    values = json.loads(facts_of(network()).to_json()) | change
+    values = json.loads(metadata_of(network()).to_json()) | change
     with pytest.raises(YolofleetError):
         ExportMetadata.from_json(json.dumps(values), source="a.onnx")

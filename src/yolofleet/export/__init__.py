@@ -1,1 +1,1 @@
-"""Trained networks as files of other runtimes: written, compared with our own output, and run from here."""
+"""Export trained networks to files of other runtimes, verify the files, and run them."""

@@ -1,4 +1,4 @@
-"""Core ML: a package for Apple's systems. It can be written anywhere and run on macOS."""
+"""Write and run Core ML packages for Apple's systems. Writing works on every system, running on macOS only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from yolofleet.export.trial import Opened, cpu_only
 if TYPE_CHECKING:
     from yolofleet.export.graph import ExportJob
 
-MOST_PARTS = 1000  # of a package; ours have five
+MAX_PARTS = 1000  # files of a package; yolofleet writes five
 
 
 def write(job: ExportJob, path: Path) -> None:
+    """Write the package ``path``."""
     import coremltools
 
     program = job.exported().run_decompositions({})
-    precision = coremltools.precision.FLOAT16 if job.facts.half else coremltools.precision.FLOAT32
+    precision = coremltools.precision.FLOAT16 if job.metadata.half else coremltools.precision.FLOAT32
     model = coremltools.convert(
         program,
         inputs=[coremltools.TensorType(IMAGES, shape=tuple(job.example().shape))],
@@ -31,7 +32,7 @@ def write(job: ExportJob, path: Path) -> None:
         compute_precision=precision,
         skip_model_load=True,
     )
-    model.user_defined_metadata[KEY] = job.facts.to_json()
+    model.user_defined_metadata[KEY] = job.metadata.to_json()
     model.save(str(path))
 
 
@@ -39,19 +40,20 @@ def parts(path: Path) -> list[Path]:
     """Return all files of the package.
 
     Raises:
-        CheckpointError: too many.
+        CheckpointError: the package has too many files.
     """
-    found = sorted(islice((part for part in path.rglob("*") if not part.is_dir()), MOST_PARTS + 1))
-    if len(found) > MOST_PARTS:
-        raise CheckpointError(f"{path} has more than {MOST_PARTS} files", hint="export it again")
+    found = sorted(islice((part for part in path.rglob("*") if not part.is_dir()), MAX_PARTS + 1))
+    if len(found) > MAX_PARTS:
+        raise CheckpointError(f"{path} has more than {MAX_PARTS} files", hint="export it again")
     return found
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """On the CPU: what Apple's other units compute in 16 bits is not what was verified.
+    """Load the package for the CPU; Apple's other units compute in 16 bits, which the export did not verify.
 
     Raises:
-        ConfigError: not on macOS. CheckpointError: not ours.
+        ConfigError: this is not macOS, or ``device`` is not the CPU.
+        CheckpointError: another program wrote the package.
     """
     import coremltools
 
@@ -63,9 +65,9 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     model = coremltools.models.MLModel(str(path), compute_units=coremltools.ComputeUnit.CPU_ONLY)
     if KEY not in model.user_defined_metadata:
         raise CheckpointError(
-            f"{path} is a Core ML package of another program: what it computes is not known",
+            f"{path} is a Core ML package without metadata of yolofleet, so its output format is unknown",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportMetadata.from_json(model.user_defined_metadata[KEY], source=str(path))
+    metadata = ExportMetadata.from_json(model.user_defined_metadata[KEY], source=str(path))
     place = f"Core ML by coremltools {coremltools.__version__}, CPU"
-    return Opened(facts, place, lambda images: model.predict({IMAGES: images})[DECODED])
+    return Opened(metadata, place, lambda images: model.predict({IMAGES: images})[DECODED])

@@ -1,4 +1,4 @@
-"""What an exported file says about itself: inside the file where the format has a place for it, else beside it."""
+"""The metadata of an exported file: stored inside the file if the format allows it, else beside it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from yolofleet import __version__
 from yolofleet.errors import CheckpointError
 
-KEY = "yolofleet"  # the entry that holds the facts, in every format
+KEY = "yolofleet"  # name of the entry with the metadata, in every format
 VERSION = 1
 MAX_TEXT = 16 * 2**20  # characters
 MAX_CLASSES = 100_000
 MAX_SIDE_PX = 100_000
 MAX_BATCH = 4096
-MAX_PIXELS = 2**27  # of all images that a file takes at once: 1.5 GiB as float32
+MAX_PIXELS = 2**27  # of all images of a batch: 1.5 GiB as float32
 IMAGES, DECODED, BOXES = "images", "decoded", "boxes"  # names of the input and of the outputs
 COMPUTES = {
     DECODED: "images [N, 3, H, W] float32 RGB in 0..1 -> decoded [N, K, 5 + C] float32: cx, cy, w, h in pixels of the "
@@ -28,7 +28,10 @@ COMPUTES = {
 
 @dataclass(frozen=True)
 class Suppression:
-    """Non-maximum suppression inside a file; see ``geometry.nms.detections`` (a place is its best class only)."""
+    """Settings of non-maximum suppression (NMS) inside a file, as of ``geometry.nms.detections``.
+
+    Each prediction counts for its best class only.
+    """
 
     conf: float
     iou: float
@@ -38,16 +41,16 @@ class Suppression:
 
 @dataclass(frozen=True)
 class ExportMetadata:
-    """The description of an exported file.
+    """The metadata of an exported file.
 
     Attributes:
-        family, model: of the network; "unknown" for a file of another program.
+        family, model: of the network; family "unknown" for a file of another program.
         names: class names.
         strides: of the levels, pixels.
-        size_hw: height and width of the images it takes; None = any multiples of the largest stride.
-        batch: images that it takes at once; None = any number.
-        half: computes in 16 bits inside; inputs and outputs are float32 all the same.
-        nms: what is suppressed inside; None = the output is decoded, not suppressed.
+        size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
+        batch: images per call; None: any number.
+        half: the file computes in 16 bits; inputs and outputs are float32.
+        nms: suppression inside the file; None: the output is all decoded predictions.
     """
 
     family: str
@@ -65,7 +68,7 @@ class ExportMetadata:
 
     @property
     def stride(self) -> int:
-        """Sides of images are multiples of it, pixels."""
+        """The largest stride, pixels; image sides are multiples of it."""
         return max(self.strides)
 
     def to_json(self) -> str:
@@ -79,22 +82,24 @@ class ExportMetadata:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> ExportMetadata:
-        """Facts from a file.
+        """Return checked metadata from the JSON text of a file.
 
         Raises:
-            CheckpointError: they are not what :meth:`to_json` writes.
+            CheckpointError: the text is not as :meth:`to_json` writes it.
         """
         if len(text) > MAX_TEXT:
-            raise CheckpointError(f"{source}: its description has {len(text):,} characters")
+            raise CheckpointError(
+                f"{source}: its metadata has {len(text):,} characters, expected at most {MAX_TEXT:,}"
+            )
         try:
             values = json.loads(text)
             if values["version"] != VERSION:
                 raise CheckpointError(
-                    f"{source} has a description of an unknown version",
+                    f"{source} has metadata of an unknown version",
                     hint="export it again with this version",
                 )
             nms, size, batch = values["nms"], values["size_hw"], values["batch"]
-            facts = cls(
+            metadata = cls(
                 family=_word(values["family"]),
                 model=_word(values["model"]),
                 names=class_names(values["names"]),
@@ -106,43 +111,43 @@ class ExportMetadata:
                 half=values["half"] is True,
                 nms=None if nms is None else _suppression(nms),
             )
-            if not 1 <= len(facts.strides) <= 16:
-                raise ValueError(f"{len(facts.strides)} strides")
-            if (facts.batch or 1) * prod(facts.size_hw or (1,)) > MAX_PIXELS:
+            if not 1 <= len(metadata.strides) <= 16:
+                raise ValueError(f"{len(metadata.strides)} strides")
+            if (metadata.batch or 1) * prod(metadata.size_hw or (1,)) > MAX_PIXELS:
                 raise ValueError(f"images of more than {MAX_PIXELS:,} pixels at once")
-            return facts
+            return metadata
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as problem:
             raise CheckpointError(
-                f"{source} has a wrong description: {str(problem)[:100]}", hint="export it again"
+                f"{source} has invalid metadata: {str(problem)[:100]}", hint="export it again"
             ) from None
 
 
 def class_names(values: Any) -> tuple[str, ...]:
-    """Names without characters that a terminal would obey.
+    """Return the names without control characters.
 
     Raises:
-        ValueError, TypeError: not a list of 1 to 100,000 texts.
+        ValueError, TypeError: ``values`` is not a list of 1 to 100,000 strings.
     """
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_CLASSES:
-        raise ValueError("names are not a list")
+        raise ValueError("expected a list of class names")
     return tuple(_word(name) for name in values)
 
 
 def _word(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]} is not a text")
+        raise TypeError(f"expected text, got {str(value)[:40]}")
     return "".join(c if c.isprintable() else "?" for c in value[:200])
 
 
 def _whole(value: Any, most: int) -> int:
     if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"a number is {str(value)[:40]}")
+        raise ValueError(f"expected a whole number from 1 to {most:,}, got {str(value)[:40]}")
     return value
 
 
 def _unit(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise ValueError(f"a threshold is {str(value)[:40]}")
+        raise ValueError(f"expected a threshold from 0 to 1, got {str(value)[:40]}")
     return float(value)
 
 

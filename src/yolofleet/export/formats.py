@@ -1,4 +1,4 @@
-"""The table of formats: how each is recognised, what it can do, and which packages it needs."""
+"""The table of export formats: how yolofleet recognises each, what it supports, and which packages it needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Format:
     """One kind of exported file.
 
     Attributes:
-        suffix: of the file; of a folder's name where the format is several files.
-        marker: a file by which such a folder is recognised; "" = the format is one file.
-        writes, runs: modules to import for writing and for running it.
-        dynamic: free sizes and batches are possible. nms, half, simplify: so are those.
+        suffix: of the file name, or of the folder name if the format has several files.
+        marker: a file that identifies such a folder; "" = the format has one file.
+        writes, runs: modules needed to write and to run it.
+        dynamic: supports variable image sizes and batches.
+        nms, half, simplify: supports the option of that name.
     """
 
     name: str
@@ -36,11 +37,11 @@ class Format:
 
     @property
     def module(self) -> ModuleType:
-        """``yolofleet.export.<name>``: ``write`` and ``open_file``."""
+        """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
         return import_module(f"yolofleet.export.{self.name}")
 
     def path_beside(self, weights: Path) -> Path:
-        """Where an export of ``weights`` lies unless somebody says otherwise."""
+        """Return the default path of an export of ``weights``."""
         return weights.with_name(weights.stem + self.suffix)
 
 
@@ -73,29 +74,30 @@ FORMATS = {
     )
 }
 REFUSED = {
-    "paddle": "the only converter (X2Paddle, last released in 2024) works by writing Python source and running it"
+    "paddle": "its only converter (X2Paddle, last released in 2024) writes Python source and executes it"
 }
-SLIM = "onnxslim"  # what --simplify needs
+SLIM = "onnxslim"  # package that --simplify needs
 
 
 def format_named(name: str) -> Format:
-    """
+    """Return the format of that name.
+
     Raises:
-        ConfigError: unknown (with the nearest name), or known and not offered.
+        ConfigError: the name is unknown, or yolofleet does not support the format.
     """
     if name in REFUSED:
         raise ConfigError(
-            f"--format {name} is not offered: {REFUSED[name]}",
-            hint="--format onnx: Paddle's own tools and others read it",
+            f"--format {name} is not supported: {REFUSED[name]}",
+            hint="--format onnx, which Paddle's tools can read",
         )
     if name not in FORMATS:
-        listed = f"one of {', '.join(FORMATS)}"
+        listed = f"expected one of {', '.join(FORMATS)}"
         raise ConfigError(f"--format {shown(name)} is not known", hint=did_you_mean(name, FORMATS) or listed)
     return FORMATS[name]
 
 
 def format_of(path: Path) -> Format | None:
-    """The format of an existing file or folder by its name and form; None = not an exported one."""
+    """Return the format of an existing file or folder; None if it is not an exported one."""
     for format in FORMATS.values():
         if format.marker:
             if (path.is_dir() and (path / format.marker).is_file()) or (
@@ -108,14 +110,15 @@ def format_of(path: Path) -> Format | None:
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """Those that cannot be imported here."""
+    """Return the modules that are not installed."""
     return [name for name in modules if find_spec(name) is None]
 
 
 def need(format: Format, modules: tuple[str, ...], what: str) -> None:
-    """
+    """Raise if one of ``modules`` is missing; ``what`` names the operation that needs them.
+
     Raises:
-        ConfigError: a package is missing; says how to install it.
+        ConfigError: a package is missing; the hint is the command that installs it.
     """
     absent = missing(modules)
     if absent:
@@ -123,5 +126,5 @@ def need(format: Format, modules: tuple[str, ...], what: str) -> None:
 
 
 def install_line(format: Format) -> str:
-    """The command that installs what a format needs."""
+    """Return the command that installs the packages of a format."""
     return f'{Path(sys.executable).name} -m pip install "yolofleet[{format.name}]"'

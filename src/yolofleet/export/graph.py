@@ -1,4 +1,4 @@
-"""The network as one function for tracing: images in, decoded boxes out.
+"""Prepare a network for export, as one module from images to decoded predictions.
 
 N images, K predictions of an image, C classes.
 """
@@ -27,8 +27,8 @@ class ExportGraph(nn.Module):
     """``decode(forward(images))`` of the fused network, in evaluation mode, without gradients.
 
     Args:
-        half: the network computes in 16 bits; the boxes are decoded in 32, since 16 bits count pixels above 512
-            in halves.
+        half: compute the network in 16 bits, and decode the boxes in 32 bits. Between 512 and 1024, 16-bit numbers are
+            0.5 pixels apart, which is too coarse for boxes.
     """
 
     def __init__(self, model: Detector, *, half: bool = False) -> None:
@@ -40,13 +40,16 @@ class ExportGraph(nn.Module):
             self.network.half()
 
     def forward(self, images: Tensor) -> Tensor:
-        """float32 [N, 3, H, W] RGB in 0..1 -> float32 [N, K, 5 + C]."""
+        """Return decoded predictions, float32 [N, K, 5 + C], for images float32 [N, 3, H, W] RGB in 0..1."""
         return self.network.decode(self.network(images.half() if self.half_inside else images))
 
 
 class ZeroBorder(nn.Module):
-    """``nn.ZeroPad2d`` with whole sides, by joining: ONNX Runtime (1.17 to 1.31 at least) merges a padding with zeros
-    into the max pooling after it, whose own border is no zero."""
+    """``nn.ZeroPad2d`` by concatenation of zeros.
+
+    ONNX Runtime (1.17 to 1.31 at least) merges a zero padding into the max pooling after it. The padding of a max pooling
+    is minus infinity instead of zero, so the result would be wrong.
+    """
 
     def __init__(self, padding: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -64,13 +67,13 @@ class ZeroBorder(nn.Module):
 
 
 def _use_plain_modules(module: nn.Module, lowest: float) -> None:
-    """Put modules that every runtime knows in the place of some of ours, with equal values.
+    """Replace some of our modules by standard ones with equal results, which every runtime supports.
 
     Args:
-        lowest: a number below every activation; ncnn's files cannot hold infinity.
+        lowest: a number below every activation, because ncnn's files cannot hold infinity.
     """
     for name, child in module.named_children():
-        if isinstance(child, Upsample):  # ours is made for training
+        if isinstance(child, Upsample):  # our module is optimised for training
             setattr(module, name, nn.Upsample(scale_factor=2.0, mode="nearest"))
         elif isinstance(child, nn.ZeroPad2d):
             setattr(module, name, ZeroBorder(child.padding))
@@ -83,41 +86,40 @@ def _use_plain_modules(module: nn.Module, lowest: float) -> None:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What a format's ``write`` gets.
+    """The input of a format's ``write``.
 
     Attributes:
-        graph: to be written.
-        facts: to be written beside it.
-        size_hw: of the example that is traced, pixels; also where the file takes any size.
-        simplify: shorten the graph.
+        graph: the network to write.
+        metadata: the metadata to write.
+        size_hw: size of the traced example, pixels; needed even if the file accepts any size.
+        simplify: simplify the graph (ONNX only).
     """
 
     graph: ExportGraph
-    facts: ExportMetadata
+    metadata: ExportMetadata
     size_hw: tuple[int, int]
     simplify: bool = False
 
     def example(self) -> Tensor:
-        """Images of the form that the file takes, [N, 3, H, W]."""
-        return torch.zeros(self.facts.batch or 1, 3, *self.size_hw)
+        """Return zero images of a shape that the file accepts, [N, 3, H, W]."""
+        return torch.zeros(self.metadata.batch or 1, 3, *self.size_hw)
 
     def traced(self) -> torch.jit.ScriptModule:
-        """The graph as TorchScript; sizes stay expressions of the input's sizes."""
+        """Return the graph as TorchScript; its sizes are expressions of the input's sizes."""
         with quiet():
             traced = torch.jit.trace(self.graph, self.example(), check_trace=False)
         assert isinstance(traced, torch.jit.ScriptModule)
         return traced
 
     def exported(self) -> torch.export.ExportedProgram:
-        """The graph by ``torch.export``, for the fixed form of :meth:`example`."""
+        """Return the graph of ``torch.export``, for the fixed shape of :meth:`example`."""
         with quiet():
             return torch.export.export(self.graph, (self.example(),))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No gradients, and none of the warnings about loops over levels that tracers give: what comes out is compared
-    with the network afterwards."""
+    """Disable gradients and warnings. Tracers warn about loops over levels, and the verification finds real differences."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -126,10 +128,10 @@ def quiet() -> Iterator[None]:
 def save_module(
     module: torch.jit.ScriptModule, path: Path, extra_files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a module by way of memory: torch's own writer ends the process when the disk is full.
+    """Write a module through memory, because torch's own writer ends the process when the disk is full.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the file cannot be written.
     """
     stream = io.BytesIO()
     torch.jit.save(module, stream, _extra_files=dict(extra_files or {}))

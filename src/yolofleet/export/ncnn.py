@@ -1,4 +1,7 @@
-"""ncnn: for phones and boards; a folder with ``model.ncnn.param`` and ``model.ncnn.bin``, made by pnnx from TorchScript."""
+"""Write and run ncnn networks for phones and embedded boards.
+
+A network is a folder with ``model.ncnn.param`` and ``model.ncnn.bin``, which pnnx converts from TorchScript.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ MAGIC = b"7767517"  # first line of a .param file
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """
+    """Write the folder ``path``.
+
     Raises:
         CheckpointError: pnnx cannot convert the graph.
     """
@@ -34,13 +38,13 @@ def write(job: ExportJob, path: Path) -> None:
     with TemporaryDirectory(dir=path.parent, prefix=".ncnn-") as temporary:
         save_module(job.traced(), Path(temporary, "model.pt"))
         shape = ",".join(map(str, job.example().shape))
-        argv = [str(_converter()), "model.pt", f"inputshape=[{shape}]", f"fp16={int(job.facts.half)}"]
+        argv = [str(_converter()), "model.pt", f"inputshape=[{shape}]", f"fp16={int(job.metadata.half)}"]
         try:
             done = subprocess.run(argv, cwd=temporary, capture_output=True, timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             raise CheckpointError(f"pnnx did not end within {DEADLINE_S} s", hint="--format onnx") from None
         except OSError as problem:
-            raise CheckpointError(f"pnnx cannot be started: {problem}", hint="install pnnx again") from None
+            raise CheckpointError(f"cannot start pnnx: {problem}", hint="install pnnx again") from None
         made = [Path(temporary, name) for name in (PARAM, BIN)]
         if done.returncode or not all(file.is_file() for file in made):
             words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
@@ -50,11 +54,11 @@ def write(job: ExportJob, path: Path) -> None:
         path.mkdir()
         for file in made:
             (path / file.name).write_bytes(file.read_bytes())
-    write_sidecar(path, job.facts)
+    write_sidecar(path, job.metadata)
 
 
 def _converter() -> Path:
-    """The program inside the package pnnx."""
+    """Return the path of the program in the package pnnx."""
     import pnnx
 
     name = "pnnx.exe" if os.name == "nt" else "pnnx"
@@ -62,34 +66,36 @@ def _converter() -> Path:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the graph, its tensors and its description."""
+    """Return the graph, its tensors and its metadata."""
     folder = path if path.is_dir() else path.parent
     return [folder / PARAM, folder / BIN, sidecar_of(folder)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """
+    """Load the network for the CPU.
+
     Raises:
-        CheckpointError: not ours, or not whole.
+        CheckpointError: the folder is incomplete, or another program wrote it.
+        ConfigError: ``device`` is not the CPU.
     """
     import ncnn
 
     cpu_only(device, "ncnn")
     folder = path if path.is_dir() else path.parent
-    facts = read_sidecar(folder)
+    metadata = read_sidecar(folder)
     with open_foreign(folder / PARAM) as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise CheckpointError(f"{folder} is not a whole ncnn network", hint="use another copy")
+            raise CheckpointError(f"{folder} is not a complete ncnn network", hint="use another copy")
     net = ncnn.Net()
     net.opt.num_threads = threads
     for option in ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_storage"):
-        setattr(net.opt, option, facts.half and option != "use_bf16_storage")
+        setattr(net.opt, option, metadata.half and option != "use_bf16_storage")
     if net.load_param(str(folder / PARAM)) or net.load_model(str(folder / BIN)):
-        raise CheckpointError(f"ncnn refuses {folder}", hint="use another copy, or export it again")
+        raise CheckpointError(f"ncnn cannot load {folder}", hint="use another copy, or export it again")
 
     def run(images: np.ndarray) -> np.ndarray:
         outputs = []
-        for image in images:  # ncnn knows no batches
+        for image in images:  # ncnn does not support batches
             extractor = net.create_extractor()
             extractor.input(net.input_names()[0], ncnn.Mat(image).clone())
             code, output = extractor.extract(net.output_names()[0])
@@ -98,4 +104,4 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
             outputs.append(np.array(output))
         return np.stack(outputs)
 
-    return Opened(facts, f"ncnn {ncnn.__version__}, CPU", run)
+    return Opened(metadata, f"ncnn {ncnn.__version__}, CPU", run)

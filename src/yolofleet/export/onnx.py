@@ -1,9 +1,8 @@
-"""ONNX: written by torch's tracing exporter, run by ONNX Runtime.
+"""Write ONNX files with torch's tracing exporter, and run them with ONNX Runtime.
 
-torch has two exporters. This one (``dynamo=False``) is in torch 2.6 to 2.15, needs no further package and takes half a
-second instead of four; the other's graphs are shorter, which ``--simplify`` makes up for. It is given a traced module
-where sizes are free: a trace holds sizes as expressions, which the exporter's own pass over a plain module turns into
-numbers.
+torch has two exporters. This one (``dynamo=False``) exists in torch 2.6 to 2.15, needs no other package and takes 0.5 s
+instead of 4 s. The graphs of the other are shorter; ``--simplify`` shortens ours. For variable sizes, the exporter gets a
+traced module, because a trace keeps sizes as expressions. From a plain module the exporter would write constants.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
 from yolofleet.export.trial import Opened, first_line
 
-if TYPE_CHECKING:  # a child that tries a file starts without torch
+if TYPE_CHECKING:  # the child process that tries a file does not load torch
     from yolofleet.export.graph import ExportJob
 
 OPSET = 17
-ANCHORS = 3  # of a cell, in files of YOLOv5's export
+ANCHORS = 3  # per cell, in files of YOLOv5's export
 LEVELS = ((8, 16, 32), (8, 16, 32, 64), (16, 32))  # strides, pixels
 NAME = re.compile(r"""(\d+)\s*:\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""")
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """One file, tensors inside.
+    """Write one file that includes all tensors.
 
     Raises:
-        ConfigError: ``--simplify`` without its package.
+        ConfigError: the package for ``--simplify`` is missing.
     """
     path.write_bytes(model_of(job, path.parent).SerializeToString())
 
 
 def model_of(job: ExportJob, folder: Path) -> Any:
-    """As an ``onnx.ModelProto``; ``folder`` takes a temporary file."""
+    """Return the graph as an ``onnx.ModelProto``; needs ``folder`` for a temporary file."""
     import onnx
     import torch
 
     from yolofleet.export.graph import quiet
 
-    facts = job.facts
-    batch = {} if facts.batch else {0: "batch"}
-    free = {} if facts.size_hw else {2: "height", 3: "width"}
-    rows = {} if facts.size_hw else {1: "rows"}
-    axes = {IMAGES: batch | free, DECODED: batch | rows} if batch or free else None
+    metadata = job.metadata
+    batch = {} if metadata.batch else {0: "batch"}
+    variable = {} if metadata.size_hw else {2: "height", 3: "width"}
+    rows = {} if metadata.size_hw else {1: "rows"}
+    axes = {IMAGES: batch | variable, DECODED: batch | rows} if batch or variable else None
     with quiet(), TemporaryDirectory(dir=folder, prefix=".onnx-") as temporary:
         file = Path(temporary, "model.onnx")
         torch.onnx.export(
@@ -65,14 +64,14 @@ def model_of(job: ExportJob, folder: Path) -> Any:
         )
         model = onnx.load_model_from_string(file.read_bytes())
     values = model.graph.output[0].type.tensor_type.shape.dim[2]
-    values.dim_value = 5 + len(facts.names)  # the exporter does not always see it
-    if facts.nms is not None:
-        append_suppression(model, facts.nms)
+    values.dim_value = 5 + len(metadata.names)  # the exporter does not always infer it
+    if metadata.nms is not None:
+        append_suppression(model, metadata.nms)
     if job.simplify:
         model = _simplified(model)
     del model.metadata_props[:]
     entry = model.metadata_props.add()
-    entry.key, entry.value = KEY, facts.to_json()
+    entry.key, entry.value = KEY, metadata.to_json()
     onnx.checker.check_model(model)
     return model
 
@@ -86,7 +85,7 @@ def _simplified(model: Any) -> Any:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the file and those that hold its tensors.
+    """Return the file and its external data files.
 
     Raises:
         CheckpointError: see ``checked_model``.
@@ -95,7 +94,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Ours, or another program's if it is understood (see :func:`_foreign_facts`).
+    """Load a file of yolofleet, or of another program in the format of YOLOv5's export.
 
     Raises:
         CheckpointError, ConfigError: see ``runtime.open_exported``.
@@ -109,17 +108,17 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in stored:
-        facts = ExportMetadata.from_json(stored[KEY], source=str(path))
+        metadata = ExportMetadata.from_json(stored[KEY], source=str(path))
     else:
-        facts = _foreign_facts(path, model, stored)
+        metadata = _foreign_metadata(path, model, stored)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # its errors come as exceptions too
+    options.log_severity_level = 4  # its errors are also raised as exceptions
     has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
     kind, _, index = (device or "cuda").partition(":")
     if kind != "cpu" and device is not None and not (kind == "cuda" and has_cuda):
         raise ConfigError(
-            f"this ONNX Runtime does not run on {device}",
+            f"the installed ONNX Runtime does not support {device}",
             hint="--device cpu, or for NVIDIA GPUs pip install onnxruntime-gpu instead of onnxruntime",
         )
     providers: list[Any] = ["CPUExecutionProvider"]
@@ -127,31 +126,32 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         providers.insert(0, ("CUDAExecutionProvider", {"device_id": int(index or 0)}))
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as problem:  # onnxruntime's exceptions have no common class
+    except Exception as problem:  # exceptions of onnxruntime have no common base class
         raise CheckpointError(
-            f"ONNX Runtime refuses {path}: {first_line(problem)}", hint="use another copy, or export it again"
+            f"ONNX Runtime cannot load {path}: {first_line(problem)}",
+            hint="use another copy, or export it again",
         ) from None
     if len(session.get_inputs()) != 1:
-        raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, not one")
+        raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, expected 1")
     used = session.get_providers()[0].removesuffix("ExecutionProvider")
     given, result = session.get_inputs()[0].name, session.get_outputs()[0].name
     return Opened(
-        facts,
+        metadata,
         f"ONNX Runtime {onnxruntime.__version__}, {used}",
         lambda images: session.run([result], {given: images})[0],
     )
 
 
-def _foreign_facts(path: Path, model: Any, stored: dict[str, str]) -> ExportMetadata:
-    """Facts of a file in the form of YOLOv5's own export: one input [N, 3, H, W], first output [N, K, 5 + C].
+def _foreign_metadata(path: Path, model: Any, stored: dict[str, str]) -> ExportMetadata:
+    """Return metadata for a file in the format of YOLOv5's export: input [N, 3, H, W], first output [N, K, 5 + C].
 
     Raises:
-        CheckpointError: another form; says which.
+        CheckpointError: the file has other shapes; the message shows them.
     """
     sides = [[d.dim_value or None for d in i.type.tensor_type.shape.dim] for i in model.graph.input]
     out = [[d.dim_value or None for d in o.type.tensor_type.shape.dim] for o in model.graph.output[:1]]
     refused = CheckpointError(
-        f"{path} is an ONNX file of another program, and its form {sides} -> {out} is not [N, 3, H, W] -> [N, K, 5 + C]",
+        f"{path} is an ONNX file of another program with shapes {sides} -> {out}, expected [N, 3, H, W] -> [N, K, 5 + C]",
         hint="export the weights with yolofleet export",
     )
     if (

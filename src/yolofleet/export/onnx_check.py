@@ -1,6 +1,6 @@
-"""Is an ONNX file whole, and does it stay in its folder? Looked at before a runtime loads it.
+"""Check an ONNX file before a runtime loads it.
 
-A file may name others that hold its tensors (external data); those must lie beside it or below.
+The file may refer to other files with tensors (external data). These must be in its folder or below.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from yolofleet.files.foreign import read_foreign
 
 MAX_FILE = 2**31 - 1  # bytes, protobuf's limit
 MAX_NODES = 200_000
-MAX_DEPTH = 8  # of graphs inside nodes
-ENDLESS = ("Loop", "Scan")  # operations that repeat a graph as often as the file says
+MAX_DEPTH = 8  # of nested graphs
+ENDLESS = ("Loop", "Scan")  # the file sets their number of iterations
 DOMAINS = ("", "ai.onnx", "com.microsoft")  # operations of onnxruntime itself
 
 
 def checked_model(path: Path) -> Any:
-    """The parsed file, an ``onnx.ModelProto``, without its external data.
+    """Return the parsed file, an ``onnx.ModelProto``, without its external data.
 
     Raises:
-        CheckpointError: broken, too large, or it names files outside its folder.
+        CheckpointError: the file is damaged or too large, needs unknown operations, or names files outside its folder.
     """
     import onnx
 
@@ -38,10 +38,10 @@ def checked_model(path: Path) -> Any:
         ) from None
     except CheckpointError:
         raise
-    except Exception:  # protobuf's own, which differ between its implementations
-        raise CheckpointError(f"{path} is not a whole ONNX file", hint="use another copy") from None
+    except Exception:  # exceptions differ between implementations of protobuf
+        raise CheckpointError(f"{path} is not a complete ONNX file", hint="use another copy") from None
     if not model.HasField("graph") or not model.graph.node:
-        raise CheckpointError(f"{path} is not a whole ONNX file: it has no graph", hint="use another copy")
+        raise CheckpointError(f"{path} is not a complete ONNX file: it has no graph", hint="use another copy")
     if model.functions:
         raise CheckpointError(f"{path} defines functions, which no export of a detector needs")
     for count, node in enumerate(_nodes(model.graph, path)):
@@ -50,12 +50,12 @@ def checked_model(path: Path) -> Any:
         if node.domain not in DOMAINS:
             raise CheckpointError(
                 f"{path} needs operations of {node.domain[:80]!r}",
-                hint="export it without operations of its own",
+                hint="export it without custom operations",
             )
         if node.op_type in ENDLESS:
             raise CheckpointError(
-                f"{path} has a {node.op_type}, which no export of a detector needs: it may never end",
-                hint="export it again, with suppression by NonMaxSuppression or without",
+                f"{path} has a {node.op_type}, which may never end and which no export of a detector needs",
+                hint="export it again without NMS, or with the operation NonMaxSuppression",
             )
     for values in _external(path, model):
         _check_external(path, values)
@@ -63,7 +63,7 @@ def checked_model(path: Path) -> Any:
 
 
 def external_files(path: Path, model: Any) -> list[Path]:
-    """Return the files that hold tensors of a checked model, each once."""
+    """Return the external data files of a checked model, without duplicates."""
     return [path.parent / name for name in sorted({values["location"] for values in _external(path, model)})]
 
 

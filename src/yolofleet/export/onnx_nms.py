@@ -1,6 +1,6 @@
-"""Non-maximum suppression at the end of an ONNX graph, with the operations of opset 17.
+"""Append non-maximum suppression (NMS) to an ONNX graph, with operations of opset 17.
 
-N images, K places, C classes, M boxes that ``NonMaxSuppression`` keeps, D = max_det.
+N images, K predictions of an image, C classes, M boxes that ``NonMaxSuppression`` keeps, D = max_det.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from yolofleet.export.export_metadata import BOXES, DECODED, Suppression
 
 
 def append_suppression(model: Any, nms: Suppression) -> None:
-    """Replace the output ``decoded`` by ``boxes`` [N, D, 6], see ``facts.COMPUTES``; in place.
+    """Replace the output ``decoded`` by ``boxes`` [N, D, 6], see ``export_metadata.COMPUTES``; in place.
 
-    As ``geometry.nms.detections`` with ``multi_label=False``: a place is its best class; boxes of one class
-    suppress each other.
+    The result is that of ``geometry.nms.detections`` with ``multi_label=False``: each prediction counts for its best class.
     """
     import onnx
     from onnx import helper
@@ -30,19 +29,19 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     scores = graph("Mul", objectness, classes)
     best = graph("ReduceMax", scores, axes=[2], keepdims=1)  # [N, K, 1]
     best_class = graph("ArgMax", scores, axis=2, keepdims=0)  # [N, K]
-    rivals = (
+    class_scores = (
         best if nms.agnostic else graph("Where", graph("Less", scores, best), graph.number(0, f32), scores)
     )
-    kept = graph(  # [M, 3] image, class, place
+    kept = graph(  # [M, 3] image, class, prediction
         "NonMaxSuppression",
         cxcywh,
-        graph("Transpose", rivals, perm=[0, 2, 1]),
+        graph("Transpose", class_scores, perm=[0, 2, 1]),
         graph.number([nms.max_det], i64),
         graph.number([nms.iou], f32),
         graph.number([nms.conf], f32),
         center_point_box=1,
     )
-    where = graph("Gather", kept, graph.number([0, 2], i64), axis=1)  # [M, 2] image, place
+    where = graph("Gather", kept, graph.number([0, 2], i64), axis=1)  # [M, 2] image, prediction
     score = graph("GatherND", graph("Squeeze", best, graph.number([2], i64)), where)  # [M]
     found = graph("GatherND", cxcywh, where)  # [M, 4]
     centre = graph("Slice", found, *graph.numbers([0], [2], [1]))
@@ -65,7 +64,7 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     _, order = graph.several("TopK", 2, score, graph("Shape", score), largest=1, sorted=1)
     rows, image = graph("Gather", rows, order, axis=0), graph("Gather", image, order, axis=0)
 
-    # a row's place among those of its image, which is its rank; what is beyond D goes to a row D that is cut off
+    # The slot of a row is its rank in its image. Rows beyond D go to slot D, which the last Slice removes.
     count = graph("Shape", DECODED, start=0, end=1)  # [1] N
     images = graph("Range", graph.number(0, i64), graph("Squeeze", count), graph.number(1, i64))  # [N]
     is_of = graph(
@@ -95,7 +94,7 @@ def append_suppression(model: Any, nms: Suppression) -> None:
 
 
 class _Writer:
-    """Adds nodes to a graph; a call gives the name of the node's output."""
+    """Adds nodes to a graph; a call returns the name of the new node's output."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -108,7 +107,7 @@ class _Writer:
         return self._add(kind, inputs, [self._name() for _ in range(outputs)], attributes)
 
     def number(self, value: Any, kind: Any) -> str:
-        """A constant."""
+        """Add a constant and return its name."""
         from onnx import numpy_helper
 
         name = self._name()
@@ -116,7 +115,7 @@ class _Writer:
         return name
 
     def numbers(self, *values: list[int]) -> list[str]:
-        """Constants of whole numbers."""
+        """Add constant lists of int64 and return their names."""
         return [self.number(value, np.int64) for value in values]
 
     def _name(self) -> str:

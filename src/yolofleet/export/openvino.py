@@ -1,7 +1,6 @@
-"""OpenVINO: our ONNX graph in Intel's form, a folder with ``model.xml`` and ``model.bin``.
+"""Write and run OpenVINO files: our ONNX graph in Intel's format, a folder with ``model.xml`` and ``model.bin``.
 
-OpenVINO's library reads ONNX itself. Its converter (``ovc``) sends usage data, also when it is only imported: see
-``_library``.
+OpenVINO's library reads ONNX directly. Importing its converter (``ovc``) sends usage data; ``_library`` prevents this.
 """
 
 from __future__ import annotations
@@ -27,13 +26,16 @@ MARKER = FORMATS["openvino"].marker
 
 @cache
 def _core() -> Any:
-    """One for good: it gives this thread a stack for signals, and the last one frees it, in use or not; then Ctrl-C
-    would be a segmentation fault."""
+    """Return one ``Core`` for the whole process.
+
+    A ``Core`` sets a signal stack for this thread, and the destructor of the last ``Core`` frees it, even in use. After
+    that, Ctrl-C causes a segmentation fault.
+    """
     return _library().Core()
 
 
 def _library() -> Any:
-    """Import OpenVINO without the package that reports its import to Google Analytics; it has a stub in its place."""
+    """Import OpenVINO without the package that reports the import to Google Analytics; OpenVINO then uses a stub."""
     sys.modules.setdefault("openvino_telemetry", cast(Any, None))  # None: importing it raises ImportError
     import openvino
 
@@ -41,11 +43,11 @@ def _library() -> Any:
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """A folder; with ``half`` the weights are stored in 16 bits."""
+    """Write the folder ``path``; with ``half``, store the weights in 16 bits."""
     model = _core().read_model(onnx_format.model_of(job, path.parent).SerializeToString())
-    model.set_rt_info(job.facts.to_json(), [KEY])
+    model.set_rt_info(job.metadata.to_json(), [KEY])
     path.mkdir()
-    _library().save_model(model, str(path / MARKER), compress_to_fp16=job.facts.half)
+    _library().save_model(model, str(path / MARKER), compress_to_fp16=job.metadata.half)
 
 
 def parts(path: Path) -> list[Path]:
@@ -55,24 +57,30 @@ def parts(path: Path) -> list[Path]:
 
 
 def folder_of(path: Path) -> Path:
+    """Return the folder of an export that ``path`` names by itself or by a file in it."""
     return path if path.is_dir() else path.parent
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """On the CPU, in 32 bits inside (its own choice would be less on some)."""
+    """Load the folder for the CPU, to compute in 32 bits; on some CPUs OpenVINO would choose fewer.
+
+    Raises:
+        CheckpointError: another program wrote the folder.
+        ConfigError: ``device`` is not the CPU.
+    """
     cpu_only(device, "OpenVINO")
     model = _core().read_model(str(folder_of(path) / MARKER))
     if not model.has_rt_info([KEY]):
         raise CheckpointError(
-            f"{path} is an OpenVINO file of another program: what it computes is not known",
+            f"{path} is an OpenVINO file without metadata of yolofleet, so its output format is unknown",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportMetadata.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
+    metadata = ExportMetadata.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
 
     def run(images: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = compiled(images)[0].copy()  # the runtime's own memory is used again
+        rows: np.ndarray = compiled(images)[0].copy()  # the runtime reuses its output buffer
         return rows
 
-    return Opened(facts, f"OpenVINO {_library().__version__.split('-')[0]}, CPU", run)
+    return Opened(metadata, f"OpenVINO {_library().__version__.split('-')[0]}, CPU", run)

@@ -1,4 +1,4 @@
-"""``yolofleet export``: write a file for another runtime, then compare what it gives with the network."""
+"""Run ``yolofleet export``: write a file for another runtime, and compare its output with the network."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from yolofleet.export.verify import (
     batches_of,
     compare,
     compare_suppressed,
-    generated_pictures,
-    real_pictures,
+    dataset_images,
+    generated_images,
 )
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
@@ -36,33 +36,33 @@ from yolofleet.report.console import Console
 
 
 def export_command(config: ExportConfig) -> int:
-    """Run the verb; returns the exit code.
+    """Run the command; return the exit code.
 
     Raises:
-        YolofleetError: anything foreseen; NumericsError when the file does not compute what the network does.
+        YolofleetError: see :func:`export`; also for wrong settings and weights.
     """
     format = format_named(config.format)
     check_abilities(format, config)
     need(format, format.writes, f"--format {format.name}")
     source = resolve_weights(config.weights)
     if format_of(source) is not None:
-        raise ConfigError(f"{source} is an exported file", hint="export the weights that it was made from")
+        raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
     weights = load_weights(str(source), config.cfg)
     model = model_from_weights(weights)
     size_hw = size_of(config.img, weights.header.img, max(model.strides))
-    facts = facts_of(model, config, size_hw)
+    metadata = metadata_of(model, config, size_hw)
     out = config.out or format.path_beside(source)
     check_target(out, format)
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(
             "yolofleet export",
             {
-                "weights": f"{source}: {facts.model}, {len(facts.names)} classes",
-                "format": f"{format.name}, {form_text(facts, size_hw)}",
+                "weights": f"{source}: {metadata.model}, {len(metadata.names)} classes",
+                "format": f"{format.name}, {form_text(metadata, size_hw)}",
                 "file": str(out),
             },
         )
-        figures = export(model, format, facts, size_hw, out, simplify=config.simplify, data=config.data)
+        figures = export(model, format, metadata, size_hw, out, simplify=config.simplify, data=config.data)
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
     emit_json(figures, config.json_out)
     return 0
@@ -71,30 +71,31 @@ def export_command(config: ExportConfig) -> int:
 def export(
     model: Detector,
     format: Format,
-    facts: ExportMetadata,
+    metadata: ExportMetadata,
     size_hw: tuple[int, int],
     out: Path,
     *,
     simplify: bool = False,
     data: str = "",
 ) -> dict[str, Any]:
-    """Write, compare, and only then put into place.
+    """Write a file in a temporary folder, verify it, and then move it to ``out``.
 
     Args:
-        size_hw: of the images that are traced and compared, pixels.
-        data: data set whose pictures are compared; "" = generated ones.
+        size_hw: height and width of the images for tracing and verification, pixels.
+        data: data set whose images verify the file; "": generated images.
     Returns:
         JSON-able figures: file, format, mib, verified, runtime, difference, ...
 
     Raises:
         NumericsError: the file differs from the network by more than rounding; it is removed.
-        ConfigError, CheckpointError: a package is missing or refuses. StorageError: the disk refused.
+        ConfigError, CheckpointError: a package is missing, or cannot convert the network.
+        StorageError: a file cannot be written.
     """
-    pictures = real_pictures(data) if data else generated_pictures()
-    job = ExportJob(ExportGraph(model, half=facts.half), facts, size_hw, simplify)
+    images = dataset_images(data) if data else generated_images()
+    job = ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify)
     make_folder(out.parent)
     try:
-        # beside the file, not in TMPDIR, which may be another disk and small; a runtime may still hold a file on Windows
+        # Not in TMPDIR, which may be a small other disk. On Windows, a runtime may still have a file open.
         with TemporaryDirectory(
             dir=out.parent, prefix=".yolofleet-export-", ignore_cleanup_errors=True
         ) as temporary:
@@ -105,11 +106,11 @@ def export(
                 "file": str(out),
                 "format": format.name,
                 "mib": round(size_bytes(made.parent) / 2**20, 2),
-                "facts": json.loads(facts.to_json()),
+                "facts": json.loads(metadata.to_json()),
                 "pictures": data or "generated",
                 "verified": False,
             }
-            figures |= _verified(format, job, made, model, batches_of(facts, size_hw, pictures))
+            figures |= _verified(format, job, made, model, batches_of(metadata, size_hw, images))
             for file in made.parent.iterdir():
                 replace(file, out.parent / file.name)
     except OSError as problem:
@@ -122,22 +123,22 @@ def export(
 
 def _write(format: Format, job: ExportJob, path: Path) -> None:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # some converters talk
+        with contextlib.redirect_stdout(sys.stderr):  # some converters print
             format.module.write(job, path)
     except OSError:
         raise
-    except Exception as problem:  # each converter has exceptions of its own
+    except Exception as problem:  # each converter has its own exceptions
         _check_disk(path.parent)
         if isinstance(problem, YolofleetError):
             raise
         raise CheckpointError(
             f"{' and '.join(format.writes) or 'torch'} cannot convert this network: {first_line(problem)}",
-            hint="--format onnx has the fewest limits; another version of the package may know more",
+            hint="--format onnx supports the most networks; another version of the package may support this one",
         ) from problem
 
 
 def _check_disk(folder: Path) -> None:
-    """Raise OSError if ``folder`` takes no more data: some converters fail then without saying why."""
+    """Raise OSError if the disk of ``folder`` is full, because some converters then fail without giving the reason."""
     with TemporaryFile(dir=folder) as file:
         file.write(bytes(1 << 20))
 
@@ -145,25 +146,25 @@ def _check_disk(folder: Path) -> None:
 def _verified(
     format: Format, job: ExportJob, path: Path, model: Detector, batches: list[Tensor]
 ) -> dict[str, Any]:
-    """What running the file showed, or why it was not run."""
+    """Return the figures of the verification, or the reason why the file cannot run here."""
     if absent := missing(format.runs):
         return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
     with TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as temporary:
         plain_path, plain_job = path, job
-        if job.facts.nms is not None:
-            plain_job = dataclasses.replace(job, facts=dataclasses.replace(job.facts, nms=None))
+        if job.metadata.nms is not None:
+            plain_job = dataclasses.replace(job, metadata=dataclasses.replace(job.metadata, nms=None))
             plain_path = Path(temporary, path.name)
             _write(format, plain_job, plain_path)
         try:
             runtime, plain = open_exported(path, is_ours=True), open_exported(plain_path, is_ours=True)
-        except ConfigError as problem:  # it runs elsewhere
+        except ConfigError as problem:  # the file needs another machine
             return {"why_not": problem.what, "install": problem.hint}
         difference = compare(plain, fuse(model), batches)
-        difference.check(job.facts.half)
-        if format.name == "torchscript":  # its users load it with torch.jit, we do not
-            runtime = Runtime(path, format.module.open_with_torch(path, job.facts))
+        difference.check(job.metadata.half)
+        if format.name == "torchscript":  # its users load it with torch.jit; yolofleet does not
+            runtime = Runtime(path, format.module.open_with_torch(path, job.metadata))
             difference = compare(runtime, fuse(model), batches)
-            difference.check(job.facts.half)
+            difference.check(job.metadata.half)
         figures: dict[str, Any] = {
             "verified": True,
             "runtime": runtime.place,
@@ -172,15 +173,15 @@ def _verified(
             "box_px": difference.box_px,
             "score": difference.score,
         }
-        if job.facts.nms is not None:
+        if job.metadata.nms is not None:
             kept = compare_suppressed(runtime, plain, batches)
-            kept.check(job.facts.half)
+            kept.check(job.metadata.half)
             figures |= {"boxes": kept.boxes, "kept_box_px": kept.box_px, "kept_score": kept.score}
     return figures
 
 
 def replace(made: Path, target: Path) -> None:
-    """Put a file or folder in the place of an older one; what else lies in an older folder stays."""
+    """Move a file or folder to ``target``; replace files of the same name and keep the other files of a folder."""
     if not target.is_dir():
         made.replace(target)
         return
@@ -189,9 +190,10 @@ def replace(made: Path, target: Path) -> None:
 
 
 def check_abilities(format: Format, config: ExportConfig) -> None:
-    """
+    """Raise if the format does not support a setting.
+
     Raises:
-        ConfigError: something was asked for that the format cannot do.
+        ConfigError: it names the setting, and the formats that support it.
     """
     asked = {
         "--dynamic": (config.dynamic != "none", format.dynamic, "dynamic"),
@@ -201,20 +203,20 @@ def check_abilities(format: Format, config: ExportConfig) -> None:
     }
     for flag, (wanted, possible, ability) in asked.items():
         if wanted and not possible:
-            able = ", ".join(f.name for f in FORMATS.values() if getattr(f, ability))
+            able = " or ".join(f.name for f in FORMATS.values() if getattr(f, ability))
             raise ConfigError(
-                f"{flag} is not possible for {format.name}", hint=f"leave it out; {able} can do it"
+                f"{format.name} does not support {flag}", hint=f"leave it out, or use --format {able}"
             )
 
 
 def size_of(img: str, trained_px: int, stride: int) -> tuple[int, int]:
-    """Height and width of ``--img``, rounded up to the stride."""
+    """Return height and width of ``--img`` (default: the training size), rounded up to the stride, pixels."""
     sides = [int(side) for side in img.split(",")] if img else [trained_px]
     height, width = (-(-side // stride) * stride for side in (sides[0], sides[-1]))
     return height, width
 
 
-def facts_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportMetadata:
+def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportMetadata:
     return ExportMetadata(
         family=model.description.family,
         model=model.description.name,
@@ -228,45 +230,46 @@ def facts_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) ->
 
 
 def check_target(out: Path, format: Format) -> None:
-    """
+    """Raise if ``out`` cannot be the path of the export.
+
     Raises:
-        ConfigError: another suffix, or something else lies there.
+        ConfigError: the suffix is wrong, or ``out`` exists and is not an older export.
     """
     if not format.marker and out.suffix.lower() != format.suffix:
         raise ConfigError(
             f"--out {out}: a {format.name} file ends in {format.suffix}", hint=f"--out {out}{format.suffix}"
         )
     if out.exists() and format_of(out) is not format and (out.is_dir() or format.marker):
-        raise ConfigError(f"--out {out} is there and no {format.name} export", hint="another name")
+        raise ConfigError(f"--out {out} exists and is not a {format.name} export", hint="choose another name")
 
 
 def size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def form_text(facts: ExportMetadata, size_hw: tuple[int, int]) -> str:
-    """``batch 1, 640 x 640 px``, with what is free and what is inside."""
+def form_text(metadata: ExportMetadata, size_hw: tuple[int, int]) -> str:
+    """Return a text such as ``batch 1, 640 x 640 px (height x width)``."""
     size = f"{size_hw[0]} x {size_hw[1]} px (height x width)"
-    if facts.size_hw is None:
-        size = f"any size in steps of {facts.stride} px"
-    parts = [f"batch {facts.batch}" if facts.batch else "any batch", size]
-    if facts.half:
-        parts.append("16 bits inside")
-    if facts.nms:
-        parts.append(f"suppression inside (conf {facts.nms.conf:g}, iou {facts.nms.iou:g})")
+    if metadata.size_hw is None:
+        size = f"any multiple of {metadata.stride} px"
+    parts = [f"batch {metadata.batch}" if metadata.batch else "any batch", size]
+    if metadata.half:
+        parts.append("computes in 16 bits")
+    if metadata.nms:
+        parts.append(f"with NMS (conf {metadata.nms.conf:g}, iou {metadata.nms.iou:g})")
     return ", ".join(parts)
 
 
 def verdict_text(figures: dict[str, Any]) -> str:
-    """One line on what running the file showed."""
+    """Return the result of the verification as one line."""
     if not figures["verified"]:
         return f"exported, NOT VERIFIED: {figures['why_not']} (to verify: {figures['install']})"
     text = (
-        f"exported and verified: {figures['runtime']} against the network on {figures['images']} pictures "
+        f"exported and verified: {figures['runtime']} against the network on {figures['images']} images "
         f"({figures['pictures']}): boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
     )
     if "boxes" not in figures:
         return text
     if not figures["boxes"]:
-        return f"{text}; no boxes there whose suppression could be compared: --data with pictures of yours has some"
-    return f"{text}; after suppression {figures['boxes']} boxes, within {figures['kept_box_px']:.2g} px"
+        return f"{text}; NMS could not be compared, because these images have no boxes; verify with --data"
+    return f"{text}; after NMS {figures['boxes']} boxes, within {figures['kept_box_px']:.2g} px"

@@ -1,4 +1,4 @@
-"""An exported file, run by its own runtime, in the place of a network.
+"""Run an exported file with its runtime, as a replacement for a network.
 
 N images, K predictions of an image, C classes.
 """
@@ -23,63 +23,64 @@ from yolofleet.models.detector import Detector
 
 
 class Runtime:
-    """Images in, boxes out; safe to call from several threads.
+    """Computes predictions with an exported file; several threads may call it.
 
-    It stands where a ``Detector`` stands: ``decode(runtime(images))`` are the boxes, because what comes out is
-    decoded already.
+    It has the methods of a ``Detector`` that prediction and validation use. The output is already decoded, so ``decode``
+    returns its argument.
 
     Attributes:
-        facts: what the file says about itself.
-        place: the runtime, its version and where it runs, for people.
+        metadata: metadata of the file.
+        place: name and version of the runtime, and its device, as text.
     """
 
     training = False
 
     def __init__(self, path: Path, opened: Opened) -> None:
-        facts = opened.facts
-        self.path, self.facts, self.place, self._opened = path, facts, opened.place, opened
-        self.nc, self.names, self.strides = len(facts.names), facts.names, facts.strides
+        metadata = opened.metadata
+        self.path, self.metadata, self.place, self._opened = path, metadata, opened.place, opened
+        self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
         self._lock = threading.Lock()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """
+        """Return the output for ``images``.
+
         Args:
-            images: float32 [N, 3, H, W] RGB in 0..1, any N; H and W as ``facts`` say.
+            images: float32 [N, 3, H, W] RGB in 0..1, any N; H and W must fit ``metadata``.
         Returns:
-            On the CPU, float32: decoded [N, K, 5 + C] (see ``Detector.decode``), or with suppression inside
-            [N, max_det, 6] x1, y1, x2, y2 px, score, class.
+            float32 on the CPU: decoded predictions [N, K, 5 + C] (see ``Detector.decode``); for a file with NMS
+            [N, max_det, 6] x1, y1, x2, y2 (pixels), score, class.
 
         Raises:
-            CheckpointError: the runtime refuses.
+            CheckpointError: the runtime fails, or its output has another shape.
         """
         size_hw = (images.shape[2], images.shape[3])
-        assert size_hw == self.facts.size_hw or (
-            self.facts.size_hw is None and all(side % self.facts.stride == 0 for side in size_hw)
-        ), f"{self.path} takes {self.facts.size_hw}, not {size_hw}"
+        assert size_hw == self.metadata.size_hw or (
+            self.metadata.size_hw is None and all(side % self.metadata.stride == 0 for side in size_hw)
+        ), f"{self.path} needs {self.metadata.size_hw}, got {size_hw}"
         pixels = np.ascontiguousarray(images.cpu().numpy(), np.float32)
-        at_once = self.facts.batch or len(pixels)
-        if at_once * size_hw[0] * size_hw[1] > max(MAX_PIXELS, pixels[:, 0].size):
+        batch = self.metadata.batch or len(pixels)
+        if batch * size_hw[0] * size_hw[1] > max(MAX_PIXELS, pixels[:, 0].size):
             raise CheckpointError(
-                f"{self.path} takes {at_once} images at once, which at {size_hw[0]} x {size_hw[1]} px is more than "
+                f"{self.path} needs batches of {batch} images, which at {size_hw[0]} x {size_hw[1]} px is more than "
                 f"{MAX_PIXELS:,} pixels",
                 hint="export it for a smaller batch",
             )
         parts = []
-        for start in range(0, len(pixels), at_once):
-            part = pixels[start : start + at_once]
-            lacking = at_once - len(part)
-            if lacking:  # a file of fixed batch is filled up with black images
-                part = np.concatenate([part, np.zeros((lacking, *part.shape[1:]), np.float32)])
-            parts.append(self._checked(part)[: at_once - lacking])
+        for start in range(0, len(pixels), batch):
+            part = pixels[start : start + batch]
+            missing = batch - len(part)
+            if missing:  # fill the fixed batch with black images
+                part = np.concatenate([part, np.zeros((missing, *part.shape[1:]), np.float32)])
+            parts.append(self._checked(part)[: batch - missing])
         return torch.from_numpy(np.concatenate(parts))
 
     def check_settings(self, *, img: int, precision: str) -> None:
-        """A setting that is at its default gives way to the file's; another must agree with it.
+        """Raise if ``--img`` or ``--precision`` contradict the file; defaults are ignored.
 
         Raises:
-            ConfigError: the file was made for another image size, or was asked for a number format.
+            ConfigError: the file has another image size, or ``precision`` is not "auto".
         """
-        size_hw = self.facts.size_hw
+        size_hw = self.metadata.size_hw
         if size_hw is not None and img not in (max(size_hw), PredictConfig.model_fields["img"].default):
             raise ConfigError(
                 f"--img {img}: {self.path} takes images of {size_hw[0]} x {size_hw[1]} px (height x width)",
@@ -92,27 +93,28 @@ class Runtime:
             )
 
     def check_unsuppressed(self) -> None:
-        """
+        """Raise if the file includes NMS, because a validation needs all predictions.
+
         Raises:
-            ConfigError: the file gives boxes, not predictions.
+            ConfigError: the file includes NMS.
         """
-        if self.facts.nms is not None:
+        if self.metadata.nms is not None:
             raise ConfigError(
-                f"{self.path} suppresses boxes by settings of its own, so its accuracy would not be the network's",
+                f"{self.path} includes NMS with fixed settings, so its metrics would differ from those of the network",
                 hint="export without --nms to validate",
             )
 
     def decode(self, decoded: Tensor) -> Tensor:
-        """What ``__call__`` gave."""
+        """Return the output of ``__call__`` unchanged, because it is decoded."""
         return decoded
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
-        values = 6 if self.facts.nms else 5 + self.nc
+        values = 6 if self.metadata.nms else 5 + self.nc
         with self._lock:
             output = run_once(self.path, self._opened, images)
         if output.ndim != 3 or len(output) != len(images) or output.shape[2] != values:
             raise CheckpointError(
-                f"{self.path} gave {list(output.shape)}, not [{len(images)}, K, {values}] as its description says",
+                f"{self.path} returned {list(output.shape)}, expected [{len(images)}, K, {values}] by its metadata",
                 hint="export it again",
             )
         return output
@@ -121,16 +123,16 @@ class Runtime:
 def open_exported(
     path: Path, device: torch.device | None = None, *, threads: int = 0, is_ours: bool = False
 ) -> Runtime:
-    """Open an exported file; a stranger's is tried in a child process first.
+    """Open an exported file; a child process tries a file of unknown origin first.
 
     Args:
-        device: where to run it; None = the best that the runtime can use here.
-        threads: of the runtime on a CPU; 0 = as many as torch uses.
-        is_ours: this process has just written the file.
+        device: device for the runtime; None: the fastest that it supports here.
+        threads: CPU threads of the runtime; 0: as many as torch uses.
+        is_ours: this process has just written the file, so no trial is needed.
 
     Raises:
         ConfigError: its runtime is not installed, or does not run on ``device``.
-        CheckpointError: it is broken, or not understood.
+        CheckpointError: the file is damaged, or its format is unknown.
     """
     format = format_of(path)
     assert format is not None, path
@@ -141,14 +143,15 @@ def open_exported(
 
 
 def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None) -> Detector | Runtime:
-    """What ``--weights`` names: a network for weights, a runtime for an exported file.
+    """Open the file that ``--weights`` names: a network for weights, a runtime for an exported file.
 
     Args:
-        cfg: the network's description where the weights have none.
-        device: of a runtime; None = the best that it can use here.
+        cfg: description of the network for weights that have none.
+        device: device for a runtime; None: the fastest that it supports here.
 
     Raises:
-        CheckpointError: missing, broken or not understood. ConfigError: see :func:`open_exported`.
+        CheckpointError: the file is missing or damaged, or its format is unknown.
+        ConfigError: see :func:`open_exported`.
     """
     path = Path(name)
     if format_of(path) is None:

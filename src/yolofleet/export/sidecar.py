@@ -1,4 +1,7 @@
-"""The facts of a file whose format has no place for them: ``<file>.json`` beside it, or ``yolofleet.json`` in a folder."""
+"""Read and write metadata beside a file whose format cannot store it.
+
+The metadata file is ``<file>.json`` beside the file, or ``yolofleet.json`` in the folder.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,28 @@ from yolofleet.files.foreign import read_foreign_text
 
 
 def sidecar_of(path: Path) -> Path:
-    """Where the facts of an exported file or folder lie."""
+    """Return the path of the metadata of an exported file or folder."""
     return path / f"{KEY}.json" if path.is_dir() else path.with_name(path.name + ".json")
 
 
-def write_sidecar(path: Path, facts: ExportMetadata) -> None:
-    write_text(sidecar_of(path), facts.to_json() + "\n")
+def write_sidecar(path: Path, metadata: ExportMetadata) -> None:
+    """Write the metadata of the exported file or folder ``path``."""
+    write_text(sidecar_of(path), metadata.to_json() + "\n")
 
 
 def read_sidecar(path: Path) -> ExportMetadata:
-    """
+    """Return the metadata of the exported file or folder ``path``.
+
     Raises:
-        CheckpointError: it is not there, or not ours.
+        CheckpointError: the metadata file is missing or invalid.
     """
     file = sidecar_of(path)
     try:
         text = read_foreign_text(file, limit_bytes=4 * MAX_TEXT, encoding="utf-8")
     except (OSError, ValueError) as problem:
-        words = getattr(problem, "strerror", None) or "it is no text in UTF-8"
+        words = getattr(problem, "strerror", None) or "it is not text in UTF-8"
         raise CheckpointError(
-            f"{path} has no description: {file} cannot be read: {words}",
-            hint="copy it together with its file, or export the weights with yolofleet export",
+            f"{path} has no metadata: cannot read {file}: {words}",
+            hint="copy both files together, or export the weights with yolofleet export",
         ) from None
     return ExportMetadata.from_json(text, source=str(file))

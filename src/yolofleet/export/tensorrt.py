@@ -1,6 +1,6 @@
-"""TensorRT: an engine for one kind of NVIDIA GPU and one version of TensorRT, built from our ONNX graph.
+"""Build and run TensorRT engines. An engine fits one model of NVIDIA GPU and one version of TensorRT.
 
-An engine is machine code: use only those that you built.
+TensorRT builds it from our ONNX graph. An engine is machine code: use only engines that you built.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from yolofleet.export.trial import Opened
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
 
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Number formats are those of the graph ("strongly typed", the only way from TensorRT 11 on).
+    """Write an engine with the number formats of the graph ("strongly typed", the only mode from TensorRT 11 on).
 
     Raises:
-        ConfigError: no NVIDIA GPU here. CheckpointError: TensorRT cannot build the graph.
+        ConfigError: there is no NVIDIA GPU.
+        CheckpointError: TensorRT cannot build the engine.
     """
     import tensorrt
 
@@ -38,30 +39,32 @@ def write(job: ExportJob, path: Path) -> None:
     if not parser.parse(onnx_format.model_of(job, path.parent).SerializeToString()):
         raise CheckpointError(f"TensorRT cannot read this network: {parser.get_error(0).desc()}")
     config = builder.create_builder_config()
-    config.clear_flag(tensorrt.BuilderFlag.TF32)  # 10 bits: boxes would move
+    config.clear_flag(tensorrt.BuilderFlag.TF32)  # its 10-bit mantissa would move boxes
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise CheckpointError(
-            "TensorRT cannot build an engine for this network", hint="its own words are above"
+            "TensorRT cannot build an engine for this network", hint="see the messages of TensorRT above"
         )
     write_bytes(path, bytes(engine))
-    write_sidecar(path, job.facts)
+    write_sidecar(path, job.metadata)
 
 
 def _need_cuda() -> None:
     if not torch.cuda.is_available():
-        raise ConfigError("TensorRT needs an NVIDIA GPU, and torch sees none here", hint="--format onnx")
+        raise ConfigError("TensorRT needs an NVIDIA GPU, but torch finds none", hint="--format onnx")
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the engine and its description."""
+    """Return the engine and its metadata."""
     return [path, sidecar_of(path)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """
+    """Load the engine for an NVIDIA GPU.
+
     Raises:
-        ConfigError: no NVIDIA GPU. CheckpointError: not ours, or for another GPU or version.
+        ConfigError: there is no NVIDIA GPU, or ``device`` is not one.
+        CheckpointError: the metadata is missing, or the engine fits another GPU or version.
     """
     import tensorrt
 
@@ -69,19 +72,19 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     place = torch.device(device or "cuda:0")
     if place.type != "cuda":
         raise ConfigError(f"TensorRT runs on NVIDIA GPUs, not on {device}", hint="--device 0")
-    facts = read_sidecar(path)
+    metadata = read_sidecar(path)
     with torch.cuda.device(place):
         runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.ERROR))
-        engine = runtime.deserialize_cuda_engine(read_foreign(path, limit_bytes=MOST_BYTES))
+        engine = runtime.deserialize_cuda_engine(read_foreign(path, limit_bytes=MAX_BYTES))
         if engine is None:
             raise CheckpointError(
-                f"TensorRT {tensorrt.__version__} refuses {path}",
-                hint="engines fit one kind of GPU and one version: export it again here",
+                f"TensorRT {tensorrt.__version__} cannot load {path}",
+                hint="an engine fits one model of GPU and one version of TensorRT: export again on this machine",
             )
         context = engine.create_execution_context()
 
     def run(images: np.ndarray) -> np.ndarray:
-        given = torch.from_numpy(images).to(place)  # input and output lie in torch's memory on the GPU
+        given = torch.from_numpy(images).to(place)  # torch owns the GPU memory of input and output
         result = torch.empty(tuple(engine.get_tensor_shape(DECODED)), device=place)
         context.set_tensor_address(IMAGES, given.data_ptr())
         context.set_tensor_address(DECODED, result.data_ptr())
@@ -91,4 +94,4 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         stream.synchronize()
         return result.cpu().numpy()
 
-    return Opened(facts, f"TensorRT {tensorrt.__version__}, {place}", run)
+    return Opened(metadata, f"TensorRT {tensorrt.__version__}, {place}", run)

@@ -1,4 +1,4 @@
-"""TensorFlow Lite (LiteRT): one file, written by litert-torch, run by ai-edge-litert."""
+"""Write TensorFlow Lite files with litert-torch, and run them with ai-edge-litert (LiteRT)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ MAGIC = b"TFL3"  # at byte 4
 
 
 def write(job: ExportJob, path: Path) -> None:
+    """Write one file, and its metadata beside it."""
     import litert_torch
 
     program = job.exported()
     _square_by_product(program)
     litert_torch.convert(program.module(), (job.example(),)).export(str(path))
-    write_sidecar(path, job.facts)
+    write_sidecar(path, job.metadata)
 
 
 def _square_by_product(program: torch.export.ExportedProgram) -> None:
-    """x^2 -> x x, which is the same number; the converter (0.10) knows no power."""
+    """Replace x^2 by the equal product x * x, because the converter (0.10) does not support powers."""
     import torch
 
     aten = torch.ops.aten
@@ -43,24 +44,26 @@ def _square_by_product(program: torch.export.ExportedProgram) -> None:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the file and its description."""
+    """Return the file and its metadata."""
     return [path, sidecar_of(path)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """
+    """Load the file for the CPU.
+
     Raises:
-        CheckpointError: not ours, or not whole.
+        CheckpointError: the file is incomplete, or its metadata is missing.
+        ConfigError: ``device`` is not the CPU.
     """
     from importlib.metadata import version
 
     from ai_edge_litert.interpreter import Interpreter
 
     cpu_only(device, "LiteRT")
-    facts = read_sidecar(path)
+    metadata = read_sidecar(path)
     with open_foreign(path) as file:
         if file.read(8)[4:] != MAGIC:
-            raise CheckpointError(f"{path} is not a whole TensorFlow Lite file", hint="use another copy")
+            raise CheckpointError(f"{path} is not a complete TensorFlow Lite file", hint="use another copy")
     interpreter = Interpreter(model_path=str(path), num_threads=threads)
     interpreter.allocate_tensors()
     given, result = (
@@ -73,4 +76,4 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         rows: np.ndarray = interpreter.get_tensor(result)
         return rows
 
-    return Opened(facts, f"LiteRT {version('ai-edge-litert')}, CPU", run)
+    return Opened(metadata, f"LiteRT {version('ai-edge-litert')}, CPU", run)

@@ -1,4 +1,4 @@
-"""TorchScript: the traced graph in one file, run by torch itself."""
+"""Write TorchScript files from the traced graph, and run them as data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from yolofleet.export.graph import ExportJob, quiet, save_module
 from yolofleet.export.torchscript_program import Program
 from yolofleet.export.trial import Opened, cpu_only
 
-FACTS_FILE = f"{KEY}.json"  # inside the archive
+METADATA_FILE = f"{KEY}.json"  # inside the archive
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Freezing puts all code into one function, which ``torchscript_program`` can read."""
+    """Write one file; freezing puts all code into one function, which ``torchscript_program`` can read."""
     with quiet():
         frozen = torch.jit.freeze(job.traced().eval(), optimize_numerics=False)
-        save_module(frozen, path, {FACTS_FILE: job.facts.to_json().encode()})
+        save_module(frozen, path, {METADATA_FILE: job.metadata.to_json().encode()})
 
 
 def parts(path: Path) -> list[Path]:
@@ -31,29 +31,30 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Open the file as data (see ``torchscript_program``), on the CPU; threads are torch's own.
+    """Load the file as data (see ``torchscript_program``) for the CPU; ``threads`` is ignored.
 
     Raises:
-        CheckpointError: not ours, not whole, or more than a network.
+        CheckpointError: the file is damaged, another program wrote it, or it has code other than a network.
+        ConfigError: ``device`` is not the CPU.
     """
     cpu_only(device, "TorchScript")
-    program = Program(path, FACTS_FILE)
-    if not program.facts_text:
+    program = Program(path, METADATA_FILE)
+    if not program.metadata_text:
         raise CheckpointError(
-            f"{path} is a TorchScript file of another program: what it computes is not known",
+            f"{path} is a TorchScript file without metadata of yolofleet, so its output format is unknown",
             hint="export the weights with yolofleet export",
         )
-    facts = ExportMetadata.from_json(program.facts_text, source=str(path))
-    return Opened(facts, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
+    metadata = ExportMetadata.from_json(program.metadata_text, source=str(path))
+    return Opened(metadata, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
 
 
-def open_with_torch(path: Path, facts: ExportMetadata) -> Opened:
-    """Open a file that this process has just written with torch's own loader, which users deploy.
+def open_with_torch(path: Path, metadata: ExportMetadata) -> Opened:
+    """Load a file with torch's own loader, as the user's programs do.
 
-    That loader runs the file as a program, so no stranger's file may come here.
+    That loader executes the file as a program, so call this only for a file that this process has just written.
     """
     module = torch.jit.load(str(path), map_location="cpu")
-    return Opened(facts, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
+    return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
 
 
 def _runner(function: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:

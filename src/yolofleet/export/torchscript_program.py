@@ -1,9 +1,9 @@
 """Run a TorchScript file as data, without torch's own loader.
 
-A TorchScript file is a program in text form, and torch's operations include some that write files. What our export
-writes is one function without loops or branches that calls arithmetic. This module parses that text, refuses
-anything else, and makes the calls itself: each name stands for one operation of the table below. Tensors come from
-the file through the pickle machine. What this module has checked is therefore exactly what runs.
+A TorchScript file is a program in text form, and some of torch's operations write files. Our export writes one function
+without loops or branches that calls arithmetic only. This module parses that text and refuses anything else. It makes
+the calls itself: each name stands for one operation of the table ``CALLS``. The pickle machine reads the tensors. So only
+code that this module has checked runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from yolofleet.errors import CheckpointError
 from yolofleet.text import screen_line
 
 MAX_CODE = 2**20  # bytes of text; PP-YOLOE-x has 60,000
-MAX_FACTS = 16 * 2**20
+MAX_METADATA_BYTES = 16 * 2**20
 
 ARITHMETIC = (
     *("_convolution", "conv2d", "max_pool2d", "upsample_nearest2d", "pad", "constant_pad_nd", "mean", "sum"),
@@ -38,17 +38,17 @@ CALLS: dict[str, Callable[..., Any]] = {
     "ops.prim.NumToTensor": torch.tensor,
 }
 
-Values = dict[str, Any]  # by name in the program: tensors, numbers, lists of them
+Values = dict[str, Any]  # the program's variables: tensors, numbers, lists of them
 Expression = Callable[[Values], Any]
 
 
 @dataclass(frozen=True)
 class Line:
-    """``targets = value``.
+    """A statement ``targets = value``.
 
     Attributes:
         unpacks: the value is a sequence, with one part for each target.
-        last_used: names that no later line reads.
+        last_used: names that no later line reads, so their values can be freed.
     """
 
     targets: tuple[str, ...]
@@ -58,17 +58,17 @@ class Line:
 
 
 class Program:
-    """The function of a TorchScript file, checked.
+    """The checked function of a TorchScript file.
 
     Args:
-        facts_name: of a text in the file that describes it.
+        metadata_name: name of the member with the metadata.
     Attributes:
-        facts_text: that text; "" if the file has none.
+        metadata_text: content of that member; "" if the file has none.
     Raises:
-        CheckpointError: not a TorchScript file, or more than straight arithmetic.
+        CheckpointError: this is not a TorchScript file, or its program has more than arithmetic in one function.
     """
 
-    def __init__(self, path: Path, facts_name: str) -> None:
+    def __init__(self, path: Path, metadata_name: str) -> None:
         self._path = path
         with TorchFile(path, kind="constants") as file:
             if not isinstance(file.root, tuple) or not all(isinstance(c, StoredTensor) for c in file.root):
@@ -77,23 +77,23 @@ class Program:
             if len(code) != 1:
                 raise self._refused(f"its program has {len(code)} parts instead of one")
             text = file.read_member(code[0], MAX_CODE)
-            facts = next((m for m in file.members if m.endswith(f"/extra/{facts_name}")), None)
-            about = file.read_member(facts, MAX_FACTS) if facts else b""
+            member = next((m for m in file.members if m.endswith(f"/extra/{metadata_name}")), None)
+            content = file.read_member(member, MAX_METADATA_BYTES) if member else b""
             self._constants = {f"c{i}": file.tensor(stored) for i, stored in enumerate(file.root)}
         try:
-            self.facts_text = about.decode("utf-8")
+            self.metadata_text = content.decode("utf-8")
             self._input, self._lines, self._result = self._compiled(ast.parse(text.decode("utf-8")).body)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise CheckpointError(
-                f"{path} is not a whole TorchScript file", hint="use another copy"
+                f"{path} is not a complete TorchScript file", hint="use another copy"
             ) from None
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the program's output for ``images``.
 
         Raises:
-            CheckpointError: it does not return a tensor.
-            RuntimeError, TypeError: torch refuses an operation.
+            CheckpointError: the output is not a tensor.
+            RuntimeError, TypeError: torch cannot execute an operation.
         """
         values: Values = {self._input: images}
         for line in self._lines:
@@ -104,12 +104,12 @@ class Program:
                 values.pop(name, None)
         result = self._result(values)
         if not isinstance(result, Tensor):
-            raise self._refused("its function returns no tensor")
+            raise self._refused("its function does not return a tensor")
         return result
 
     def _refused(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} is more than a network: {screen_line(why, limit=200)}",
+            f"{self._path} has code that no network needs: {screen_line(why, limit=200)}",
             hint="use weights, or a file that yolofleet export wrote",
         )
 

@@ -1,12 +1,12 @@
-"""Open a stranger's exported file, first in a child process.
+"""Try an exported file of unknown origin in a child process before opening it.
 
-The runtimes that read exported files are native code, and a changed number in a file can end the process, ask for all
-memory, or compute without end. The child opens the file and runs one pass over black images, with limits on memory
-(Linux), CPU time and files, and without core dump. What fails there is a message. A file that passed is remembered
-by its content in the cache folder, so each is tried once on a machine.
+The runtimes of exported files are native code. A changed number in a file can crash the process, allocate all memory, or
+start an endless computation. The child process opens the file and runs one pass over black images. It has limits for
+memory (Linux), CPU time and file sizes, and writes no core dump. A failure becomes an error message. The cache folder
+stores the digests of files that passed, so each machine tries a file once.
 
-One pass is a trial, not a proof: a file can behave differently on other images. No torch here: a child starts in a
-fraction of a second where its runtime needs none.
+One pass proves nothing: a file can behave differently on other images. This module does not import torch, so a child
+process starts in a fraction of a second unless its runtime needs torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
@@ -37,17 +38,14 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text
 
-MEMORY_BYTES = 2 << 30  # a child may use so much, plus a share for each byte of the file and each pixel
-MEMORY_OF_FILE, MEMORY_OF_PIXEL = (
-    8,
-    1024,
-)  # bytes; yolov5x has 6 activations of at most 80 bytes a pixel at once
-CPU_S = 20  # of a child; starting torch takes 3 on a slow core
-CPU_S_OF_WORK = 4e-13  # for each byte of the file and pixel; yolov5x takes a tenth
-WALL_S = 600  # of a child that computes nothing, and of all on Windows
-THREADS = 4  # at most: each reserves memory
-FREE_SIDE_PX = 640  # of the images for a file that takes any size
-REFUSED = 9  # exit code of a child that gives the reason
+MEMORY_BYTES = 2 << 30  # memory limit of a child process for an empty file without images
+MEMORY_PER_FILE_BYTE, MEMORY_PER_PIXEL = 8, 1024  # additional bytes; yolov5x needs about 480 a pixel
+CPU_S = 20  # CPU time limit of a child process; torch needs 3 s to start on a slow core
+CPU_S_OF_WORK = 4e-13  # additional seconds for each byte of the file and pixel; yolov5x needs a tenth
+WALL_S = 600  # time limit of a child process that waits, and of every child process on Windows
+MAX_THREADS = 4  # because each thread reserves memory
+DEFAULT_SIDE_PX = 640  # side of the images for a file that accepts any size
+REFUSED = 9  # exit code of a child process that reports an error on standard output
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ class Opened:
     """An exported file that its runtime has loaded.
 
     Attributes:
-        facts: what the file says about itself.
-        place: the runtime, its version and where it runs, for people.
-        run: float32 [B, 3, H, W] -> the file's output; one call at a time.
+        metadata: metadata of the file.
+        place: name and version of the runtime, and its device, as text.
+        run: returns the output for images float32 [B, 3, H, W]; only one thread may call it at a time.
     """
 
-    facts: ExportMetadata
+    metadata: ExportMetadata
     place: str
     run: Callable[[np.ndarray], np.ndarray]
 
@@ -69,9 +67,10 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
     """Load ``path`` with the runtime of ``format``, in this process.
 
     Args:
-        device: such as ``cpu`` or ``cuda:0``; None = the best that the runtime can use here.
+        device: such as ``cpu`` or ``cuda:0``; None: the fastest that the runtime supports here.
     Raises:
-        CheckpointError: the file is broken, or not understood. ConfigError: the runtime does not run on ``device``.
+        CheckpointError: the file is damaged, or its format is unknown.
+        ConfigError: the runtime does not support ``device``.
     """
     try:
         opened = format.module.open_file(path, device, threads)
@@ -81,9 +80,9 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
         raise CheckpointError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
-    except Exception as problem:  # each runtime has exceptions of its own
+    except Exception as problem:  # each runtime has its own exceptions
         raise CheckpointError(
-            f"{path} is no {format.name} file that can be run: {first_line(problem)}", hint="use another copy"
+            f"cannot load {path} as {format.name}: {first_line(problem)}", hint="use another copy"
         ) from None
     assert isinstance(opened, Opened)
     return opened
@@ -93,38 +92,39 @@ def run_once(path: Path, opened: Opened, images: np.ndarray) -> np.ndarray:
     """Return the output for ``images`` as float32.
 
     Raises:
-        CheckpointError: the runtime refuses.
+        CheckpointError: the runtime fails.
     """
     try:
         return np.asarray(opened.run(images), np.float32)
     except YolofleetError:
         raise
-    except Exception as problem:  # each runtime has exceptions of its own
+    except Exception as problem:  # each runtime has its own exceptions
         raise CheckpointError(
             f"{path} cannot be run: {first_line(problem)}", source=opened.place, hint="export it again"
         ) from None
 
 
 def first_line(problem: Exception) -> str:
-    """An exception of a foreign library, short."""
+    """Return the first line of an exception's text, or its class name; at most 200 characters."""
     lines = str(problem).strip().splitlines()
     return " ".join((lines or [type(problem).__name__])[0].split())[:200]
 
 
 def cpu_only(device: str | None, what: str) -> None:
-    """
+    """Raise if ``device`` is not the CPU; ``what`` names the runtime.
+
     Raises:
-        ConfigError: another device than the CPU was asked for.
+        ConfigError: ``device`` is not None and not a CPU.
     """
     if device is not None and device.partition(":")[0] != "cpu":
-        raise ConfigError(f"{what} runs on the CPU here, not on {device}", hint="--device cpu")
+        raise ConfigError(f"{what} runs on the CPU only, not on {device}", hint="--device cpu")
 
 
 def ensure_tried(format: Format, path: Path, threads: int, *, is_ours: bool = False) -> None:
-    """Try ``path`` in a child process, unless the same content has passed on this machine before.
+    """Try ``path`` in a child process, unless the same content has passed before on this machine.
 
     Args:
-        is_ours: this process has just written the file; it counts as tried.
+        is_ours: this process has just written the file, so no trial is needed.
     Raises:
         CheckpointError: the file cannot be read, or the child refused it, crashed, or exceeded a limit.
     """
@@ -140,13 +140,13 @@ def ensure_tried(format: Format, path: Path, threads: int, *, is_ours: bool = Fa
     if verdict.exists():
         return
     if not is_ours:
-        _try_in_child(format, path, size_bytes, min(threads, THREADS))
-    with suppress(StorageError):  # no room, or a cache that cannot be written: the next process tries again
+        _try_in_child(format, path, size_bytes, min(threads, MAX_THREADS))
+    with suppress(StorageError):  # if the cache cannot be written, the next process tries the file again
         write_bytes(verdict, b"")
 
 
 def _digest(format: Format, parts: list[Path]) -> tuple[str, int]:
-    """Return the name of a verdict, which all that can change it goes into, and the bytes of the parts."""
+    """Return the digest of everything that can change the result of a trial, and the size of the parts in bytes."""
     total, size_bytes = hashlib.sha256(), 0
     for part in parts:
         with open_foreign(part) as file:
@@ -156,15 +156,15 @@ def _digest(format: Format, parts: list[Path]) -> tuple[str, int]:
                 size_bytes += len(chunk)
         total.update(f"{part.name}\0".encode(errors="surrogateescape") + found.digest())
     package = format.runs[-1] if format.runs else "torch"
-    about = [__version__, format.name, package, _version(package), platform.node(), platform.machine()]
-    total.update("\0".join(about).encode())
+    versions = [__version__, format.name, package, _version(package), platform.node(), platform.machine()]
+    total.update("\0".join(versions).encode())
     return total.hexdigest(), size_bytes
 
 
 def _version(module: str) -> str:
     try:
-        return metadata.version(module.replace("_", "-"))
-    except metadata.PackageNotFoundError:  # onnxruntime-gpu has the module onnxruntime
+        return version(module.replace("_", "-"))
+    except PackageNotFoundError:  # onnxruntime-gpu has the module onnxruntime
         return str(getattr(import_module(module), "__version__", ""))
 
 
@@ -182,7 +182,7 @@ def _try_in_child(format: Format, path: Path, size_bytes: int, threads: int) -> 
     except OSError as problem:
         raise CheckpointError(
             f"cannot start a process to try {path}: {problem.strerror or problem}",
-            hint="memory or the number of processes may be exhausted",
+            hint="memory or the maximum number of processes may be exhausted",
         ) from None
     except subprocess.TimeoutExpired:
         why = f"one pass takes more than {WALL_S} s"
@@ -199,12 +199,12 @@ def _try_in_child(format: Format, path: Path, size_bytes: int, threads: int) -> 
             why = f"{format.name}'s runtime crashed on it ({signal.Signals(-code).name})"
     raise CheckpointError(
         f"{path} cannot be run: {why}",
-        hint="the file is broken or hostile, or memory is short: use another copy, or export it again",
+        hint="the file is damaged or malicious, or the machine has too little memory: use another copy, or export it again",
     )
 
 
 def _refusal(path: Path, answer: bytes) -> YolofleetError:
-    """Return the error of a child; its class is lost unless it is a ConfigError."""
+    """Return the error that a child process reports, as ConfigError or CheckpointError."""
     try:
         is_config, what, source, hint = json.loads(answer)
     except ValueError:
@@ -216,17 +216,17 @@ def _refusal(path: Path, answer: bytes) -> YolofleetError:
 
 
 def main() -> None:
-    """Try the file that the arguments name; the exit code says how it went, REFUSED with words on standard output."""
+    """Try the file that the arguments name. Exit with 0, or with REFUSED and the error as JSON on standard output."""
     name, path, size_bytes, threads, cpu_s = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some runtimes print
-    on_gpu = name == "tensorrt"  # its driver maps more memory than the machine has
+    on_gpu = name == "tensorrt"  # the driver maps more memory than the machine has
     _set_limits(size_bytes, 0, cpu_s, on_gpu)
     try:
         opened = open_format(FORMATS[name], path, None if on_gpu else "cpu", threads)
-        facts = opened.facts
-        free_px = -(-FREE_SIDE_PX // facts.stride) * facts.stride
-        shape = (facts.batch or 1, 3, *(facts.size_hw or (free_px, free_px)))
+        metadata = opened.metadata
+        side_px = -(-DEFAULT_SIDE_PX // metadata.stride) * metadata.stride
+        shape = (metadata.batch or 1, 3, *(metadata.size_hw or (side_px, side_px)))
         _set_limits(size_bytes, prod(shape) // 3, cpu_s, on_gpu)
         run_once(path, opened, np.zeros(shape, np.float32))
     except (YolofleetError, MemoryError) as problem:
@@ -234,7 +234,7 @@ def main() -> None:
         words = isinstance(error, ConfigError), error.what, error.source, error.hint
         os.write(answer, json.dumps(words).encode())
         os._exit(REFUSED)
-    os._exit(0)  # without destructors, which may crash in turn
+    os._exit(0)  # without destructors, because they may crash too
 
 
 def _short_of_memory(path: Path) -> CheckpointError:
@@ -246,7 +246,7 @@ def _set_limits(file_bytes: int, pixels: int, cpu_s: int, on_gpu: bool) -> None:
         import resource
     except ImportError:  # Windows
         return
-    memory_bytes = MEMORY_BYTES + MEMORY_OF_FILE * file_bytes + MEMORY_OF_PIXEL * pixels
+    memory_bytes = MEMORY_BYTES + MEMORY_PER_FILE_BYTE * file_bytes + MEMORY_PER_PIXEL * pixels
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
@@ -259,7 +259,7 @@ def _set_limits(file_bytes: int, pixels: int, cpu_s: int, on_gpu: bool) -> None:
 
 
 if __name__ == "__main__":
-    # not the main of this copy of the module: the formats import its classes from the one with a name
+    # This copy of the module is ``__main__``. The formats import the other copy, so its classes must be used.
     from yolofleet.export import trial
 
     trial.main()

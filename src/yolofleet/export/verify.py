@@ -1,4 +1,4 @@
-"""An exported file against our own network: the same pictures through both, the largest difference.
+"""Verify an exported file: run the same images through the file and the network, and find the largest difference.
 
 N images, K predictions of an image, C classes, n boxes of an image.
 """
@@ -25,18 +25,20 @@ from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
 from yolofleet.models.detector import Detector
 
-LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: boxes px, scores
-PICTURES = 4  # real ones that are looked at, at least
+LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
+MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences over all pictures.
+    """The largest differences over all images.
 
     Attributes:
-        box_px: of a side of a box, inside the image. score: of objectness, of a class probability, and of their product.
-        images: how many were compared. boxes: predictions, or boxes after suppression.
+        box_px: of a side of a box inside the image, pixels.
+        score: of objectness, class probabilities, and their products.
+        images: number of compared images.
+        boxes: number of compared predictions, or of boxes after NMS.
     """
 
     box_px: float
@@ -45,27 +47,28 @@ class Difference:
     boxes: int
 
     def check(self, half: bool) -> None:
-        """
+        """Raise if rounding does not explain the difference.
+
         Raises:
-            NumericsError: beyond what rounding explains.
+            NumericsError: a difference exceeds ``LIMITS``.
         """
         most_px, most_score = LIMITS[half]
         if not (self.box_px <= most_px and self.score <= most_score):
             raise NumericsError(
                 f"the exported file differs from the network: boxes by {self.box_px:.3g} px (at most {most_px:g}), "
                 f"scores by {self.score:.3g} (at most {most_score:g})",
-                hint="it was not kept; --data compares on pictures of the kind that the network knows, and another "
-                "--format, or none of --half and --simplify, may be right",
+                hint="the file was removed; verify with --data and images that the network was trained for, use another "
+                "--format, or leave out --half and --simplify",
             )
 
 
 def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Difference:
-    """Predictions of both.
+    """Return the differences of the predictions.
 
     Args:
-        runtime: without suppression inside.
+        runtime: runs a file without NMS.
         network: fused, in evaluation mode, on the CPU.
-        batches: [N, 3, H, W] float32 RGB in 0..1 each.
+        batches: images, each [N, 3, H, W] float32 RGB in 0..1.
     """
     worst_px, worst_score, count = 0.0, 0.0, 0
     for images in batches:
@@ -80,10 +83,13 @@ def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> D
 
 
 def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tensor]) -> Difference:
-    """Boxes of a file with suppression inside against our suppression of what the same file without it predicts:
-    of two boxes with nearly equal scores rounding decides which is kept, so the network's own would not do."""
-    nms = runtime.facts.nms
-    assert nms is not None and plain.facts.nms is None
+    """Return the differences between the boxes of a file with NMS and our NMS of the predictions of ``plain``.
+
+    ``plain`` runs the same file without NMS. The predictions of the network would not do: if two boxes have nearly equal
+    scores, rounding decides which one NMS keeps.
+    """
+    nms = runtime.metadata.nms
+    assert nms is not None and plain.metadata.nms is None
     worst_px, worst_score, count = 0.0, 0.0, 0
     for images in batches:
         ours, _ = detections(
@@ -102,10 +108,15 @@ def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tenso
 
 
 def decoded_difference(ours: Tensor, theirs: Tensor, size_hw: tuple[int, int]) -> tuple[float, float, int]:
-    """Of two [N, K, 5 + C]: sides px, scores, number of predictions; infinity where they cannot be compared.
+    """Return the largest difference of box sides (pixels) and of scores, and the number of predictions.
 
-    Sides beyond the image of ``size_hw`` are moved to its border, as those of every detection are: of a side ten
-    images away, which some predictions without an object have, rounding leaves no pixel in place.
+    The differences are infinite if the arguments cannot be compared. Sides outside the image are first moved to its
+    border, as in every detection. Some predictions without an object have a side ten images away, where rounding errors
+    exceed a pixel.
+
+    Args:
+        ours, theirs: decoded predictions [N, K, 5 + C].
+        size_hw: height and width of the images, pixels.
     """
     if ours.shape != theirs.shape or not theirs.isfinite().all():
         return float("inf"), float("inf"), 0
@@ -118,10 +129,13 @@ def decoded_difference(ours: Tensor, theirs: Tensor, size_hw: tuple[int, int]) -
 
 
 def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[float, float]:
-    """Of two sets of boxes [n, 6] of an image (x1, y1, x2, y2, score, class): sides px and scores of partners.
+    """Return the largest difference of sides (pixels) and scores between each box and its partner in the other set.
 
-    The partner of a box is the nearest one of its class on the other side; infinity where a box whose score is
-    ``above`` has none.
+    The partner of a box is the nearest box of its class. The differences are infinite if a box has no partner.
+
+    Args:
+        ours, theirs: boxes of one image, [n, 6] x1, y1, x2, y2 (pixels), score, class.
+        above: ignore boxes whose score is not above this.
     """
     worst_px, worst_score = 0.0, 0.0
     for some, others in ((ours, theirs), (theirs, ours)):
@@ -136,49 +150,49 @@ def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[
     return worst_px, worst_score
 
 
-def forms(facts: ExportMetadata, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
-    """(images, height and width) of the passes: every freedom of the file is used."""
-    counts = [facts.batch] if facts.batch else [1, 2]
+def forms(metadata: ExportMetadata, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
+    """Return (number of images, (height, width)) of each pass, so that they use all variable dimensions of the file."""
+    counts = [metadata.batch] if metadata.batch else [1, 2]
     sizes = [size_hw]
-    if facts.size_hw is None:
-        sizes.append((size_hw[0] + facts.stride, max(size_hw[1] - facts.stride, facts.stride)))
+    if metadata.size_hw is None:
+        sizes.append((size_hw[0] + metadata.stride, max(size_hw[1] - metadata.stride, metadata.stride)))
     passes = list(itertools.product(counts, sizes))
-    while sum(count for count, _ in passes) < PICTURES:
+    while sum(count for count, _ in passes) < MIN_IMAGES:
         passes += passes[:1]
     return passes
 
 
 def batches_of(
-    facts: ExportMetadata, size_hw: tuple[int, int], pictures: Iterator[np.ndarray]
+    metadata: ExportMetadata, size_hw: tuple[int, int], images: Iterator[np.ndarray]
 ) -> list[Tensor]:
-    """Pictures (uint8 [H, W, 3] BGR) letterboxed into batches of all :func:`forms`."""
+    """Return batches for all :func:`forms`, float32 [N, 3, H, W] RGB in 0..1, from images uint8 [H, W, 3] BGR."""
     batches = []
-    for count, size in forms(facts, size_hw):
-        pixels = [letterbox(picture, size)[0][..., ::-1] for picture in itertools.islice(pictures, count)]
+    for count, size in forms(metadata, size_hw):
+        pixels = [letterbox(image, size)[0][..., ::-1] for image in itertools.islice(images, count)]
         batches.append(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255)
     return batches
 
 
-def real_pictures(data: str) -> Iterator[np.ndarray]:
-    """Pictures of a data set's val split, spread over it, again and again.
+def dataset_images(data: str) -> Iterator[np.ndarray]:
+    """Yield images spread evenly over a data set's val split, uint8 [H, W, 3] BGR, in an endless cycle.
 
     Raises:
-        ConfigError, DataError: there are none.
+        ConfigError, DataError: the data set has no such images.
     """
     index = build_index(load_dataset(data), "val")
-    step = max(len(index) // PICTURES, 1)
+    step = max(len(index) // MIN_IMAGES, 1)
     for i in itertools.cycle(range(0, len(index), step)):
         yield read_image(index.path(i))
 
 
-def generated_pictures() -> Iterator[np.ndarray]:
-    """Coloured clouds with some grain."""
+def generated_images() -> Iterator[np.ndarray]:
+    """Yield smooth random colours with noise, uint8 [640, 640, 3] BGR, without end."""
     rng = np.random.default_rng(0)
     while True:
-        clouds = cv2.resize(
+        colours = cv2.resize(
             rng.integers(0, 256, (9, 9, 3), np.uint8),
             (GENERATED_PX, GENERATED_PX),
             interpolation=cv2.INTER_CUBIC,
         )
-        grain = rng.integers(0, 24, clouds.shape, np.uint8)
-        yield cv2.add(clouds, grain)
+        noise = rng.integers(0, 24, colours.shape, np.uint8)
+        yield cv2.add(colours, noise)

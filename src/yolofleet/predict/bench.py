@@ -13,7 +13,7 @@ import torch
 
 from yolofleet.config.schema import BenchConfig
 from yolofleet.export.runtime import Runtime, open_weights
-from yolofleet.export.verify import generated_pictures
+from yolofleet.export.verify import generated_images
 from yolofleet.files.atomic import emit_json
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.run import place_text
@@ -59,7 +59,7 @@ def bench_command(config: BenchConfig) -> int:
 def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
     """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON."""
     model = predictor.model
-    pictures = list(islice(generated_pictures(), predictor.batch))
+    pictures = list(islice(generated_images(), predictor.batch))
     ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "all")}
     images: list[np.ndarray] = []
     for number in range(WARM_UP + passes):

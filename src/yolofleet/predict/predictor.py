@@ -186,10 +186,10 @@ class Predictor:
         self.model: Network
         if isinstance(model, Runtime):
             model.check_settings(img=img, precision=precision)
-            if model.facts.nms is not None:
-                self._check_suppression(model, model.facts.nms)
+            if model.metadata.nms is not None:
+                self._check_suppression(model, model.metadata.nms)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
-            self.size_hw, self.suppressed = model.facts.size_hw, model.facts.nms is not None
+            self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None
             return
         self.device = device if isinstance(device, torch.device) else one_device(device)
         self.precision = resolve_precision(precision, self.device)

@@ -61,7 +61,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     if isinstance(model, Runtime):
         model.check_settings(img=config.img, precision=config.precision)
         model.check_unsuppressed()
-        device, size_hw, where = torch.device("cpu"), model.facts.size_hw, f"{where}; {model.place}"
+        device, size_hw, where = torch.device("cpu"), model.metadata.size_hw, f"{where}; {model.place}"
     else:
         precision = fleet_precision(config.precision, world)
         size_hw = square_of(model, config.img, config.fit)
