@@ -127,7 +127,7 @@ def _run(
                 if recipe is not None and clock is not None:
                     train(cast(Resolved[TrainConfig], config), recipe, world, clock, run_folder)
                 else:
-                    write_config(world, run_folder, config)
+                    write_config(run_folder, config)
                     validate(cast(ValConfig, settings), world, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
         if run_folder:

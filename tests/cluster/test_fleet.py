@@ -157,9 +157,13 @@ def test_a_run_that_was_stopped_or_killed_goes_on_although_its_states_are_elsewh
 
     alone = Command(lab, own, "train", "--resume", f"runs/train/{name}", "--epochs", str(done + 3))
     assert alone.end() == 2 and "are on m1, in" in alone.said and "--hosts m1:" in alone.said, alone.said
-    other = Command(lab, own, *resume[:3], "--epochs", str(done + 3), "--hosts", "m2:cpu:1,m1:cpu:1")
-    assert other.end() == 3 and "m2 has no state of this run" in other.said, other.said
-    lab.hosts[1].run("test", "-f", own / "runs" / "train" / name / "logs" / "rank-2.log")
+    lab.hosts[0].run("rm", "-r", own / "runs" / "train" / name)  # m1 and its disk are lost; m2 has the copy
+    other = Command(lab, own, *resume[:3], "--epochs", str(done + 3), "--hosts", "m3:cpu:1,m2:cpu:1")
+    assert other.end() == 0 and f"epoch {done + 3}/{done + 3}" in other.said, other.said
+    assert f"epoch {done + 2}/" not in other.said, "it went on where m1 had stopped"
+    rows = lab.desk.run("cat", own / "runs" / "train" / name / "results.csv").stdout
+    assert len(rows.splitlines()) == 1 + done + 3
+    assert results_there(lab.desk, own / "runs" / "train" / name)["weights_sha256"]
     nothing_left(lab, 10)
 
 

@@ -211,7 +211,7 @@ def test_suppression_is_theirs(case):
     )
     compare([len(rows) for rows in found], counts)
     for rows, theirs in zip(found, np.split(expected, [counts[0]]), strict=True):
-        compare(nearest(rows.numpy(), theirs), theirs, rtol=1e-5, atol=1e-5)
+        compare(nearest(rows.numpy(), theirs), theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_batch_normalisation_is_theirs_but_for_the_variance_of_a_sample():

@@ -5,7 +5,8 @@ A restart tries, in this order:
   2. the next older one, and so on; it prints which files it skips and why;
   3. if none is complete: an error that names all of them. No file is deleted.
 
-A background thread of rank 0 writes the files from a copy of the state, so training does not wait.
+A background thread writes the files from a copy of the state, so training does not wait. On several machines without a
+common disk, rank 0 and a rank of another machine write the same state (``runs.folder.file_writers``).
 
 A new run in a used folder (``--exist-ok``) first moves the older states and weights aside. Pruning deletes only states of
 its own run, in the order in which they were written.
@@ -40,6 +41,13 @@ class Snapshot:
     values: dict[str, Any]
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a file of the store."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """One file of the store, as ``checkpoints list`` shows it."""
@@ -69,10 +77,9 @@ class CheckpointStore:
         found = []
         try:
             for path in self.folder.iterdir() if self.folder.exists() else ():
-                match = NAME.fullmatch(path.name)
-                status = path.lstat() if match else None
-                if match and status and stat.S_ISREG(status.st_mode):
-                    found.append(StoredCheckpoint(path, int(match[1]), status.st_size))
+                status = path.lstat() if NAME.fullmatch(path.name) else None
+                if status and stat.S_ISREG(status.st_mode):
+                    found.append(StoredCheckpoint(path, step_of(path), status.st_size))
         except OSError as problem:
             raise CheckpointError(f"cannot read {self.folder}: {problem.strerror or problem}") from None
         return sorted(found, key=lambda e: -e.step)

@@ -17,13 +17,13 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import linked_subfolder, read_foreign_text
-from yolofleet.text import shown
+from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
 MAY_CHANGE = ("data", "epochs", "max_steps", "patience")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
-ELSEWHERE = "checkpoints/where.txt"  # names host and folder of the checkpoints if they are not here
+ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
 @dataclass(frozen=True)
@@ -104,29 +104,32 @@ def _saved_at_ns(state: Path) -> int:
 def _check_states_are_here(folder: Path) -> None:
     """Raise ConfigError if the checkpoints of the run are on another host, where a run on several hosts wrote them."""
     if not any(folder.glob(CHECKPOINTS)):
-        where = read_where(folder / ELSEWHERE)
+        where, *others = read_where(folder / ELSEWHERE)
         host, _, path = where.partition(":")
+        copies = listed([other.partition(":")[0] for other in others])
         raise ConfigError(
-            f"the checkpoints of {folder} are on {host}, in {path}",
+            f"the checkpoints of {folder} are on {host}, in {path}"
+            + (f", and perhaps on {copies}" if copies else ""),
             source=str(folder / ELSEWHERE),
-            hint=f"--hosts {host}:..., with {host} as the first host; or copy them here: scp -r {shlex.quote(where)} "
-            f"{shlex.quote(str(folder))}",
+            hint=f"--hosts {host}:... (the newest checkpoint of all hosts counts); or copy them here: "
+            f"scp -r {shlex.quote(where)} {shlex.quote(str(folder))}",
         )
 
 
-def read_where(file: Path) -> str:
-    """Return ``host:folder`` of the checkpoints of a run, from ``where.txt``.
+def read_where(file: Path) -> list[str]:
+    """Return the lines ``host:folder`` of ``where.txt``, at least one.
 
     Raises:
         ConfigError: the file cannot be read.
     """
     try:
-        return read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False).strip()
+        text = read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False)
     except (OSError, ValueError) as problem:
         raise ConfigError(
             f"{file} cannot be read: {getattr(problem, 'strerror', None) or problem}",
-            hint="it must name the host and folder of the checkpoints, as host:folder",
+            hint="it must name the hosts and folders of the checkpoints, a line host:folder for each",
         ) from None
+    return text.splitlines() or [""]
 
 
 def _states(folder: Path) -> list[Path]:

@@ -285,6 +285,11 @@ class TrainConfig(WhereAll):
         10.0, "save a checkpoint also every N minutes; 0 = off", ge=0, group="saved files"
     )
     keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
+    checkpoint_copies: Natural = setting(
+        2,
+        "on several machines without a common disk: how many of them keep checkpoints, weights and results",
+        group="saved files",
+    )
 
     # looking
     val_period: int = setting(

@@ -315,22 +315,22 @@ class World:
         self.wait(self._start("all_gather", mine, lambda: dist.all_gather(every, mine, async_op=True)))
         return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
 
-    def broadcast_bytes(self, payload: bytes) -> bytes:
-        """Return rank 0's ``payload`` on every rank; that of other ranks is ignored. Collective: every rank."""
+    def broadcast_bytes(self, payload: bytes, source: int = 0) -> bytes:
+        """Return the ``payload`` of rank ``source`` on every rank; others' is ignored. Collective: every rank."""
         if self.size == 1:
             return payload
-        length = torch.tensor([len(payload) if self.is_main else 0], dtype=torch.int64)
-        self.broadcast_(length)
+        length = torch.tensor([len(payload) if self.rank == source else 0], dtype=torch.int64)
+        self.broadcast_(length, source)
         data = torch.zeros(int(length), dtype=torch.uint8)
-        if self.is_main and payload:
+        if self.rank == source and payload:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self.broadcast_(data)
+        self.broadcast_(data, source)
         return data.numpy().tobytes()
 
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's tensor. Collective: every rank."""
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy the values of rank ``source`` into every rank's tensor. Collective: every rank."""
         if self.size > 1:
-            self.wait(self._start("broadcast", tensor, lambda: dist.broadcast(tensor, 0, async_op=True)))
+            self.wait(self._start("broadcast", tensor, lambda: dist.broadcast(tensor, source, async_op=True)))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank."""

@@ -1,16 +1,17 @@
-"""The folder of a run: rank 0 creates it, all ranks get its path."""
+"""The folder of a run: rank 0 creates it, all ranks get its path, and one rank on each of several disks writes to it."""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+import secrets
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.files.atomic import write_text
+from yolofleet.errors import ClusterError, StorageError, YolofleetError
+from yolofleet.files.atomic import storage_error, write_text
 from yolofleet.parallel.world import World
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import new_folder
@@ -42,9 +43,49 @@ def shared_folder(
     return made or RunFolder(Path(os.fsdecode(path)))
 
 
-def write_config(
-    world: World, folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None
-) -> None:
-    """Write ``config.yaml``, on rank 0."""
-    if world.is_main:
-        write_text(folder.config, dump_config(config, recipe))
+def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
+    """Return the ranks that write the run's files, and create the sub-folders on their disks.
+
+    They are rank 0 and, on further machines, one rank for each other disk under the folder's path. A rank whose disk
+    refuses is left out. Every rank holds the whole state, so a copy costs no communication.
+
+    Args:
+        copies: the number of disks wanted.
+    Collective: every rank.
+
+    Raises:
+        StorageError: the disk of rank 0 refuses.
+    """
+    if world.local_size == world.size:
+        if world.is_main:
+            folder.make_tree()
+        return [0]
+    mark = folder.path / f".disk-{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
+    writers, refused, asked = [0], set[int](), 0
+    problem: StorageError | None = None
+    while True:
+        if world.rank == asked:
+            try:
+                folder.make_tree()
+                mark.touch()
+            except (StorageError, OSError) as error:
+                problem = error if isinstance(error, StorageError) else storage_error(error, mark)
+        world.barrier()
+        answer = b"refused" if problem else b"free" if world.local_rank == 0 and not mark.exists() else b""
+        answers = world.all_gather_bytes(answer)
+        refused |= {rank for rank, answer in enumerate(answers) if answer == b"refused"}
+        free = [rank for rank, answer in enumerate(answers) if answer == b"free" and rank not in refused]
+        if 0 in refused or not free or len(set(writers) - refused) >= copies:
+            break
+        asked = free[0]
+        writers.append(asked)
+    with suppress(OSError):
+        mark.unlink()
+    if problem is not None and world.is_main:
+        raise problem
+    return [rank for rank in writers if rank not in refused]
+
+
+def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:
+    """Write ``config.yaml``."""
+    write_text(folder.config, dump_config(config, recipe))

@@ -50,7 +50,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.folder import write_config
+from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.val import validation_progress
 from yolofleet.train.agreement import check_settings, have_equal_kernels
 from yolofleet.train.loop import StepSplitter, TrainingRun
@@ -71,13 +71,12 @@ def train(
     Raises:
         YolofleetError: any expected failure.
     """
-    if world.is_main:
-        folder.make_tree()
+    is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies)
     with (
         Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
     ):
-        _train(resolved, recipe, world, clock, folder, console, events)
+        _train(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer)
 
 
 def _train(
@@ -88,6 +87,8 @@ def _train(
     folder: RunFolder,
     console: NullConsole,
     events: EventLog,
+    *,
+    is_writer: bool,
 ) -> None:
     config = resolved.value
     torch.manual_seed(config.seed)
@@ -96,7 +97,8 @@ def _train(
     check_settings(config, recipe.value, world)
     data = _data(config, world)
 
-    snapshot = snapshot_for_all(world, Path(config.resume) if config.resume else None, console)
+    resume_from = Path(config.resume) if config.resume else None
+    snapshot = snapshot_for_all(world, resume_from, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
@@ -107,10 +109,11 @@ def _train(
         check_resume(snapshot.values["fingerprint"], identity, config, console)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    elif world.is_main:
+    elif is_writer:
         for kept in set_aside(folder.path):
             console.note(f"an earlier run in this folder: its files are in {kept}")
-    write_config(world, folder, resolved, network.recipe)
+    if is_writer:
+        write_config(folder, resolved, network.recipe)
 
     with ExitStack() as caches:
         cache, val_cache = _caches(config, data, network.img, world, caches)
@@ -124,6 +127,7 @@ def _train(
             terms=network.loss.terms,
             header=header,
             dataset_images=len(data.train),
+            is_writer=is_writer,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing

@@ -266,7 +266,7 @@ class TrainingRun:
                         break
                     if stop_asked:
                         self._stop(stop)
-            with self.report.clock("checkpoint"):
+            with self.report.saving():
                 self.store.flush()
         finally:
             self.micro_batches.close()
@@ -310,9 +310,9 @@ class TrainingRun:
         return stop_asked, save_asked
 
     def _stop(self, stop: StopRequest) -> None:
-        with self.report.clock("checkpoint"):
+        with self.report.saving():
             self.store.flush()
-        self.world.barrier()  # no rank may exit before rank 0 has written the state
+        self.world.barrier()  # no rank may exit before the state is written
         raise Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
             source=stop.signal or "another rank",
@@ -374,7 +374,7 @@ class TrainingRun:
         )
 
     def _save(self) -> None:
-        """Pass a copy of the state to rank 0's writer thread; no rank waits for the disk.
+        """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.
 
         Collective: every rank.
         """
@@ -384,8 +384,8 @@ class TrainingRun:
             epoch_terms=self.world.sum_rows(self.tally.tolist()),
             epoch_images=self.tally_images,
         )
-        if self.world.is_main:
-            with self.report.clock("checkpoint"):
+        if self.report.is_writer:
+            with self.report.saving():
                 extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
                 self.store.save(self.state.snapshot(extra))
         self.saved_at_s = time.monotonic()

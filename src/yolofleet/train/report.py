@@ -1,12 +1,14 @@
 """Output of a training run: console, events, results, weights and plots.
 
-Rank 0 writes the files of the run; every rank has a clock, a log and an event stream.
+Rank 0 writes the files of the run, and a rank on another disk writes copies of those that a resume needs. Every rank has
+a clock, a log and an event stream.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
+from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.files.atomic import write_json
 from yolofleet.parallel.world import World
@@ -52,6 +55,7 @@ class TrainReport:
         terms: names of the loss terms.
         header: description of the model, for weights files.
         dataset_images: images of an epoch.
+        is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class TrainReport:
         terms: Sequence[str],
         header: WeightsHeader,
         dataset_images: int,
+        is_writer: bool,
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = (
             folder,
@@ -75,7 +80,7 @@ class TrainReport:
             config,
         )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
-        self.clock = clock
+        self.clock, self.is_writer = clock, is_writer
         self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
         self.tensorboard = (
             TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
@@ -117,8 +122,9 @@ class TrainReport:
                 f"resumed after step {state.step} ({state.images_seen} images seen), in epoch {epoch}"
             )
         self.versions = versions
-        if self.world.is_main:
-            self.table.drop_after(state.progress.epochs_done)
+        if self.is_writer:
+            with self.saving():
+                self.table.drop_after(state.progress.epochs_done)
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
         self._open_epoch(state.progress.epochs_done + 1)
@@ -145,10 +151,26 @@ class TrainReport:
         memory = devices.peak_memory_bytes(self.world.device) / 2**30
         return StepView(by_name(self.terms, terms), times, plan.lr, memory)
 
-    def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
-        """Write the moving average to ``weights/<name>.safetensors``, on rank 0."""
-        if self.world.is_main:
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Charge the block to the phase ``checkpoint``. If a copy cannot be written, warn and write no more of it.
+
+        Raises:
+            StorageError: the disk of rank 0 refuses.
+        """
+        try:
             with self.clock("checkpoint"):
+                yield
+        except StorageError as problem:
+            if self.world.is_main:
+                raise
+            self.is_writer = False
+            self.console.warn(f"{self.world.host} keeps no copy of the run any more: {problem.what}")
+
+    def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
+        """Write the moving average to ``weights/<name>.safetensors``."""
+        if self.is_writer:
+            with self.saving():
                 extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
                 weights = Weights(state.weights(), replace(self.header, extra=extra))
                 write_weights(self.folder.weights / f"{name}.safetensors", weights)
@@ -187,8 +209,9 @@ class TrainReport:
             }
             show_evaluation(self.console, evaluation, per_class=self.config.verbose)
         self.events.write("epoch", **row)
-        if self.world.is_main:
-            self.table.write(row)
+        if self.is_writer:
+            with self.saving():
+                self.table.write(row)
         if self.tensorboard:
             self.tensorboard.write(row)
         self._open_epoch(epoch + 1)
@@ -205,7 +228,7 @@ class TrainReport:
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
-        if not self.world.is_main:
+        if not self.is_writer:
             return
         if self.tensorboard:
             self.tensorboard.close()
@@ -215,19 +238,18 @@ class TrainReport:
                 draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
         sha256 = tensors_sha256(state.weights())
         figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
-        write_json(
-            self.folder.results_json,
-            {
-                **figures,
-                "weights_sha256": sha256,  # of names, shapes and bits of the last weights
-                "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
-                "steps": state.step,
-                "images_seen": state.images_seen,
-                "fleet": {"processes": self.world.size, "device": str(self.world.device), "hosts": hosts},
-                "versions": self.versions,
-                "seconds": times.seconds,
-            },
-        )
+        results = {
+            **figures,
+            "weights_sha256": sha256,  # of names, shapes and bits of the last weights
+            "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
+            "steps": state.step,
+            "images_seen": state.images_seen,
+            "fleet": {"processes": self.world.size, "device": str(self.world.device), "hosts": hosts},
+            "versions": self.versions,
+            "seconds": times.seconds,
+        }
+        with self.saving():
+            write_json(self.folder.results_json, results)
         accuracy = {}
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics

@@ -6,17 +6,20 @@ change. This module sends the state to every rank and refuses the state of anoth
 
 from __future__ import annotations
 
+import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
+from yolofleet.files.atomic import write_bytes
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
@@ -41,6 +44,8 @@ RESULT_SETTINGS = [
     "sync_bn",
 ]
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
+SHARED_RESULTS = ("results.csv", "weights/best.safetensors", "weights/last.safetensors")
+MAX_STEP = 2**53
 
 
 class _Stored(BaseModel):
@@ -121,9 +126,16 @@ def fingerprint(
     }
 
 
-def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsole) -> Snapshot | None:
-    """Read and verify the state on rank 0 and broadcast its bytes (so hosts need no shared folder).
+def snapshot_for_all(
+    world: World, resume_from: Path | None, console: NullConsole, *, is_writer: bool
+) -> Snapshot | None:
+    """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
 
+    The rank that has it also sends the results and weights of the run, which the ranks that write files store.
+
+    Args:
+        resume_from: a file of rank 0, or the folder of the run on each host.
+        is_writer: this rank writes the files of the run.
     Collective: every rank.
 
     Raises:
@@ -131,24 +143,29 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
     """
     if resume_from is None:
         return None
-    content, origin, problem = b"", "", None
-    if world.is_main:
-        try:
-            if resume_from.is_dir():
-                found, skipped = CheckpointStore(resume_from / "checkpoints").newest()
-                for note in skipped:
-                    console.warn(f"passed over: {note}")
-            else:
-                found = resume_from
-            content, origin = read_whole(found), str(found)
-        except YolofleetError as error:
-            problem = error
-    content = world.broadcast_bytes(content)
-    if problem is not None:
-        raise problem
+    content, found, step, problem = b"", resume_from, -1, None
+    try:
+        if not world.is_main and world.local_rank == 0 and resume_from.is_dir():
+            with suppress(CheckpointError):
+                found, step = _newest(resume_from, console)
+        elif world.is_main:
+            found, step = _newest(resume_from, console) if resume_from.is_dir() else (resume_from, MAX_STEP)
+    except YolofleetError as error:
+        problem = error
+    steps = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", step))]
+    source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
+    if steps[source] < 0:
+        raise problem or ClusterError("rank 0 could not read the checkpoint; its message says why")
+    try:
+        content = read_whole(found) if world.rank == source else b""
+    except YolofleetError as error:
+        problem = error
+    content = world.broadcast_bytes(content, source)
     if not content:
-        raise ClusterError("rank 0 could not read the checkpoint; its message says why")
-    origin = origin or "the checkpoint sent by rank 0"
+        raise problem or ClusterError(f"rank {source} could not read the checkpoint; its message says why")
+    if steps[source] < MAX_STEP and world.local_size < world.size:
+        _share_results(world, resume_from, source, is_writer=is_writer)
+    origin = str(found) if world.rank == source else f"the checkpoint sent by rank {source}"
     snapshot = decode_snapshot(decode_tensors(content, origin), origin)
     try:
         StoredValues.model_validate(snapshot.values)
@@ -157,6 +174,26 @@ def snapshot_for_all(world: World, resume_from: Path | None, console: NullConsol
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{origin} is not a training state: {shown(where)}: {first['msg']}") from None
     return snapshot
+
+
+def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:
+    """Return the file and the step of the newest complete state of a run on this host."""
+    found, skipped = CheckpointStore(run / "checkpoints").newest()
+    for note in skipped:
+        console.warn(f"passed over: {note}")
+    return found, step_of(found)
+
+
+def _share_results(world: World, run: Path, source: int, *, is_writer: bool) -> None:
+    """Copy results and weights of a run from rank ``source`` to all ranks that write files. Collective: every rank."""
+    for name in SHARED_RESULTS:
+        content = b""
+        if world.rank == source:
+            with suppress(OSError):
+                content = (run / name).read_bytes()
+        content = world.broadcast_bytes(content, source)
+        if content and is_writer and world.rank != source:
+            write_bytes(run / name, content)
 
 
 def stored_description(snapshot: Snapshot) -> ModelDescription:

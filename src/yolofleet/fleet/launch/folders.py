@@ -6,7 +6,7 @@ import errno
 import re
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -40,6 +40,7 @@ FETCHED = tuple(
 )
 NAMED = 5  # names in a message about files that stay on a host
 LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # every run has them; no message
+MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name
 ASK_S = 5.0  # timeout at the end, when a host may be lost
 
@@ -142,21 +143,29 @@ class Folders:
         Args:
             config: text of the run's configuration.
         Raises:
-            CheckpointError: the first host has no checkpoint of the resumed run.
+            CheckpointError: no host has a checkpoint of the resumed run.
         """
         if not self.states_are_elsewhere:
             return
-        name, folder = remotes[0].name, self.sites[0].folder
         where = self.here.path / ELSEWHERE
         if is_resumed and self.has_states(remotes) is False:
             raise CheckpointError(
-                f"{name} has no state of this run in {folder}/checkpoints",
-                source=f"{where}: {read_where(where)}" if where.is_file() else None,
-                hint="name the host that has them first, or copy them there (scp -r)",
+                f"no host has a state of this run in {self.sites[0].folder}/checkpoints",
+                source=f"{where}: {', '.join(read_where(where))}" if where.is_file() else None,
+                hint="add a host that has them to --hosts, or copy them to one of these (scp -r)",
             )
         if not self.here.config.exists():
             write_text(self.here.config, config)
-        write_text(where, f"{name}:{folder}/checkpoints\n")
+        lines = [f"{owner}:{self.sites[node].folder}/checkpoints\n" for owner, node in self._disks().items()]
+        write_text(where, "".join(lines[:MOST_NAMED]))
+
+    def _disks(self) -> dict[str, int]:
+        """Return the first host on each disk that this machine does not see, in order: owner -> number of the host."""
+        found: dict[str, int] = {}
+        for node, site in enumerate(self.sites):
+            if site.owner != LAUNCHER:
+                found.setdefault(site.owner, node)
+        return found
 
     def log(self, node: int, rank: int, text: str) -> None:
         """Append to the log of a rank, or of a host's agent."""
@@ -165,15 +174,18 @@ class Folders:
             file.write(text.encode("utf-8", "replace"))
 
     def has_states(self, remotes: Sequence[Remote]) -> bool | None:
-        """Return whether there is a checkpoint; None if the first host does not answer."""
-        if not self.states_are_elsewhere:
-            return any(self.here.path.glob(CHECKPOINTS))
-        try:
-            return bool(
-                remotes[0].ask("list_files", ASK_S, folder=f"{self.sites[0].folder}/checkpoints", without=[])
-            )
-        except ClusterError:
-            return None
+        """Return whether a host has a checkpoint; None if none of those that answer has one, and others are silent."""
+        if not self.states_are_elsewhere and any(self.here.path.glob(CHECKPOINTS)):
+            return True
+        is_silent = False
+        for node in self._disks().values():
+            folder = f"{self.sites[node].folder}/checkpoints"
+            try:
+                if remotes[node].ask("list_files", ASK_S, folder=folder, without=[]):
+                    return True
+            except ClusterError:
+                is_silent = True
+        return None if is_silent else False
 
     def resume_command(self, options: Sequence[str]) -> str:
         """Return the command that resumes the run from the folder where this command was typed."""
@@ -192,14 +204,12 @@ class Folders:
         Raises:
             Stopped: a signal asked to stop during the copy.
         """
-        first_on = {
-            site.owner: node for node, site in reversed(list(enumerate(self.sites))) if site.owner != LAUNCHER
-        }
-        for owner, node in first_on.items():
+        taken: set[str] = set()  # the first host's results; copies of them on other hosts are left there
+        for owner, node in self._disks().items():
             folder = self.sites[node].folder
             try:
                 if not discard:
-                    fetch_folder(remotes[node], folder, self.here.path)
+                    taken |= fetch_folder(remotes[node], folder, self.here.path, without=taken)
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
                 say(f"warning: the results stay on {owner}, in {folder}: {words}")
@@ -233,20 +243,24 @@ class Folders:
             self.here.discard_unless_used()
 
 
-def fetch_folder(remote: Remote, there: str, here: Path) -> None:
-    """Copy the results of a run (``FETCHED``), except logs that arrived as they were written.
+def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[str] = ()) -> set[str]:
+    """Copy the results of a run (``FETCHED``), except logs that arrived as they were written; return their names.
 
+    Args:
+        without: names of files that another host has supplied.
     Raises:
         ClusterError: the host is lost, or names files outside of the folder.
         OSError: the disk refused, or a folder is a symbolic link.
     """
-    left = []
+    left, copied = [], set[str]()
     for name, size in remote.ask("list_files", folder=there, without=list(NOT_FETCHED)):
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or PurePosixPath(name).is_absolute():
             raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
         if not _is_result(name, size):
             left += [name] if name not in LEFT_THERE and not name.startswith(".fleet-") else []
+            continue
+        if name in without:
             continue
         target = here.joinpath(*parts)
         if target.suffix == ".log" and target.exists() and target.stat().st_size >= size:
@@ -259,11 +273,13 @@ def fetch_folder(remote: Remote, there: str, here: Path) -> None:
                 if not piece:
                     break
                 file.write(piece[: size - file.tell()])
+        copied.add(name)
     if left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
         say(
             f"note: these files are not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}"
         )
+    return copied
 
 
 def _is_result(name: str, size_bytes: int) -> bool:

@@ -1,0 +1,123 @@
+"""Machines without a common disk: a second one keeps states, weights and results, and a resume finds the newest."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import environment, results, small_shapes, train_args, yolofleet
+
+from yolofleet.checkpoint.store import CheckpointStore
+
+SCRIPT = Path(__file__).parents[2] / "train.py"
+DEADLINE_S = 600
+LONG = ("--epochs", "4", "--reduce", "exact", "--name", "run")  # 10 steps
+
+
+class Machines:
+    """Working folders that stand for disks of machines; one process of a run works in each."""
+
+    def __init__(self, folder: Path, names: str) -> None:
+        self.folder, self.names = folder, names
+        self.runs = {name: folder / name / "runs/train/run" for name in names}
+        for name in names:
+            (folder / name).mkdir(exist_ok=True)
+
+    def start(self, order: str, *args: str | Path) -> list[subprocess.Popen[bytes]]:
+        """Start torchrun in the folders of ``order``; the first has rank 0."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+        agent += ["--nnodes", str(len(order)), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        started = []
+        for node, name in enumerate(order):
+            with (self.folder / f"{name}.log").open("ab") as log:
+                command = [*agent, "--node-rank", str(node), str(SCRIPT), *map(str, args), "--device", "cpu"]
+                place = self.folder / name
+                started.append(
+                    subprocess.Popen(command, cwd=place, env=environment(self.folder), stdout=log, stderr=log)
+                )
+        return started
+
+    def train(self, order: str, *args: str | Path) -> None:
+        agents = self.start(order, *args)
+        try:
+            ended = [agent.wait(timeout=DEADLINE_S) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+        assert not any(ended), self.logs()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    def steps(self, name: str) -> list[int]:
+        """Return the steps of the states on a machine, newest first."""
+        return [entry.step for entry in CheckpointStore(self.runs[name] / "checkpoints").entries()]
+
+    def epochs(self, name: str) -> list[int]:
+        with (self.runs[name] / "results.csv").open() as file:
+            return [int(row["epoch"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Machines:
+    return Machines(tmp_path, "abc")
+
+
+def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines) -> None:
+    data = small_shapes(tmp_path)
+    args = train_args(data, *LONG)[1:]  # without the verb
+    yolofleet(tmp_path, *train_args(data, *LONG, "--device", "cpu"))
+    whole = results(tmp_path / "runs/train/run")
+
+    agents = machines.start("abc", *args, "--save-steps", "1", "--checkpoint-copies", "3")
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not machines.runs["b"].joinpath("weights/best.safetensors").exists():
+        assert time.monotonic() < deadline_s and agents[0].poll() is None, machines.logs()
+        time.sleep(0.05)
+    for agent in agents:
+        agent.send_signal(signal.SIGTERM)
+    for agent in agents:
+        agent.wait(timeout=DEADLINE_S)
+    assert machines.steps("a") == machines.steps("b") == machines.steps("c")
+
+    shutil.rmtree(tmp_path / "a")
+    newest, *_ = CheckpointStore(machines.runs["c"] / "checkpoints").entries()
+    newest.path.unlink()  # c was behind
+    machines.runs["c"].joinpath("results.csv").unlink()
+    shutil.rmtree(machines.runs["c"] / "weights")
+    machines.train("cb", "--resume", "runs/train/run")
+    assert f"resumed after step {newest.step} " in machines.logs(), "the newest state of all machines"
+    for name in "cb":
+        assert results(machines.runs[name])["weights_sha256"] == whole["weights_sha256"], name
+        assert machines.epochs(name) == [1, 2, 3, 4], "rows from before the loss, too"
+        assert machines.runs[name].joinpath("weights/best.safetensors").is_file()
+        assert machines.runs[name].joinpath("config.yaml").is_file()
+        assert machines.steps(name)[0] == 10
+        assert not list(machines.runs[name].glob(".disk-*"))
+
+
+@pytest.mark.parametrize(("more", "copies"), [((), "ab"), (("--checkpoint-copies", "1"), "a")])
+def test_how_many_machines_keep_states(
+    tmp_path: Path, machines: Machines, more: tuple[str, ...], copies: str
+) -> None:
+    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run", *more)[1:])
+    for name, run in machines.runs.items():
+        kept = bool(machines.steps(name)), (run / "weights/last.safetensors").exists()
+        assert kept == ((name in copies),) * 2
+
+
+def test_a_copy_that_cannot_be_written_ends_nothing(tmp_path: Path, machines: Machines) -> None:
+    machines.runs["b"].mkdir(parents=True)
+    machines.runs["b"].joinpath("checkpoints").write_text("in the way of a folder")
+    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run")[1:])
+    assert machines.steps("a") == machines.steps("c") and machines.steps("a")
