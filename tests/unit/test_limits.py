@@ -18,6 +18,7 @@ from yolofleet.datasets import reader, vocxml, yolotxt
 from yolofleet.datasets.labels import ProblemLog
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
+from yolofleet.export.runtime import open_exported
 from yolofleet.files import archive
 from yolofleet.fleet.doctor import log_files
 from yolofleet.fleet.hosts import wire_protocol
@@ -85,6 +86,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
+    ("a.torchscript", trial.MAX_BYTES, open_exported),
     ("results.csv", results.MAX_BYTES, lambda path: results.ResultsTable(path, ()).rows()),
 ]
 

@@ -38,6 +38,7 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text
 
+MAX_BYTES = 4 << 30  # of an exported file; yolov5x needs 0.35 GB
 MEMORY_BYTES = 2 << 30  # memory limit of a child process for an empty file without images
 MEMORY_PER_FILE_BYTE, MEMORY_PER_PIXEL = 8, 1024  # additional bytes; yolov5x needs about 480 a pixel
 CPU_S = 20  # CPU time limit of a child process; torch needs 3 s to start on a slow core
@@ -150,10 +151,14 @@ def _digest(format: Format, parts: list[Path]) -> tuple[str, int]:
     total, size_bytes = hashlib.sha256(), 0
     for part in parts:
         with open_foreign(part) as file:
+            size_bytes += os.fstat(file.fileno()).st_size
+            if size_bytes > MAX_BYTES:  # before reading, because a file with a hole can claim any size
+                raise CheckpointError(
+                    f"{part} is too large; the limit is {size_text(MAX_BYTES)}", hint="export it again"
+                )
             found = hashlib.sha256()
             while chunk := file.read(1 << 20):
                 found.update(chunk)
-                size_bytes += len(chunk)
         total.update(f"{part.name}\0".encode(errors="surrogateescape") + found.digest())
     package = format.runs[-1] if format.runs else "torch"
     versions = [__version__, format.name, package, _version(package), platform.node(), platform.machine()]
