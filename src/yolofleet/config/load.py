@@ -28,13 +28,13 @@ from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import (
     BenchConfig,
     DoctorConfig,
+    ExecutionSettings,
     ExportConfig,
     PredictConfig,
     Recipe,
     SelftestConfig,
     TrainConfig,
     ValConfig,
-    Where,
     flag_of,
     may_be_in_files,
 )
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=BaseModel)
-MODELS: dict[str, type[Where]] = {
+MODELS: dict[str, type[ExecutionSettings]] = {
     "train": TrainConfig,
     "val": ValConfig,
     "predict": PredictConfig,

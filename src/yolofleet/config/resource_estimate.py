@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resources import RunResources
 
-PROCESS_BYTES = (
-    300 << 20
-)  # resident after all imports, measured; a CUDA context and its libraries come on top
-CUDA_BYTES = 2500 << 20
-LOADER_BYTES = 150 << 20  # of its own: the rest is shared with the process that it was forked from
-PIXEL_BYTES = 1150  # of images in training on CPUs, per pixel of the input: yolov5s, measured at 320 px
+PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measured
+CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition
+LOADER_BYTES = 150 << 20  # private memory of a loader process; it shares the rest with its parent
+PIXEL_BYTES = 1150  # training on CPUs, per pixel of the input: yolov5s, measured at 320 px
 OPEN_FILES = 256  # libraries, logs, sockets
 
 
@@ -22,13 +20,13 @@ class ResourceEstimate:
 
     Attributes:
         ranks: processes that train.
-        workers: loader processes of each.
+        workers: loader processes of each rank.
         prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
         img: side of an image, pixels.
         on_gpu: the run uses CUDA devices.
-        on_cpu: the run asks for the CPU.
-        gpu_ids: CUDA devices that the run names by number.
+        on_cpu: the run uses the CPU.
+        gpu_ids: numbers of the CUDA devices, if ``--device`` names them.
     """
 
     ranks: int
@@ -43,22 +41,22 @@ class ResourceEstimate:
 
     @property
     def waiting(self) -> int:
-        """Micro-batches that wait in shared memory for one rank, at most."""
-        return self.workers * (self.prefetch + 1)  # each process is making one
+        """Maximum number of micro-batches in shared memory for one rank."""
+        return self.workers * (self.prefetch + 1)  # each process works on one more
 
     @property
     def train_shm_bytes(self) -> int:
-        """Bytes of the images that loader processes of a training have ready, at most."""
+        """Maximum bytes of shared memory for the images of training micro-batches."""
         return self.ranks * self.waiting * self.micro_batch * 3 * self.img**2
 
     @property
     def shm_bytes(self) -> int:
-        """The same with those of a validation: both wait at the same time."""
+        """Maximum bytes of shared memory for training and validation, whose images exist at the same time."""
         return self.train_shm_bytes + self.ranks * self.waiting * self.val_batch * 3 * self.img**2
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of main memory, with shared memory, but without a cache of images, which takes what is left."""
+        """Bytes of main memory, including shared memory, without the image cache, which uses only free memory."""
         process = PROCESS_BYTES + (
             CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.micro_batch * self.img**2
         )
@@ -66,12 +64,12 @@ class ResourceEstimate:
 
     @property
     def open_files(self) -> int:
-        """Open files of one process: every tensor from a loader process is one."""
+        """Number of open files of one process; every tensor from a loader process is one."""
         return OPEN_FILES + 4 * self.waiting
 
     @property
     def text(self) -> str:
-        """Such as ``2 processes x 16 images of 640 px, 4 loader processes each``."""
+        """The estimate as text: ``2 processes x 16 images of 640 px, 4 loader processes each, ...``."""
         processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
         text = f"{processes} x {self.micro_batch} images of {self.img} px"
         if self.workers:
@@ -81,20 +79,20 @@ class ResourceEstimate:
 
 
 def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate:
-    """Return what a run needs of one machine.
+    """Return the estimate for one machine.
 
     Args:
-        cores, gpus: of that machine.
+        cores, gpus: CPU cores and GPUs of that machine.
     Raises:
         ConfigError: ``--device`` is not valid.
     """
     ranks = 1 if wanted.one_process else processes_of(wanted.device)
     named = tuple(dict.fromkeys(gpu_ids(wanted.device))) if by_number(wanted.device) else ()
     on_gpu = bool(named) or (wanted.device == "auto" and gpus > 0)
-    by_cores = max(1, min(8, cores // ranks)) if on_gpu else 0
+    default_workers = max(1, min(8, cores // ranks)) if on_gpu else 0
     return ResourceEstimate(
         ranks=ranks,
-        workers=wanted.workers if wanted.workers >= 0 else by_cores,
+        workers=wanted.workers if wanted.workers >= 0 else default_workers,
         prefetch=wanted.prefetch,
         micro_batch=wanted.micro_batch,
         val_batch=wanted.val_batch,

@@ -1,7 +1,7 @@
-"""Every setting of every verb, declared once: name, type, default, unit and help.
+"""Declare every setting of every command once: name, type, default, unit and help.
 
-The command line is generated from these models (``cli/``), the resolved values are frozen, printed and
-stored (``load.py``). Old spellings live in ``aliases.py``. No torch here.
+``cli/`` generates the command line from these models. ``load.py`` merges the values, freezes and stores them.
+``aliases.py`` has the flags of other programs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def setting(
     """Declare a field.
 
     Args:
-        group: the heading it stands under in ``--help``.
-        flag: its flag, where that is not the field's own name.
-        in_files: False: it counts on the command line only. A configuration file or a run folder may come from
-            somebody else, and must not say which hosts to log in to, which program to start there, which run to
-            continue or which file to overwrite. ``--resume`` does not keep it either, unless
+        group: heading of the setting in ``--help``.
+        flag: flag of the setting, if it differs from the name of the field.
+        in_files: False: only the command line may set it. Somebody else may have written a configuration file or a
+            run folder. Such a file must not choose the hosts to log in to, the program to start there, the run to
+            resume or the file to overwrite. ``--resume`` does not keep such a setting, unless
             ``RunFolder.resume_command`` repeats it.
     """
     extra: dict[str, Any] = {"group": group, "flag": flag} if flag else {"group": group}
@@ -35,25 +35,25 @@ def setting(
 
 
 def flag_of(name: str, field: FieldInfo) -> str:
-    """The flag of a setting: ``--micro-batch`` of ``micro_batch``, unless the schema gives another."""
+    """Return the flag of a setting: ``--micro-batch`` for ``micro_batch``, unless the schema names another."""
     extra = field.json_schema_extra
     given = str(extra.get("flag", "")) if isinstance(extra, dict) else ""
     return given or "--" + name.replace("_", "-")
 
 
 def group_of(field: FieldInfo) -> str:
-    """The heading that a setting stands under."""
+    """Return the heading of a setting in ``--help``."""
     extra = field.json_schema_extra
     return str(extra["group"]) if isinstance(extra, dict) else "run"
 
 
 def may_be_in_files(field: FieldInfo) -> bool:
-    """Whether a configuration file may give this setting; see :func:`setting`."""
+    """Return whether a configuration file may set this; see :func:`setting`."""
     extra = field.json_schema_extra
     return not isinstance(extra, dict) or extra.get("in_files") is not False
 
 
-MOST_THREADS = 1024  # more are a slip, and each costs memory
+MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PRECISION_HELP = (
@@ -64,6 +64,8 @@ Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Frozen(BaseModel):
+    """Settings that cannot change, without unknown names, NaN or infinity."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -73,8 +75,8 @@ class Frozen(BaseModel):
     )
 
 
-class Where(Frozen):
-    """Settings that say where a verb runs; none of them may change a result."""
+class ExecutionSettings(Frozen):
+    """Settings of the machine and the run folder; none of them may change a result."""
 
     device: str = setting(
         "auto",
@@ -86,14 +88,14 @@ class Where(Frozen):
         0,
         "CPU threads of each process; 0 = cores of the machine / its processes",
         ge=0,
-        le=MOST_THREADS,
+        le=MAX_THREADS,
         group="execution",
     )
     workers: int = setting(
         -1,
         "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
         ge=-1,
-        le=MOST_THREADS,
+        le=MAX_THREADS,
         group="execution",
     )
     project: Path | None = setting(
@@ -105,8 +107,8 @@ class Where(Frozen):
     )
 
 
-class WhereAll(Where):
-    """As :class:`Where`, of verbs that several machines share."""
+class FleetSettings(ExecutionSettings):
+    """Execution settings of commands that can run on several hosts."""
 
     hosts: str = setting(
         "",
@@ -128,13 +130,13 @@ class WhereAll(Where):
     )
 
 
-class TrainConfig(WhereAll):
-    """`yolofleet train`."""
+class TrainConfig(FleetSettings):
+    """Settings of ``yolofleet train``."""
 
     verb: ClassVar[str] = "train"
     json_out: ClassVar[str] = ""
 
-    # what
+    # input
     data: str = setting(
         "", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)", group="input"
     )
@@ -165,7 +167,7 @@ class TrainConfig(WhereAll):
     )
     single_cls: bool = setting(False, "treat all classes as one", group="input")
 
-    # how much
+    # length and batch size
     epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
     max_steps: int = setting(
         0,
@@ -194,7 +196,7 @@ class TrainConfig(WhereAll):
         group="length and batch size",
     )
 
-    # recipe switches
+    # method
     optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer of the weights", group="method")
     lr_schedule: Literal["linear", "cosine"] = setting(
         "linear", "how the learning rate decays", group="method"
@@ -220,7 +222,7 @@ class TrainConfig(WhereAll):
         False, "compute batch-norm statistics over --batch images, across devices", group="method"
     )
 
-    # where
+    # execution
     parallel: Literal["ddp", "dp"] = setting(
         "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
     )
@@ -264,7 +266,7 @@ class TrainConfig(WhereAll):
         group="execution",
     )
 
-    # keeping
+    # saved files
     resume: str = setting(
         "",
         "resume a run: auto (the newest), a run folder, or a checkpoint file",
@@ -291,7 +293,7 @@ class TrainConfig(WhereAll):
         group="saved files",
     )
 
-    # looking
+    # reports and display
     val_period: int = setting(
         1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
     )
@@ -307,11 +309,11 @@ class TrainConfig(WhereAll):
     verbose: bool = setting(False, "show metrics of each class", group="reports and display")
 
 
-class ValConfig(WhereAll):
-    """`yolofleet val`."""
+class ValConfig(FleetSettings):
+    """Settings of ``yolofleet val``."""
 
     verb: ClassVar[str] = "val"
-    # a validation has no choice of these
+    # settings of training that have one value in a validation
     parallel: ClassVar[str] = "ddp"
     reduce: ClassVar[str] = "fast"
     shares: ClassVar[str] = ""
@@ -359,8 +361,8 @@ class ValConfig(WhereAll):
     )
 
 
-class PredictConfig(Where):
-    """`yolofleet predict`."""
+class PredictConfig(ExecutionSettings):
+    """Settings of ``yolofleet predict``."""
 
     weights: str = setting(
         "",
@@ -409,7 +411,7 @@ class PredictConfig(Where):
 
 
 class SelftestConfig(Frozen):
-    """`yolofleet selftest`."""
+    """Settings of ``yolofleet selftest``."""
 
     model: str = setting("yolov5n", "model name (yolov5n ... yolov5x)", group="input")
     img: int = setting(128, "image size, pixels", ge=32, group="input")
@@ -433,12 +435,10 @@ class SelftestConfig(Frozen):
 
 
 class Recipe(Frozen):
-    """Hyperparameters: what the result depends on beside data, model and seed. Defaults are YOLOv5's
-    `scratch-low` (values are facts; measured against the original in tests/parity).
+    """Hyperparameters: together with data, model and seed they decide the result of a run.
 
-    Each family has a recipe of its own, taken unless another is named.
-
-    A recipe file holds any of these keys; an unknown key is an error that offers the nearest name.
+    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
+    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
     """
 
     # optimiser
@@ -515,7 +515,7 @@ class Recipe(Frozen):
 
 
 class ExportConfig(Frozen):
-    """`yolofleet export`."""
+    """Settings of ``yolofleet export``."""
 
     weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
@@ -560,7 +560,7 @@ class ExportConfig(Frozen):
 
 
 class BenchConfig(Frozen):
-    """`yolofleet bench`."""
+    """Settings of ``yolofleet bench``."""
 
     weights: str = setting("", "weights file or exported file", group="input")
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
@@ -572,7 +572,7 @@ class BenchConfig(Frozen):
     device: str = setting(
         "auto", "auto, cpu, mps, or one CUDA device number", group="execution", pattern=DEVICE
     )
-    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MOST_THREADS, group="execution")
+    threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MAX_THREADS, group="execution")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     json_out: str = setting(
         "",
@@ -584,7 +584,7 @@ class BenchConfig(Frozen):
 
 
 class DoctorConfig(Frozen):
-    """`yolofleet doctor`. What it takes of a run's settings says what such a run would need."""
+    """Settings of ``yolofleet doctor``. Those that it shares with ``train`` describe the run to prepare for."""
 
     hosts: str = setting(
         "",
@@ -616,7 +616,7 @@ class DoctorConfig(Frozen):
         -1,
         "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
         ge=-1,
-        le=MOST_THREADS,
+        le=MAX_THREADS,
         group="execution",
     )
     prefetch: Natural = setting(
