@@ -14,6 +14,7 @@ sys.modules.setdefault("openvino_telemetry", None)  # and for those that load Op
 
 import leaks  # noqa: E402 (needs the path above)
 
+HERE = Path(__file__).resolve().parent
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 
 
@@ -31,4 +32,4 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the folders whose tests last longest."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.parent.name, -1))
+    items.sort(key=lambda item: place.get(item.path.relative_to(HERE).parts[0], -1))

@@ -1,6 +1,6 @@
 """Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
-All output goes through :func:`echo` or ``report/console.py``; tests/unit/test_screen_text.py checks it.
+All output goes through :func:`echo` or ``report/console.py``; tests/unit/cli/test_screen_text.py checks it.
 """
 
 from __future__ import annotations

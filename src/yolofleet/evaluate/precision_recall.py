@@ -1,7 +1,7 @@
 """Precision, recall and F1 over confidence, and the confidence at which YOLOv5 reports them.
 
 The definitions are those of YOLOv5's ``val`` table. Curves have 1000 confidences. F1 is averaged over the classes with
-labels and smoothed; the reported P and R are those at its peak. tests/unit/test_precision_recall.py has numbers of YOLOv5.
+labels and smoothed; the reported P and R are those at its peak. tests/unit/evaluate/test_precision_recall.py has numbers of YOLOv5.
 
 Legend: D detections, C classes, K classes that have labels, T IoU thresholds, X = 1000 points of a curve.
 """

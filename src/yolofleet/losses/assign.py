@@ -8,7 +8,7 @@ Both rules assign a cell to one label at most, and take the first of equal candi
 processes run it in numpy. Task alignment needs predictions; loader processes prepare the pairs that it chooses from.
 
 Parity: tests/parity/test_ppyoloe_loss_parity.py. Comparison with a direct form of the rules:
-tests/unit/test_ppyoloe_loss.py.
+tests/unit/losses/test_ppyoloe_loss.py.
 """
 
 from __future__ import annotations

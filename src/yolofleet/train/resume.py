@@ -20,6 +20,7 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
 from yolofleet.files.atomic import write_bytes
+from yolofleet.files.foreign import read_foreign
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World
@@ -45,6 +46,7 @@ RESULT_SETTINGS = [
 ]
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 SHARED_RESULTS = ("results.csv", "weights/best.safetensors", "weights/last.safetensors")
+MAX_RESULT_BYTES = 1 << 30
 MAX_STEP = 2**53
 
 
@@ -190,7 +192,7 @@ def _share_results(world: World, run: Path, source: int, *, is_writer: bool) -> 
         content = b""
         if world.rank == source:
             with suppress(OSError):
-                content = (run / name).read_bytes()
+                content = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
         content = world.broadcast_bytes(content, source)
         if content and is_writer and world.rank != source:
             write_bytes(run / name, content)

@@ -296,7 +296,7 @@ def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_key() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "schedulers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "schedulers.md").read_text(encoding="utf-8")
     for flag, model in {"--slurm": SlurmSettings, "--kubernetes": KubernetesSettings}.items():
         table = page.split(f"| `{flag}` |")[1].split("\n\n")[0]
         first_cells = "".join(row.split("|")[1] for row in table.splitlines()[2:])

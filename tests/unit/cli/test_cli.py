@@ -20,7 +20,7 @@ from yolofleet.cli import main
 from yolofleet.config.aliases import SPELLINGS
 from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -345,7 +345,7 @@ def test_any_yaml_and_json_gives_a_data_set_or_our_error(tmp_path):
     assert outcomes == {"read", "ConfigError", "DataError"}
 
 
-DATA = Path(__file__).resolve().parents[2] / "data"
+DATA = Path(__file__).resolve().parents[3] / "data"
 
 
 def test_the_folder_data_has_the_descriptions_that_come_with_yolofleet():

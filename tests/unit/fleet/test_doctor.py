@@ -603,7 +603,7 @@ def test_a_finding_has_the_levels_and_texts_of_its_row() -> None:
 
 
 def test_the_pages_have_the_tables_of_the_package() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[3] / "docs"
     made = runpy.run_path(str(docs / "doctor_tables.py"))
     for name, table in made["PAGES"].items():
         assert (docs / name).read_text(encoding="utf-8") == made["page"](name, table), (
