@@ -277,9 +277,9 @@ class Watch:
         return None
 
     def _resume_without(self, lost: Node, resume: str) -> str:
-        """Return ``resume`` for the remaining hosts. The first host has the states, so it must come back."""
+        """Return ``resume`` for the remaining hosts, which have a copy of the states by default."""
         number, name, words = self.nodes.index(lost), lost.remote.name, shlex.split(resume)
-        if number == 0:
+        if len(self.nodes) == 1:
             return f"{resume}   # once {name} is back: it has the states of the run"
         if "--hosts" not in words:
             return f"{resume}   # once {name} is back, or without it in that file"
