@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -97,8 +96,7 @@ def _train(
     check_settings(config, recipe.value, world)
     data = _data(config, world)
 
-    resume_from = Path(config.resume) if config.resume else None
-    snapshot = snapshot_for_all(world, resume_from, console, is_writer=is_writer)
+    snapshot = snapshot_for_all(world, config.resume, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
@@ -109,11 +107,8 @@ def _train(
         check_resume(snapshot.values["fingerprint"], identity, config, console)
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    elif is_writer:
-        for kept in set_aside(folder.path):
-            console.note(f"an earlier run in this folder: its files are in {kept}")
     if is_writer:
-        write_config(folder, resolved, network.recipe)
+        _claim(folder, resolved, network.recipe, console, is_resumed=snapshot is not None)
 
     with ExitStack() as caches:
         cache, val_cache = _caches(config, data, network.img, world, caches)
@@ -163,6 +158,20 @@ def _train(
             console.warn(idle)
         training.train()
         report.finish(state)
+
+
+def _claim(
+    folder: RunFolder,
+    resolved: Resolved[TrainConfig],
+    recipe: Resolved[Recipe],
+    console: NullConsole,
+    *,
+    is_resumed: bool,
+) -> None:
+    """Move the files of an earlier run in the folder aside, and write ``config.yaml``."""
+    for kept in () if is_resumed else set_aside(folder.path):
+        console.note(f"an earlier run in this folder: its files are in {kept}")
+    write_config(folder, resolved, recipe)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------

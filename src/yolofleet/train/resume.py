@@ -128,23 +128,22 @@ def fingerprint(
     }
 
 
-def snapshot_for_all(
-    world: World, resume_from: Path | None, console: NullConsole, *, is_writer: bool
-) -> Snapshot | None:
+def snapshot_for_all(world: World, resume: str, console: NullConsole, *, is_writer: bool) -> Snapshot | None:
     """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
 
     The rank that has it also sends the results and weights of the run, which the ranks that write files store.
 
     Args:
-        resume_from: a file of rank 0, or the folder of the run on each host.
+        resume: ``--resume``: a file of rank 0, or the folder of the run on each host; "" = a new run.
         is_writer: this rank writes the files of the run.
     Collective: every rank.
 
     Raises:
         CheckpointError: no checkpoint is complete, or the file is not a training state.
     """
-    if resume_from is None:
+    if not resume:
         return None
+    resume_from = Path(resume)
     content, found, step, problem = b"", resume_from, -1, None
     try:
         if not world.is_main and world.local_rank == 0 and resume_from.is_dir():
