@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,12 @@ def test_equal_keys_draw_equal_numbers_in_any_order_and_process():
 
 
 def test_every_part_of_the_key_matters():
-    keys = [(3, "augment", 1, 20), (4, "augment", 1, 20), (3, "order", 1, 20), (3, "augment", 2, 20)]
+    keys: list[tuple[Any, ...]] = [
+        (3, "augment", 1, 20),
+        (4, "augment", 1, 20),
+        (3, "order", 1, 20),
+        (3, "augment", 2, 20),
+    ]
     keys += [(3, "augment", 1, 21), (3, "augment", 1), (3, "augment", 12, 0), (3, "augment", 1, 20, 0)]
     assert len({generator(*key).random() for key in keys}) == len(keys)
 

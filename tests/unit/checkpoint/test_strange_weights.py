@@ -142,7 +142,12 @@ def test_many_tensors_of_one_storage_are_read_twice_and_not_more_than_the_file_h
     torch.save({f"t{i}": base[i * 1000 : (i + 1) * 1000] for i in range(100)}, tmp_path / "views.pt")
     reads = []
     read = zipfile.ZipFile.read
-    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *a, **k: reads.append(a[1]) or read(*a, **k))
+
+    def counted(self: zipfile.ZipFile, name: str | zipfile.ZipInfo, pwd: bytes | None = None) -> bytes:
+        reads.append(name)
+        return read(self, name, pwd)
+
+    monkeypatch.setattr(zipfile.ZipFile, "read", counted)
     with TorchFile(tmp_path / "views.pt") as file:
         opened = len(reads)
         for i in range(100):

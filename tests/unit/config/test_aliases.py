@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 from reference import parity
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import SPELLINGS, rewrite
-from yolofleet.config.schema import ExportConfig, PredictConfig, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import ExportConfig, Frozen, PredictConfig, TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 
-MODELS = {"train": TrainConfig, "val": ValConfig, "predict": PredictConfig, "export": ExportConfig}
+MODELS: dict[str, type[Frozen]] = {
+    "train": TrainConfig,
+    "val": ValConfig,
+    "predict": PredictConfig,
+    "export": ExportConfig,
+}
 
 
 def flags_of(verb):
     """Flags and whether they take a value, as the command line has them."""
     command = SchemaCommand(verb, MODELS[verb], lambda **_: 0)
-    return {opt: not p.is_flag for p in command.params for opt in (*p.opts, *p.secondary_opts)}
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    assert options == command.params
+    return {opt: not p.is_flag for p in options for opt in (*p.opts, *p.secondary_opts)}
 
 
 FLAGS = {verb: flags_of(verb) for verb in MODELS}

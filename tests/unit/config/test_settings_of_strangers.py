@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from yolofleet.config.load import (
     dump_config,
@@ -29,7 +32,7 @@ from yolofleet.config.schema import (
 from yolofleet.errors import ConfigError
 from yolofleet.runs.machines import fleet_of
 
-MODELS = {
+MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = {
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),
     "val": (ValConfig, resolve_val, {"data": "d", "weights": "w"}),
     "predict": (PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),

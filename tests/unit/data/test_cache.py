@@ -71,6 +71,7 @@ def decodes(monkeypatch):
 def expected(index, image, img):
     """Written out once more: the longer side becomes img, up by INTER_LINEAR, down by INTER_AREA."""
     pixels = cv2.imread(index.path(image))
+    assert pixels is not None
     height, width = pixels.shape[:2]
     ratio = img / max(width, height)
     if ratio == 1:
@@ -274,7 +275,12 @@ def _hash_and_count(cache, results):
     """In another process: what it sees and how many images it decoded."""
     decoded = []
     original = cache_module.read_image
-    cache_module.read_image = lambda path: decoded.append(path) or original(path)
+
+    def counted(path):
+        decoded.append(path)
+        return original(path)
+
+    cache_module.read_image = counted
     total = sum(int(cache.get(image).sum()) for image in range(len(cache.index)))
     results.put((total, len(decoded), cache.mode))
 
@@ -302,7 +308,7 @@ def test_processes_that_are_started_share_the_copy(index, method, mode):
         assert results.get(timeout=900) == (total, decodes, mode)
         process.join(240)
         assert process.exitcode == 0
-    assert cache._file.read(3) is not None
+    assert cache._file is not None and cache._file.read(3) is not None
     cache.close()
 
 
@@ -328,7 +334,7 @@ def test_local_ranks_share_one_copy_by_their_token(index):
     for process in processes:
         process.join(240)
         assert process.exitcode == 0
-    assert mine._file.read(4) is not None
+    assert mine._file is not None and mine._file.read(4) is not None
     mine.close()
 
 
@@ -352,7 +358,7 @@ def test_nothing_is_left_after_sigkill(index, token, monkeypatch):
         assert mine.get(0) is not None
         mine.unlink()
         mine.close()
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join(240)
     assert named_files() == []
 
@@ -367,7 +373,7 @@ def test_a_name_that_a_crash_left_is_removed_by_the_next_run(index, monkeypatch)
     monkeypatch.setattr(cache_module, "_STALE_S", -1.0)
     ImageCache(index, 64, "ram").close()
     assert len(named_files()) == 1  # in use
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join(240)
     assert len(named_files()) == 1
     ImageCache(index, 64, "ram").close()

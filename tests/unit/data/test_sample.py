@@ -20,7 +20,9 @@ class Pictures:
     """Stands in for index and cache: n smooth pictures, each with labels of its own class."""
 
     def __init__(self, count: int = 12) -> None:
-        self.images, self.truth, self.read = [], [], []
+        self.images: list[np.ndarray] = []
+        self.truth: list[np.ndarray] = []
+        self.read: list[int] = []
         for number in range(count):
             rng = np.random.default_rng(number)
             height = int(rng.integers(40, IMG + 1))
@@ -132,6 +134,7 @@ def test_a_given_buffer_is_filled_in_place():
 
 
 def images_read(made: TrainSamples, epoch: int, position: int) -> list[int]:
+    assert isinstance(made.cache, Pictures)
     made.cache.read.clear()
     made.sample(epoch, position)
     return list(made.cache.read)

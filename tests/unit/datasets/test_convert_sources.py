@@ -234,7 +234,12 @@ def test_bytes_that_are_no_text_and_entries_without_end_are_refused(tmp_path, mo
     path.write_text('{"a": ["' + "x" * 100_000)
     reads = []
     real = bigjson._Text._more  # nothing else shows how often the file is read
-    monkeypatch.setattr(bigjson._Text, "_more", lambda self, n: reads.append(n) or real(self, n))
+
+    def counted(self, n):
+        reads.append(n)
+        return real(self, n)
+
+    monkeypatch.setattr(bigjson._Text, "_more", counted)
     with pytest.raises(JsonFault, match="Unterminated string"):
         listed(path, "a")
     assert len(reads) < 10  # it did not read all of it, and grew by doubling

@@ -35,7 +35,8 @@ def test_layout_is_that_of_a_yolo_data_set(made):
     for kind, ending in (("images", "png"), ("labels", "txt")):
         assert len(list((made.parent / kind / "train").glob(f"*.{ending}"))) == IMAGES
         assert len(list((made.parent / kind / "val").glob(f"*.{ending}"))) == VAL_IMAGES
-    assert cv2.imread(str(made.parent / "images/train/000000.png")).shape == (IMG, IMG, 3)
+    picture = cv2.imread(str(made.parent / "images/train/000000.png"))
+    assert picture is not None and picture.shape == (IMG, IMG, 3)
 
 
 def test_five_objects_an_image_of_at_least_four_classes(labels):
@@ -87,7 +88,7 @@ def test_a_box_is_tight_around_what_is_painted(kind, monkeypatch):
 
 def test_half_of_every_object_can_be_seen():
     for trial in range(60):
-        objects = []
+        objects: list[shapes._Object] = []
         rng = generator(trial, "test")
         for _ in range(3):
             thing = shapes._place(rng, objects, 40, IMG, beside=None)

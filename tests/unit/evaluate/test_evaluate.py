@@ -25,7 +25,7 @@ class RectangleFinder:
     """One box per class: the extent of what is red (class 0) or blue (class 1), scored by its width."""
 
     nc = 2
-    strides = (8, 16, 32)
+    strides: tuple[int, ...] = (8, 16, 32)
     training = False
 
     def __call__(self, images):
@@ -50,9 +50,12 @@ class RectangleFinder:
 class CentreLoss:
     """Distance of found and labelled centres, as fractions of the image: tells whether labels moved along."""
 
-    terms = ("box/0", "obj/0", "obj/1")
+    terms: tuple[str, ...] = ("box/0", "obj/0", "obj/1")
     gains = torch.tensor([1.0, 0.5, 0.5])
     times_images, predicted_divisor = True, False
+
+    def at(self, progress):
+        return self
 
     def match(self, labels, images, size_hw):
         return SimpleNamespace(

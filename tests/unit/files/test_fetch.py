@@ -327,6 +327,7 @@ def test_an_endless_chunked_body_is_cut_off_too(server, tmp_path):
 def test_wrong_bytes_are_removed_and_both_digests_shown(server, tmp_path):
     wrong = BODY[:-1] + b"!"
     item = item_of(BODY, server.put("/file", whole(wrong)))
+    assert item.digest is not None
     said = refusal(item, tmp_path).what
     assert hashlib.sha256(wrong).hexdigest() in said and item.digest.split(":")[1] in said
     assert names(tmp_path) == [] and len(server.asked) == 1
@@ -431,6 +432,7 @@ def test_an_unreachable_network_is_explained(tmp_path):
     item = item_of(BODY, "http://127.0.0.1:9/file")  # the port is closed
     said = refusal(item, tmp_path)
     assert "not reachable" in said.what
+    assert item.digest is not None
     for part in (item.urls[0], "100.0 KiB", item.digest.replace(":", " "), str(tmp_path), item.name):
         assert part in said.hint
     assert "kept" not in said.hint

@@ -35,7 +35,8 @@ class Host:
     """
 
     def __init__(self, name: str, number: int, **changes: Any) -> None:
-        self.name, self.asked = name, []
+        self.name = name
+        self.asked: list[str] = []
         self.facts = copy.deepcopy(HEALTHY) | {
             "host": name,
             "cards": [copy.deepcopy(LO), card("eth0", f"10.0.0.{number}/24")],
@@ -134,7 +135,7 @@ def test_each_way_that_is_closed_is_told_apart(outcome, code, words) -> None:
 
 
 def test_the_address_that_is_let_in_is_the_one_behind_a_router() -> None:
-    attempt = Attempt(own="10.9.0.2", interface="eth0", outcome="dropped", said="x")
+    attempt = Attempt(own="10.9.0.2", card="eth0", outcome="dropped", said="x")
     facts = HostFacts.model_validate(Host("m3", 3).facts)
     target = Target("m3", "10.0.0.3", 1, "x")
     fix = judge_way("m2", target, attempt, facts, Firewall(kind="ufw")).fix

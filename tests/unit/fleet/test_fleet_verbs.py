@@ -196,7 +196,7 @@ def test_a_fleet_that_needs_long_to_save_is_waited_for(
 ) -> None:
     (tmp_path / "fleet.yaml").write_text("grace_s: 300\nhosts: [localhost]\n")
     job("exp-aaaaaa", began_s=1.0, runs=True)
-    waited = []
+    waited: list[tuple[float, float]] = []
 
     def end_job(self: Remote, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         if request != "end_job":

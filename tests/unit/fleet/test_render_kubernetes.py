@@ -35,8 +35,8 @@ def manifest(settings: str = JOB, **given: Any) -> str:
     given = {"data": "/data/coco.yaml", "model": "yolov5n"} | given
     config, _ = resolve_train(given)
     job = read_settings(KubernetesSettings, [settings], "--kubernetes")
-    asked = {"machines": job.nodes, "gpus": job.gpus, "option": "--kubernetes"}
-    return render(job, scheduled_run(config, given, "", **asked))
+    run = scheduled_run(config, given, "", machines=job.nodes, gpus=job.gpus, option="--kubernetes")
+    return render(job, run)
 
 
 def parts(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

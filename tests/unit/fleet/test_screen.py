@@ -42,7 +42,12 @@ def test_everything_arrives_in_its_order(monkeypatch: pytest.MonkeyPatch) -> Non
         for number in range(2000):
             screen.write(f"{number:050d}\n")
         screen.write("caf\xe9 \ud800 end\n")
-        reading = threading.Thread(target=lambda: (time.sleep(0.3), reader.read("end\n")), daemon=True)
+
+        def read_late() -> None:
+            time.sleep(0.3)
+            reader.read("end\n")
+
+        reading = threading.Thread(target=read_late, daemon=True)
         reading.start()
         screen.close()
         reading.join(240)

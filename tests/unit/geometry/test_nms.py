@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from yolofleet.geometry.nms import detections, nms
 
 def naive(boxes, scores, iou, groups):
     """Greedy suppression as the textbook says it, one pair at a time."""
-    kept = []
+    kept: list[int] = []
     for i in sorted(range(len(scores)), key=lambda i: (-scores[i], i)):
         for j in kept:
             a, b = boxes[i], boxes[j]
@@ -59,10 +61,10 @@ def test_no_boxes_give_no_boxes():
 
 def test_one_place_may_be_two_classes_only_with_multi_label():
     place = torch.tensor([[[50.0, 50, 20, 10, 0.5, 0.8, 0.6, 0.1]]])  # scores 0.4, 0.3, 0.05
-    options = {"conf": 0.1, "iou": 0.5, "max_det": 10}
-    (several,), _ = detections(place, multi_label=True, **options)
-    (single,), _ = detections(place, multi_label=False, **options)
-    (agnostic,), _ = detections(place, multi_label=True, agnostic=True, **options)
+    found = partial(detections, place, conf=0.1, iou=0.5, max_det=10)
+    (several,), _ = found(multi_label=True)
+    (single,), _ = found(multi_label=False)
+    (agnostic,), _ = found(multi_label=True, agnostic=True)
     torch.testing.assert_close(
         several, torch.tensor([[40.0, 45, 60, 55, 0.4, 0], [40.0, 45, 60, 55, 0.3, 1]])
     )
@@ -77,9 +79,9 @@ def random_decoded(images, places, classes, seed=0):
 
 def test_an_image_gives_the_same_alone_and_in_a_batch():
     decoded = random_decoded(3, 300, 4)
-    options = {"conf": 0.01, "iou": 0.6, "max_det": 100, "multi_label": True}
-    together, _ = detections(decoded, **options)
-    alone = [detections(image[None], **options)[0][0] for image in decoded]
+    found = partial(detections, conf=0.01, iou=0.6, max_det=100, multi_label=True)
+    together, _ = found(decoded)
+    alone = [found(image[None])[0][0] for image in decoded]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
@@ -87,10 +89,8 @@ def test_an_image_gives_the_same_alone_and_in_a_batch():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_detections_on_cuda_are_the_cpus():
     decoded = random_decoded(2, 3000, 4)
-    options = {"conf": 0.01, "iou": 0.6, "max_det": 300, "multi_label": True}
-    for ours, cuda in zip(
-        detections(decoded, **options)[0], detections(decoded.cuda(), **options)[0], strict=True
-    ):
+    found = partial(detections, conf=0.01, iou=0.6, max_det=300, multi_label=True)
+    for ours, cuda in zip(found(decoded)[0], found(decoded.cuda())[0], strict=True):
         torch.testing.assert_close(cuda.cpu(), ours)
 
 

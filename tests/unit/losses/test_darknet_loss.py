@@ -109,6 +109,7 @@ def test_a_network_learns_to_find_boxes_with_the_loss_of_its_family():
     description = parse_cfg(CFG, name="learner", source="x")
     model = build_model(description, 2, seed=1).train()
     loss = family_of(description).loss(model, Recipe(), 96)
+    assert isinstance(loss, Yolov5Loss)
     assert loss.codings == (Exponential(), Exponential(1.2))
     rows = labels((0, 28, 22, 14, 12), (1, 66, 34, 40, 44))
     image = torch.zeros(1, 3, HEIGHT, WIDTH)

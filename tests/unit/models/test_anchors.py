@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from yolofleet.models.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
-from yolofleet.models.description import describe
+from yolofleet.models.rows import preset
 
-P5 = np.array(describe("yolov5n").anchors_px)
+P5 = np.array(preset("yolov5n").anchors_px)
 
 
 def lognormal_sizes(count, seed=0, middle=(20.0, 25.0)):

@@ -14,7 +14,7 @@ from yolofleet.checkpoint import darknet
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, transfer
 from yolofleet.errors import CheckpointError
 from yolofleet.models.darknet import DarknetNetwork
-from yolofleet.models.darknet_cfg import parse_cfg, preset
+from yolofleet.models.darknet_cfg import DarknetDescription, parse_cfg, preset
 from yolofleet.models.rows import preset as row_preset
 
 CFG = """\
@@ -125,6 +125,7 @@ def test_a_written_file_needs_nothing_else(folder, tmp_path):
     path = tmp_path / "new" / "mine.weights"
     darknet.write(path, weights)
     again = darknet.read(path)
+    assert isinstance(again.description, DarknetDescription)
     assert again.header.nc == again.description.nc == 5
     loaded = DarknetNetwork(again.description, 5)
     assert loaded.load_state_dict(again.tensors, strict=False).unexpected_keys == []
@@ -140,6 +141,7 @@ def test_another_number_of_classes_is_found_by_size(folder):
     weights = Weights(dict(network(nc=7).state_dict()), WeightsHeader.of(network(nc=7), img=64))
     darknet.write(folder / "seven.weights", weights)
     found = darknet.read(folder / "seven.weights", description())
+    assert isinstance(found.description, DarknetDescription)
     assert found.header.nc == 7 and found.description.nc == 2
     assert found.tensors["layers.2.conv.bias"].shape == (12,)
     model = network()

@@ -145,6 +145,7 @@ def test_a_folded_network_is_folded_once_and_keeps_the_first():
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None and module.running_var is not None
                 module.running_mean.uniform_(-1, 1)
                 module.running_var.uniform_(0.5, 2)
     before = {n: t.clone() for n, t in model.state_dict().items()}

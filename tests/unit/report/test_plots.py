@@ -73,7 +73,7 @@ def test_label_statistics_of_many_classes_are_drawn(tmp_path):
 
 
 def test_a_picture_that_fails_is_a_note_and_not_the_end_of_a_run(tmp_path):
-    notes = []
+    notes: list[str] = []
     (tmp_path / "file").write_text("")
     boxes = np.full((1, 4), 0.5)
     assert not attempt(

@@ -193,7 +193,8 @@ class FakeHost(Remote):
 
     def __init__(self, files: dict[str, bytes], sizes: dict[str, int] | None = None) -> None:
         super().__init__(Host("n0", "cpu"))
-        self.files, self.sizes, self.asked = files, sizes or {}, []
+        self.files, self.sizes = files, sizes or {}
+        self.asked: list[str] = []
 
     def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         self.asked.append(request)

@@ -52,7 +52,7 @@ def test_counts_since_the_start() -> None:
 
 def test_a_process_may_have_any_bytes_in_its_name(tmp_path: Path) -> None:
     program = bytes(tmp_path) + b"/\xff) R 1 ("
-    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    shutil.copy(os.fsencode(shutil.which("sleep") or "/bin/sleep"), program)
     with subprocess.Popen([program, "60"]) as child:
         assert child.pid in descendants(os.getpid()) and child.pid in children(os.getpid())
         assert started_at(child.pid).isdecimal()
