@@ -60,7 +60,7 @@ def comparisons_within_a_tolerance(source: str) -> list[int]:
     """Return the lines of ``source`` that compare within a tolerance without ``conditioning.compare``."""
     found = set[int]()
     for node in ast.walk(ast.parse(source)):
-        if names_called(node, itself=True) & COMPARING:
+        if isinstance(node, ast.expr) and names_called(node, itself=True) & COMPARING:
             found.add(node.lineno)
         if isinstance(node, ast.Assert):
             for smaller, larger in chain.from_iterable(map(ordered_pairs, ast.walk(node))):

@@ -21,6 +21,7 @@ from yolofleet.losses.assign import Grid, atss
 from yolofleet.losses.ppyoloe import PpyoloeLoss
 from yolofleet.models.description import describe
 from yolofleet.models.ppyoloe import PpyoloeNetwork
+from yolofleet.models.ppyoloe_config import PpyoloeDescription
 
 SIZE_HW = (128, 160)
 STRIDES = (32, 16, 8)
@@ -134,7 +135,9 @@ def test_value_and_gradient_are_the_originals(case, numbers):
 
 def whole_network(name):
     """A network with the weights that the numbers were made with."""
-    model = PpyoloeNetwork(replace(describe(name), normalise=None), 80)
+    description = describe(name)
+    assert isinstance(description, PpyoloeDescription)
+    model = PpyoloeNetwork(replace(description, normalise=None), 80)
     fill_by_formula(model, 2.0)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -145,7 +148,7 @@ def whole_network(name):
                 tensor.copy_(tensor - 3 if key.endswith("bias") else tensor * 0.1)
             elif "pred_reg" in key and key.endswith("weight"):
                 tensor.mul_(0.25)
-    return model.train().to(memory_format=torch.channels_last)
+    return model.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks memory_format
 
 
 @pytest.mark.parametrize("phase", ["atss", "tal"])
@@ -186,11 +189,12 @@ def test_loss_and_gradient_norms_of_a_whole_network_are_the_originals(name, phas
             # normalisation before it: the tolerance is relative to the terms.
             weight, bias = (original[key.replace("alpha", f"conv2.bn.{name}")] for name in ("weight", "bias"))
             atol[place] += 1e-3 * np.hypot(weight, bias)
-    near = {"rtol": 1e-3, "atol": atol}
     # plus-s has a near tie under its pooling windows: gradients may go either way, as long as they go the original's
-    items, found = min(for_each_order(items_and_gradients), key=lambda both: worst(both[1], norms, **near))
+    items, found = min(
+        for_each_order(items_and_gradients), key=lambda both: worst(both[1], norms, rtol=1e-3, atol=atol)
+    )
     compare(items, [expected[key] for key in ("loss_cls", "loss_iou", "loss_dfl")], rtol=5e-5)
-    compare(found, norms, **near)
+    compare(found, norms, rtol=1e-3, atol=atol)
 
 
 def test_of_equally_near_cells_the_first_is_taken():

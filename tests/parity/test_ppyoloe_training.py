@@ -79,13 +79,11 @@ def test_moving_average(kind, rule):
 class Toy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.cb = nn.Module()
-        self.cb.conv = nn.Conv2d(2, 3, 3, padding=1, bias=False)
-        self.cb.bn = nn.BatchNorm2d(3)
+        self.cb = nn.ModuleDict({"conv": nn.Conv2d(2, 3, 3, padding=1, bias=False), "bn": nn.BatchNorm2d(3)})
         self.out = nn.Conv2d(3, 1, 1)
 
     def forward(self, x):
-        return self.out(F.silu(self.cb.bn(self.cb.conv(x))))
+        return self.out(F.silu(self.cb["bn"](self.cb["conv"](x))))
 
 
 def test_three_updates_with_momentum_and_decay():

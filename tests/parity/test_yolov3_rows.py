@@ -14,6 +14,8 @@ from yolofleet.families import build_model, outline
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
 from yolofleet.models.fuse import fuse
+from yolofleet.models.row_network import RowNetwork
+from yolofleet.models.rows import RowDescription
 
 FACTS = json.loads(parity("yolov3_rows/facts.json").read_text())
 NAMES = list(FACTS)
@@ -28,11 +30,14 @@ def outputs():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_shapes_counts_and_operations_are_the_originals(name):
-    facts, model = FACTS[name], outline(describe(name), 80)
+    facts, description = FACTS[name], describe(name)
+    assert isinstance(description, RowDescription)
+    model = outline(description, 80)
+    assert isinstance(model, RowNetwork)
     assert {n: list(t.shape) for n, t in model.state_dict().items()} == facts["state_dict"]
     assert list(model.state_dict()) == list(facts["state_dict"])
     assert sum(p.numel() for p in model.parameters()) == facts["params"]
-    rows = [row.to_list() for row in describe(name).rows]
+    rows = [row.to_list() for row in description.rows]
     parameters = [sum(p.numel() for p in layer.parameters()) for layer in model.model]
     assert [
         [inputs, module.removeprefix("nn."), count]
@@ -44,7 +49,7 @@ def test_names_shapes_counts_and_operations_are_the_originals(name):
     convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == facts["conv2d_layers"]
     assert list(model.strides) == facts["strides"]
-    assert np.array_equal(describe(name).anchors_px, facts["anchors_px"])
+    assert np.array_equal(description.anchors_px, facts["anchors_px"])
     inputs = {i for layer, inputs in enumerate(model._inputs) for i in inputs if i != layer - 1}
     last = len(model.model) - 2  # Detect names its last input, too
     assert inputs | {last} == {*facts["save_indices"], last}
@@ -57,13 +62,16 @@ def test_names_shapes_counts_and_operations_are_the_originals(name):
 def test_outputs_are_the_originals(name, outputs):
     facts = FACTS[name]
     model = build_model(describe(name), 80).eval()
+    assert isinstance(model, RowNetwork)
     assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
     fill_by_formula(model, facts["formula"]["gain"])
-    images = perturbed(formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"]))
+    height, width = facts["formula"]["input_hw"]
+    images = perturbed(formula_image(height, width, facts["formula"]["seed"]))
     perturbed(model)
     with torch.no_grad():
         for layout in (torch.contiguous_format, torch.channels_last):
-            raws = model.to(memory_format=layout)(images.to(memory_format=layout))
+            model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks memory_format
+            raws = model(images.to(memory_format=layout))
             decoded = model.decode(raws)
             for level, raw in enumerate(raws):
                 expected = outputs[f"{name}.raw{level}.every7"]

@@ -18,7 +18,8 @@ from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
 from yolofleet.models.fuse import fuse
-from yolofleet.models.rows import preset_names, rounded_width
+from yolofleet.models.row_network import RowNetwork
+from yolofleet.models.rows import RowDescription, preset_names, rounded_width
 from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())
@@ -36,13 +37,15 @@ def outputs():
 @pytest.mark.parametrize("name", SIZES)
 def test_counts_strides_and_anchors_are_the_originals(name):
     facts = FACTS["models"][name]
-    model = outline(describe(name), 80)
+    description = describe(name)
+    model = outline(description, 80)
+    assert isinstance(description, RowDescription) and isinstance(model, RowNetwork)
     assert sum(p.numel() for p in model.parameters()) == facts["params"]
     assert sum(t.numel() for t in model.state_dict().values()) == facts["params_with_buffers"]
     assert len(model.state_dict()) == facts["state_dict_len"]
     assert [sum(p.numel() for p in layer.parameters()) for layer in model.model] == facts["layer_params"]
     assert list(model.strides) == facts["strides"]
-    assert np.array_equal(describe(name).anchors_px, facts["anchors_px"])
+    assert np.array_equal(description.anchors_px, facts["anchors_px"])
     norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     assert len(norms) == facts["bn_layers"]
     assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
@@ -59,6 +62,7 @@ def test_counts_strides_and_anchors_are_the_originals(name):
 @pytest.mark.parametrize("name", SIZES)
 def test_rows_and_multiples_are_the_originals(name):
     facts, description = FACTS["models"][name], describe(name)
+    assert isinstance(description, RowDescription)
     assert description.depth_multiple == facts["depth_multiple"]
     assert description.width_multiple == facts["width_multiple"]
     rows = [row.to_list() for row in description.rows]
@@ -76,13 +80,16 @@ def test_tensor_names_and_shapes_are_the_originals(name):
 def test_outputs_are_the_originals(name, outputs):
     facts = FACTS["models"][name]
     model = build_model(describe(name), 80).eval()
+    assert isinstance(model, RowNetwork)
     assert np.array_equal(model.detect.anchors.numpy(), np.float32(facts["anchors_buffer_grid_units"]))
     fill_by_formula(model, facts["formula"]["gain"])
-    images = perturbed(formula_image(*facts["formula"]["input_hw"], facts["formula"]["seed"]))
+    height, width = facts["formula"]["input_hw"]
+    images = perturbed(formula_image(height, width, facts["formula"]["seed"]))
     perturbed(model)
     for layout in (torch.contiguous_format, torch.channels_last):
         with torch.no_grad():
-            raws = model.to(memory_format=layout)(images.to(memory_format=layout))
+            model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks memory_format
+            raws = model(images.to(memory_format=layout))
             decoded = model.decode(raws)
         for level, raw in enumerate(raws):
             expected = outputs[f"{name}.raw{level}.every7"]
@@ -96,11 +103,12 @@ def test_outputs_are_the_originals(name, outputs):
 @pytest.mark.parametrize("name", SIZES)
 def test_every_output_is_the_originals(name):
     facts = FACTS["models"][name]["formula"]
+    height, width = facts["input_hw"]
     model = build_model(describe(name), 80).eval()
     fill_by_formula(model, facts["gain"])
     perturbed(model)
     with torch.no_grad():
-        raws = model(perturbed(formula_image(*facts["input_hw"], facts["seed"])))
+        raws = model(perturbed(formula_image(height, width, facts["seed"])))
         decoded = model.decode(raws).numpy()
     with np.load(reference("fixtures/yolov5/formula_io.npz")) as whole:
         for level, raw in enumerate(raws):
@@ -132,7 +140,7 @@ def test_one_training_step_is_the_originals(layout):
     facts = json.loads(parity("yolov5_model/train_step.json").read_text())
     with np.load(parity("yolov5_model/train_step.npz")) as file:
         numbers = {name: file[name] for name in file.files}
-    model = build_model(describe("yolov5n"), 3).to(memory_format=layout).train()
+    model = build_model(describe("yolov5n"), 3).to(memory_format=layout).train()  # type: ignore[call-overload]  # torch's stub lacks memory_format
     fill_by_formula(model, facts["gain"])
     perturbed(model)
     recipe = Recipe()
@@ -172,7 +180,9 @@ def test_one_training_step_is_the_originals(layout):
 @pytest.mark.parametrize("name", ["yolov5n", "yolov5s"])
 def test_detect_starts_at_the_originals_priors(name):
     model, other = build_model(describe(name), 80), build_model(describe(name), 80)
+    assert isinstance(model, RowNetwork)
     for conv, (box, obj, cls) in zip(model.detect.m, FACTS["detect_bias_prior_nc80"], strict=True):
+        assert isinstance(conv, torch.nn.Conv2d) and conv.bias is not None
         width = conv.in_channels  # priors are added to what is uniform within 1 / sqrt(inputs)
         bias = perturbed(conv.bias.detach()).view(3, 85)
         for values, prior in ((bias[:, :4], box), (bias[:, 4], obj), (bias[:, 5:], cls)):
