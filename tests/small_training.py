@@ -15,8 +15,8 @@ from yolofleet.config.schema import Recipe
 from yolofleet.data.loader import MicroBatch
 from yolofleet.families import build_model, family_of
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.darknet_cfg import parse_cfg
-from yolofleet.models.description import ModelDescription, describe, description_from_dict, preset
+from yolofleet.models.darknet_cfg import parse_cfg, preset
+from yolofleet.models.description import ModelDescription, describe, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
@@ -39,7 +39,7 @@ def described(name: str) -> ModelDescription:
     if name not in NARROW:
         return describe(name)
     if name.startswith("darknet"):
-        cfg = preset(NARROW[name]).cfg()  # type: ignore[attr-defined]
+        cfg = preset(NARROW[name]).cfg()
         return parse_cfg(
             re.sub(r"filters=(\d+)", lambda m: f"filters={narrowed(int(m[1]))}", cfg), name=name, source=""
         )

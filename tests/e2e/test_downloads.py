@@ -118,7 +118,8 @@ def test_every_published_weights_are_of_a_built_in_model_and_names_are_unique():
     assert len({entry.name for entry in entries} | {e.item.name for e in entries}) == 2 * len(entries)
     for entry in entries:
         assert weights_catalogue.entry_of(entry.name) is entry is weights_catalogue.entry_of(entry.item.name)
-    assert "AGPL" in weights_catalogue.entry_of("yolov5s").item.licence
+    published = weights_catalogue.entry_of("yolov5s")
+    assert published is not None and "AGPL" in published.item.licence
 
 
 # -- data sets
@@ -425,12 +426,15 @@ def test_a_file_that_a_person_put_into_the_cache_comes_first(table):
 
 def test_weights_without_a_digest_are_not_downloaded_unless_a_person_gives_one(table):
     entry = weights_catalogue.entry_of("ppyoloe-s")
+    assert entry is not None
     with pytest.raises(CheckpointError) as caught:
         find_or_download("ppyoloe-s")
     assert "no published digest" in caught.value.what and "Apache-2.0" in caught.value.what
     assert entry.item.urls[0] in caught.value.hint and not table.asked
     assert "yolofleet weights download ppyoloe-s --from FILE" in caught.value.hint
-    right = item_of(b"ppyoloe-s".ljust(1000)).digest.split(":")[1]
+    digest = item_of(b"ppyoloe-s".ljust(1000)).digest
+    assert digest is not None
+    right = digest.split(":")[1]
     with pytest.raises(DownloadError, match=right):
         find_or_download("ppyoloe-s", sha256="0" * 64, tell=lambda text: None)
     path = find_or_download("ppyoloe-s", sha256=right, tell=lambda text: None)

@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, name: str, steps: int, *more: str) -> str:
     """SHA-256 of the averaged weights and batch-norm statistics after ``steps`` steps."""
-    args = [
+    args: list[str | Path] = [
         "train",
         "--data",
         folder / "shapes" / "data.yaml",
@@ -166,7 +166,7 @@ def gradient_of_a_step(
     """
     torch.set_num_threads(1)
     recipe = Recipe()
-    model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()
+    model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # torch's stub lacks memory_format
     replicas = Replicas.build(model, [world.device], world, exact=False, synced=False)
     state = TrainState.build(replicas, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=IMG)
@@ -189,7 +189,9 @@ def gradient_of_a_step(
     if only is not None:
         mine = [made[only]]
         world = CountedElsewhere(0, 1, 0, 1, world.device)
-        world.others = sum(torch.from_numpy(mb.targets.counts) for mb in made if mb is not made[only])
+        world.others = sum(
+            (torch.from_numpy(mb.targets.counts) for mb in made if mb is not made[only]), torch.tensor(0)
+        )
     plan = StepPlan(0, 0, STEP_MICRO_BATCHES * IMAGES, 0.0, 0.0, 0.9)
     train_step(
         state, plan, [mine], loss, world, Clock(),

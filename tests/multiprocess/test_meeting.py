@@ -87,10 +87,10 @@ def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, 
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=sum_on, args=(r, port, tmp_path, backends)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(240)
     differ = len(set(backends)) > 1
     chosen = "cpu:gloo,cuda:gloo" if not differ else "cpu:gloo"
     for rank in range(2):
@@ -249,6 +249,10 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
         done.append(code)
         raise LeftAtOnce
 
+    def reports(problem: BaseException) -> int:
+        done.append("words")
+        return 7
+
     # a GPU and other ranks, which this machine need not have, and a failure after all have joined
     monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device(device))
     monkeypatch.setattr(worker.World, "join", lambda *_: mine)
@@ -257,18 +261,21 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
     monkeypatch.setattr(worker.os, "_exit", ends)
     config, _ = resolve_train({"data": "shapes", "model": "yolov5n"})
     with pytest.raises(LeftAtOnce if at_once else ZeroDivisionError):
-        worker.run(config, None, RunFolder(tmp_path), on_failure=lambda problem: done.append("words") or 7)
+        worker.run(config, None, RunFolder(tmp_path), on_failure=reports)
     assert done == (["words", 7] if at_once else ["close"])
 
 
 def test_after_a_failure_nccl_is_broken_off_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
+
+    def aborts() -> None:
+        done.append("broken off")
+        raise ZeroDivisionError
+
     monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(world.dist, "destroy_process_group", lambda: done.append("orderly"))
     assert callable(world.dist.distributed_c10d._abort_process_group)  # torch has it still
-    monkeypatch.setattr(
-        world.dist.distributed_c10d, "_abort_process_group", lambda: done.append("broken off") or 1 / 0
-    )
+    monkeypatch.setattr(world.dist.distributed_c10d, "_abort_process_group", aborts)
     for device, failed in (("cuda:0", True), ("cuda:0", False), ("cpu", True)):
         world.World(0, 2, 0, 2, torch.device(device)).close(failed=failed)
     assert done == ["broken off", "orderly", "orderly"]

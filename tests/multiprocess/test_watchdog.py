@@ -26,6 +26,7 @@ from commands import SMALL, environment, family, small_shapes, train_args, yolof
 
 from yolofleet import devices, worker
 from yolofleet.config.load import resolve_train
+from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.parallel import stall, watchdog
 from yolofleet.parallel.stall import Heartbeat, RankInfo, RankSnapshot, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
@@ -70,6 +71,10 @@ def member(rank: int, folder: Path, port: int, agent_store: bool, work: Callable
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world, clock = World(rank, 2, rank, 2, torch.device("cpu")), Clock()
     world.activity.clock = clock
+
+    def report(error: ClusterError) -> None:
+        (folder / f"report-{rank}").write_text(error.render())
+
     try:
         with Watchdog(
             world,
@@ -78,7 +83,7 @@ def member(rank: int, folder: Path, port: int, agent_store: bool, work: Callable
             log=folder / f"rank-{rank}.log",
             checkpoints=folder,
             resume="resume it",
-            say=lambda error: (folder / f"report-{rank}").write_text(error.render()) and None,
+            say=report,
         ):
             clock.training()
             steps(world, clock, FIRST)
@@ -118,14 +123,21 @@ def connecting(rank: int, folder: Path, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     devices.is_host = lambda device: False
+
+    def hang(self: World, tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(DEADLINE_S)
+        return tensor
+
+    def report(error: YolofleetError) -> None:
+        (folder / f"report-{rank}").write_text(error.render())
+
     if rank == 1:
-        World.all_reduce_ = lambda self, tensor: time.sleep(DEADLINE_S)
+        World.all_reduce_ = hang  # type: ignore[method-assign]  # in this fork alone
     config, _ = resolve_train(
         {"data": "shapes", "model": "yolov5n", "stall_s": 0.5, "timeout_s": 60, "project": str(folder)}
     )
-    say = (folder / f"report-{rank}").write_text
     world = World(rank, 2, rank, 2, torch.device("cpu"))
-    worker._run(config, None, None, world, lambda error: say(error.render()) and None)
+    worker._run(config, None, None, world, report)
 
 
 def test_a_rank_that_hangs_where_nccl_connects_is_named(tmp_path: Path) -> None:
@@ -388,7 +400,8 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
         assert launcher.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
     everybody = family(launcher.pid)
-    rank_0, rank_1 = sorted((pid for pid in everybody if rank_of(pid) is not None), key=rank_of)
+    ranks = sorted((rank, pid) for pid in everybody if (rank := rank_of(pid)) is not None)
+    (_, rank_0), (_, rank_1) = ranks
     (server,) = {int(stat_fields(pid)[1]) for pid in (rank_0, rank_1)}
     assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1, (
         "workers are forked from a process without threads"
@@ -400,7 +413,9 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
     assert said.count("ClusterError") == 1 and f"yolofleet train --resume {run}" in said
     assert not [pid for pid in everybody if Path(f"/proc/{pid}").exists()]
 
-    found = int(re.search(r"saved: step-(\d+)", said)[1])
+    saved = re.search(r"saved: step-(\d+)", said)
+    assert saved is not None
+    found = int(saved[1])
     enough = str(found // 3 + 1)  # 20 images in steps of 8
     resumed = yolofleet(tmp_path, "train", "--resume", run, "--epochs", enough, "--device", "cpu")
     assert f"resumed after step {found} " in resumed.out
