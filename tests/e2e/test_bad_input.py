@@ -397,13 +397,13 @@ class Evil:
 def test_a_malicious_pickle_is_named_and_not_run(refused, here, verb):
     marker = here / "owned"
     torch.save({"model": Evil(marker)}, here / "evil.pt")
-    argv: list[str | Path] = {
+    argv: dict[str, list[str | Path]] = {
         "train": train("set", "--weights", "evil.pt"),
         "val": ["val", "--weights", "evil.pt", "--data", "set", "--device", "cpu"],
         "predict": ["predict", "--weights", "evil.pt", "--source", "set/images/val", "--device", "cpu"],
         "inspect": ["weights", "inspect", "evil.pt"],
-    }[verb]
-    refused(*argv, code=3, says=["evil.pt", "system", "none of its code was executed"])
+    }
+    refused(*argv[verb], code=3, says=["evil.pt", "system", "none of its code was executed"])
     assert not marker.exists()
 
 

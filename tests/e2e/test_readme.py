@@ -217,7 +217,8 @@ def test_every_command_is_understood(words: list[str]) -> None:
     argv += words[at + 1 :]
     if "--resume" in argv:  # wants a run
         argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
-    command, rest = APP, argv
+    command: click.Command = APP
+    rest = argv
     while isinstance(command, Verbs):
         name, inner, rest = command.resolve_command(command.make_context("yolofleet", []), rest)
         assert inner is not None and name

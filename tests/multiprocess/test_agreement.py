@@ -101,7 +101,7 @@ def test_a_machine_that_was_given_another_command_is_named(tmp_path: Path, odd: 
 
 def chosen_format(world: World, asked: str, odd_rank: int) -> str:
     """The number format that a rank takes when the devices of all but one compute in 16 bits by default."""
-    devices.half_by_default = lambda _: world.rank != odd_rank  # this process ends after the test
+    devices.half_by_default = lambda device: world.rank != odd_rank  # this process ends after the test
     return fleet_precision(asked, world)
 
 

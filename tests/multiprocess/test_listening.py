@@ -57,7 +57,9 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    mark, seen, stores = tmp_path / "executed", {}, []
+    mark = tmp_path / "executed"
+    seen: dict[int, set[str]] = {}
+    stores: list[int] = []
     try:
         deadline = time.monotonic() + DEADLINE_S
         while run.poll() is None:
@@ -87,7 +89,8 @@ def test_the_sum_of_the_doctor_listens_on_the_chosen_address_alone() -> None:
     shared = {"address": "127.0.0.1", "port": port, "size": 2, "deadline_s": 60, "card": "lo"}
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run_probe, "all_reduce", {**shared, "rank": 0})
-        deadline, seen = time.monotonic() + 60, set()
+        deadline = time.monotonic() + 60
+        seen: set[str] = set()
         while not seen:  # rank 0 waits for the other
             assert time.monotonic() < deadline and not first.done(), first.result()
             time.sleep(0.2)

@@ -8,7 +8,7 @@ from conditioning import compare, perturbed
 from reference import parity
 
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, anchor_fitness, better_anchors
-from yolofleet.models.description import describe
+from yolofleet.models.rows import preset
 
 
 def answers():
@@ -31,7 +31,7 @@ def test_recall_and_anchors_per_label_are_the_originals(case, scale):
     answer = answers()[case]
     name, img = case.split("_")[:2]
     sizes = perturbed(sizes_px(name, int(img)))
-    anchors = np.asarray(describe("yolov5n").anchors_px).reshape(-1, 2) * scale
+    anchors = np.asarray(preset("yolov5n").anchors_px).reshape(-1, 2) * scale
     anchors = perturbed(anchors)
     # Sides of whole pixels can be exactly four times an anchor's: such labels may count either way.
     fewest, most = (anchor_fit(sizes, anchors, 4.0 * (1 + change)) for change in (-1e-5, 1e-5))
@@ -57,7 +57,7 @@ def test_anchors_found_are_at_least_as_good_as_the_originals(name):
     answer = answers()[f"{name}_kmeans_ga"]
     sizes = sizes_px(name, answer["img_size"])
     seen = sizes[(sizes >= 2).any(1)]
-    given = np.array(describe("yolov5n").anchors_px)
+    given = np.array(preset("yolov5n").anchors_px)
     for seed in range(3):
         found = better_anchors(sizes, given, answer["thr"], seed).reshape(-1, 2)
         assert anchor_fitness(seen, found, answer["thr"]) > answer["fitness_final"]

@@ -50,7 +50,7 @@ def formula_network(name, seed=None):
     """In evaluation mode, its weights a function of their names: convolutions are numbered apart from layers."""
     description = description_of(name)
     model = DarknetNetwork(description, description.nc).eval()
-    convolutions = {}
+    convolutions: dict[str, int] = {}
     for tensor_name, tensor in model.state_dict().items():
         _, layer, role = tensor_name.split(".", 2)
         if role in ROLES:
@@ -212,7 +212,8 @@ def test_opencv_reads_what_we_write_and_agrees(name, tmp_path):
     weights_file.write(
         tmp_path / "a.weights", Weights(dict(model.state_dict()), WeightsHeader.of(model, img=96))
     )
-    theirs = cv2.dnn.readNetFromDarknet(str(tmp_path / "a.cfg"), str(tmp_path / "a.weights"))
+    read_darknet = cv2.dnn.readNetFromDarknet  # type: ignore[attr-defined]  # OpenCV 5 has none
+    theirs = read_darknet(str(tmp_path / "a.cfg"), str(tmp_path / "a.weights"))
     theirs.setInput(formula_image(HEIGHT, WIDTH, 7).numpy())
     rows = theirs.forward(theirs.getUnconnectedOutLayersNames())
     for j, found in enumerate(rows):

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,8 @@ def recorded():
 def test_batches_of_the_original_are_as_large_as_the_largest_of_our_shapes(recorded):
     """Each of our images is padded by itself; the original pads a batch to what all of its images need."""
     sizes = np.array(recorded["shapes_wh"])
-    batches = val_batches(
-        SimpleNamespace(sizes_wh=sizes), recorded["img_size"], 1, recorded["stride"], recorded["pad"]
-    )
+    index: Any = SimpleNamespace(sizes_wh=sizes)  # all that val_batches reads of a DataIndex
+    batches = val_batches(index, recorded["img_size"], 1, recorded["stride"], recorded["pad"])
     shapes = np.empty_like(sizes)
     for batch in batches:
         shapes[list(batch.image_idx)] = batch.size_hw

@@ -44,7 +44,7 @@ def pooling(turned: frozenset[Tie] = frozenset()) -> Iterator[set[Tie]]:
         exchanged = original(x + exchange, kernel_size, stride, padding)
         return exchanged + (pooled - exchanged).detach()
 
-    F.max_pool2d = max_pool2d
+    F.max_pool2d = max_pool2d  # type: ignore[assignment]  # takes only the arguments that our networks use
     try:
         yield found
     finally:

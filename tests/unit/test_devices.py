@@ -199,7 +199,7 @@ def test_what_a_device_lacks_is_no_error():
 
 def test_waiting_means_the_named_device_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch):
     """Else --device 1 would open a context on GPU 0, of some hundred MB."""
-    waited = []
+    waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     devices.synchronize(GPU)
     assert waited == [GPU]
@@ -225,6 +225,7 @@ class Copies(TorchDispatchMode):
 def test_the_loss_makes_no_copy_that_the_host_waits_for():
     recipe = Recipe(obj_pw=2.0, cls_pw=0.5, label_smoothing=0.1, fl_gamma=1.5)
     model = build_model(describe("yolov5n"), 3)
+    assert model.anchors_px is not None
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=64)
     labels = np.array([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 2, 0.3, 0.6, 0.4, 0.2]], np.float32)
     targets = loss.match(labels, 2, (64, 64))

@@ -145,9 +145,9 @@ def test_a_training_checkpoint_of_the_largest_network_is_far_below_the_limits(tm
         for name, value in module._parameters.items():
             if value is not None:
                 module._parameters[name] = torch.nn.Parameter(hollow(value.data, torch.float16))
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = hollow(value, torch.float16)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = hollow(buffer, torch.float16)
     moments = ("exp_avg", "exp_avg_sq")
     state = {
         i: {name: hollow(p.data, torch.float32) for name in moments} for i, p in enumerate(model.parameters())
@@ -385,7 +385,7 @@ def test_every_cut_and_many_flips_give_our_error_or_data(tmp_path, legacy):
     path.write_bytes(whole)
     read_all(path)
     r = random.Random(0)
-    outcomes = collections.Counter()
+    outcomes: collections.Counter[str] = collections.Counter()
     for trial in range(500):
         data = bytearray(whole)
         if trial % 4 == 0:

@@ -214,7 +214,7 @@ def test_transfer_keeps_the_anchors_of_the_model(model):
     other = build_model(small_description().with_anchors(doubled), 3)
     report = transfer(other, weights_of(model))
     assert not report.skipped
-    assert other.anchors_px.tolist() == doubled
+    assert other.anchors_px is not None and other.anchors_px.tolist() == doubled
 
 
 def test_transfer_of_nothing_is_an_error(model):
@@ -292,6 +292,7 @@ def test_a_checkpoint_with_module_objects(tmp_path, model, foreign, legacy, name
     assert same(by_name(weights.tensors), by_name(halved(model)))
     header = weights.header
     assert (header.names, header.nc, header.img, header.strides) == (NAMES, 3, 416, (8, 16, 32))
+    assert isinstance(header.description, rows.RowDescription)
     assert header.description.rows == small_description().rows
     assert header.description.name == "small"
     content["ema"] = None
@@ -355,6 +356,7 @@ def test_other_networks_of_rows_are_read(tmp_path, foreign, description):
     torch.save({"model": root, "ema": None}, tmp_path / "w.pt")
     weights = read_weights(tmp_path / "w.pt")
     assert weights.header.strides == model.strides
+    assert isinstance(weights.description, rows.RowDescription)
     assert weights.description.rows == description.rows
     again, images = model_from_weights(weights), torch.rand(1, 3, 64, 64)
     for ours, theirs in zip(again(images), model.half().float()(images), strict=True):
@@ -391,7 +393,7 @@ def test_a_module_that_holds_itself_is_refused(tmp_path, model, foreign):
 
 def doubling():
     """2^60 leaves by sharing: nobody may walk through it or write it out."""
-    value = ("x",)
+    value: tuple[object, ...] = ("x",)
     for _ in range(60):
         value = (value, value)
     return value

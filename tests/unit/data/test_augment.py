@@ -195,7 +195,8 @@ def test_boxes_stay_on_their_objects():
         image = np.full((96, 96, 3), 20, np.uint8)
         image[30:60, 40:70] = 240
         labels = np.array([[0, 55 / 96, 45 / 96, 30 / 96, 30 / 96]], np.float32)
-        out, boxes = render(augment.centred(lambda _, i=image, t=labels: (i, t), 0, view), view)
+        pictures = [(image, labels)]
+        out, boxes = render(augment.centred(pictures.__getitem__, 0, view), view)
         bright = out[:, :, 0].astype(float)
         mask = bright > 177  # half way from the fill (114) or the background to the object
         ys, xs = np.nonzero(mask)

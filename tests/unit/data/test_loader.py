@@ -11,6 +11,7 @@ import textwrap
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 import torch
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
-from yolofleet.data.cache import ImageCache
+from yolofleet.data.cache import ImageCache, Mode
 from yolofleet.data.loader import MicroBatchKey, train_loader, val_batches, val_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
@@ -97,12 +98,12 @@ def test_pinned_images_stay_channels_last(workers):
         for batch in loader:
             assert batch.images.is_pinned() and batch.images.permute(0, 2, 3, 1).is_contiguous()
             assert batch.targets[1] == 3
-    pictures = Pictures(4)
+    pictures: Any = Pictures(4)  # val_loader only calls get
     index = index_of([(image.shape[1], image.shape[0]) for image in pictures.images])
     batches = val_batches(index, IMG, 4, 32)
-    with val_loader(index, batches, IMG, workers=workers, cache=pictures, pin_memory=True) as loader:
-        for batch, images, ways_back in loader:
-            assert images.is_pinned() and len(images) == len(ways_back) == len(batch.image_idx)
+    with val_loader(index, batches, IMG, workers=workers, cache=pictures, pin_memory=True) as val:
+        for val_batch, images, ways_back in val:
+            assert images.is_pinned() and len(images) == len(ways_back) == len(val_batch.image_idx)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -147,7 +148,8 @@ def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_
     index, val_index = build_index(spec, "train"), build_index(spec, "val")
     some = [MicroBatchKey(n, 0, tuple((0, 3 * n + i) for i in range(3))) for n in range(3)]
     made, validated = [], []
-    for workers, mode in ((0, "none"), (2, "ram"), (1, "disk")):
+    modes: list[tuple[int, Mode]] = [(0, "none"), (2, "ram"), (1, "disk")]
+    for workers, mode in modes:
         cache, val_cache = ImageCache(index, IMG, mode), ImageCache(val_index, IMG, mode)
         with contextlib.closing(cache), contextlib.closing(val_cache):
             stream = TrainSamples(index, cache, FULL, img=IMG, seed=0, epochs=2)
@@ -354,7 +356,7 @@ def test_padded_shapes_are_multiples_of_the_stride_and_hold_the_image(pad, strid
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_images_are_letterboxed_and_lead_back(workers):
-    pictures = Pictures(10)  # native images are twice as large
+    pictures: Any = Pictures(10)  # native images are twice as large; val_loader only calls get
     index = index_of([(2 * image.shape[1], 2 * image.shape[0]) for image in pictures.images])
     batches = val_batches(index, IMG, 4, 32)
     with val_loader(index, batches, IMG, workers=workers, cache=pictures) as loader:

@@ -8,18 +8,19 @@ import shutil
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-from yolofleet.datasets.convert import convert
+from yolofleet.datasets.convert import Target, convert
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 
-TARGETS = ("yolo", "coco", "voc")
+TARGETS: tuple[Target, ...] = ("yolo", "coco", "voc")
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
 
@@ -60,7 +61,8 @@ def rich_set(root: Path) -> Path:
     """COCO with everything that it can say: ids, a category without labels, crowds, areas, equal boxes, unlabelled
     and turned images, folders."""
     rng = np.random.default_rng(0)
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number, name in enumerate(("b/x.jpg", "a/y y.png", "z.jpg", "a/empty.jpg", "turned.jpg")):
         width, height = 64 + 16 * number, 48
         path = write_picture(root / "images" / "train2017" / name, width, height, seed=number)

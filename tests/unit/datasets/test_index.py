@@ -4,6 +4,7 @@ import os
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -476,7 +477,12 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
 
 def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
     path = tmp_path / "a.arrays"
-    arrays = {"a": np.arange(5), "b": np.ones((2, 3), np.float32), "c": np.array([True]), "d": np.zeros(0)}
+    arrays: dict[str, np.ndarray] = {
+        "a": np.arange(5),
+        "b": np.ones((2, 3), np.float32),
+        "c": np.array([True]),
+        "d": np.zeros(0),
+    }
     write_arrays(path, arrays, {"x": "ü"})
     good = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -489,10 +495,12 @@ def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
         if read is not None and read[0].keys() == arrays.keys():
             assert all(value.size >= 0 for value in read[0].values())
     path.write_bytes(good)
-    read, meta = read_arrays(path)
+    whole = read_arrays(path)
+    assert whole is not None
+    found, meta = whole
     assert meta["x"] == "ü"
     assert all(
-        np.array_equal(read[name], value) and read[name].dtype == value.dtype
+        np.array_equal(found[name], value) and found[name].dtype == value.dtype
         for name, value in arrays.items()
     )
     from safetensors.numpy import load
@@ -523,7 +531,7 @@ def test_another_process_gets_the_file_not_the_arrays(tmp_path):
 
 
 def _build(root, start, results):
-    calls = []
+    calls: list[tuple[int, ...]] = []
 
     def on_progress(*read):
         if not calls:
@@ -537,7 +545,8 @@ def _build(root, start, results):
 
 def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path):
     yolo_set(tmp_path, {f"{i}": GOOD for i in range(40)})
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    # The stub of get_context with a variable name returns a class that lacks Process.
+    context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     start, results = context.Event(), context.Queue()
     processes = [context.Process(target=_build, args=(tmp_path, start, results)) for _ in range(4)]
     for process in processes:
@@ -605,8 +614,8 @@ def test_any_label_file_gives_an_index_or_our_error(tmp_path):
             texts[name] = bytes(data)
         root = tmp_path / str(round_)
         yolo_set(root, {"a": "", "b": ""})
-        for name, data in texts.items():
-            (root / "labels" / "train" / f"{name}.txt").write_bytes(data)
+        for name, text in texts.items():
+            (root / "labels" / "train" / f"{name}.txt").write_bytes(text)
         try:
             index = index_of(root)
             outcomes.add("read")

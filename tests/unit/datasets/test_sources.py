@@ -97,7 +97,7 @@ def test_a_missing_split_is_an_error_when_it_is_asked_for(tmp_path):
     with pytest.raises(DataError) as caught:
         spec.sources("val")
     assert "images/trains do not exist" in caught.value.what
-    assert caught.value.source.endswith("data.yaml:2")
+    assert caught.value.source is not None and caught.value.source.endswith("data.yaml:2")
     assert caught.value.hint == f"{tmp_path / 'images' / 'train'}?"
     with pytest.raises(DataError) as caught:
         spec.sources("test")

@@ -57,11 +57,11 @@ def found(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refusal(archive: Path, folder: Path, **how: str) -> str:
+def refusal(archive: Path, folder: Path, *, strip: str = "") -> str:
     """Fails with one message; nothing is left in ``folder``."""
     before = found(folder)
     with pytest.raises(DataError) as caught:
-        unpack(archive, folder, **how)
+        unpack(archive, folder, strip=strip)
     assert found(folder) == before and not list(folder.glob(".unpacking*"))
     assert caught.value.exit_code == 3 and str(archive) in caught.value.what
     return caught.value.what

@@ -139,7 +139,7 @@ def test_no_host_puts_words_into_a_command_or_nothing_into_a_sum(path: tuple[Any
     assert [finding.where for finding in findings(made) if finding.code == "host-lost"] == ["m2"]
 
 
-JUNK = (None, True, -1, 0, 3.5, 1e999, float("nan"), 10**30, "", "x", "9" * 5000, "10.0.0.1/24", "::1%x", "\x1b[2J\n", "\ud800",
+JUNK: tuple[Any, ...] = (None, True, -1, 0, 3.5, 1e999, float("nan"), 10**30, "", "x", "9" * 5000, "10.0.0.1/24", "::1%x", "\x1b[2J\n", "\ud800",
         [], [[]], {}, {"problem": ""}, {"problem": "broken"}, ["a", "b"])  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_no_answer_is_a_traceback(probe: str) -> None:
                 wrong.append(misfit(probe, arguments, answer))
             return answer
 
-        liar.ask = ask  # type: ignore[method-assign]
+        liar.ask = ask  # type: ignore[method-assign, assignment]  # a host that lies
         found = findings(made, quick=probe == "firewall" or (probe == "facts" and chance.random() < 0.5))
         lost = [finding for finding in found if finding.code == "host-lost"]
         assert wrong and bool(lost) is any(at is not None for at in wrong)

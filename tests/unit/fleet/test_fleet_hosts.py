@@ -341,8 +341,9 @@ def test_a_plain_commands_exit_code(
 
 
 def test_each_line_of_a_host_has_its_name_however_it_comes() -> None:
-    watch, shown = watch_of({}, {}), []
-    watch.stdout.write = shown.append  # type: ignore[method-assign]
+    watch = watch_of({}, {})
+    shown: list[str] = []
+    watch.stdout.write = shown.append  # type: ignore[method-assign, assignment]  # stands in for the terminal
     for text in ("one\ntw", "o\n", "\n", "three", "\n"):
         watch._show(1, text)
     assert "".join(shown) == "n1: one\nn1: two\nn1: \nn1: three\n"
@@ -366,7 +367,8 @@ class FakeHost(Remote):
 
     def __init__(self, name: str, answers: dict[str, Any]) -> None:
         super().__init__(Host(name, "cpu"))
-        self.answers, self.asked = answers, []
+        self.answers = answers
+        self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def ask(self, request: str, timeout_s: float = 0, **arguments: Any) -> Any:
         self.asked.append((request, arguments))

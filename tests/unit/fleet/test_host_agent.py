@@ -339,6 +339,7 @@ def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for host_agent in keepers:
         host_agent.kill()
         host_agent.wait()
+        assert host_agent.stdin and host_agent.stdout
         host_agent.stdin.close()
         host_agent.stdout.close()
 
@@ -386,12 +387,12 @@ def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host)
 def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> None:
     port = remote.ask("reserve_port", first=20000, count=1000)
     assert remote.ask("reserve_port", first=port, count=1000) > port
-    wish = {"addresses": ["127.0.0.1"], "ports": [port], "token": "00" * 16, "seconds": 1}
-    assert remote.ask("listen", **wish)["ports"] == [port]
+    heard = remote.ask("listen", addresses=["127.0.0.1"], ports=[port], token="00" * 16, seconds=1)
+    assert heard["ports"] == [port]
 
 
 def test_hosts_compute_with_the_code_that_they_are_sent(remote: Remote, tmp_path: Path) -> None:
-    package = packed()
+    package: dict[str, Any] = packed()
     there = Path(remote.ask("take_code", **package))
     assert there.is_relative_to(tmp_path) and not list(there.rglob("*.pyc"))
     program = "import yolofleet, sys; sys.stdout.write(yolofleet.__file__)"

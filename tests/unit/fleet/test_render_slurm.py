@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
@@ -43,14 +44,16 @@ needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 
 def script(*argv: str | bool, settings: str = "nodes=1") -> str:
     """Of `render slurm`, with the settings given as a user gives them."""
-    given = {"data": "shapes", "model": "yolov5n"} | dict(zip(argv[::2], argv[1::2], strict=True))
+    given = {"data": "shapes", "model": "yolov5n"} | dict(zip(map(str, argv[::2]), argv[1::2], strict=True))
     config, _ = resolve_train(given)
     return rendered(read_settings(SlurmSettings, [settings], "--slurm"), config, given)
 
 
 def rendered(settings: SlurmSettings, config: Any, given: dict[str, Any]) -> str:
-    asked = {"machines": settings.nodes, "gpus": settings.gpu_count, "option": "--slurm"}
-    return render(settings, scheduled_run(config, given, "", **asked))
+    run_there = scheduled_run(
+        config, given, "", machines=settings.nodes, gpus=settings.gpu_count, option="--slurm"
+    )
+    return render(settings, run_there)
 
 
 def test_the_script_is_exactly_this(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +300,8 @@ def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
 
 def test_the_page_names_every_key() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "schedulers.md").read_text(encoding="utf-8")
-    for flag, model in {"--slurm": SlurmSettings, "--kubernetes": KubernetesSettings}.items():
+    models: dict[str, type[BaseModel]] = {"--slurm": SlurmSettings, "--kubernetes": KubernetesSettings}
+    for flag, model in models.items():
         table = page.split(f"| `{flag}` |")[1].split("\n\n")[0]
         first_cells = "".join(row.split("|")[1] for row in table.splitlines()[2:])
         assert set(re.findall(r"`(\w+)`", first_cells)) == set(model.model_fields), flag

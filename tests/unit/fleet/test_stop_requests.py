@@ -89,7 +89,8 @@ class Asked(Remote):
 
     def __init__(self, name: str, at_start: Callable[[], Any]) -> None:
         super().__init__(Host(name, "cpu"))
-        self.at_start, self.told = at_start, []
+        self.at_start = at_start
+        self.told: list[dict[str, Any] | float] = []
 
     def start(self, job: dict[str, Any]) -> None:
         self.told.append(job)
@@ -111,7 +112,11 @@ class Asked(Remote):
 def test_while_the_hosts_are_told_to_start(
     capfd: pytest.CaptureFixture[str], numbers: list[int], wishes: int, grace_s: float
 ) -> None:
-    first = Asked("a", lambda: [os.kill(os.getpid(), number) for number in numbers])
+    def signal_launcher() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    first = Asked("a", signal_launcher)
     second = Asked("b", lambda: None)
     second.inbox = first.inbox
     watch = Watch(Fleet((first.host, second.host)), [first, second], lambda *_: None)

@@ -38,7 +38,7 @@ def test_jpeg_is_turned_as_opencv_turns_it(orientation, order):
     data = with_exif_jpeg(encoded(picture(40, 24)), orientation, order)
     theirs = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
     ours = decode_image(data, "a")
-    assert np.array_equal(ours, theirs)
+    assert theirs is not None and np.array_equal(ours, theirs)
     assert header(data).size_wh == (ours.shape[1], ours.shape[0])
 
 

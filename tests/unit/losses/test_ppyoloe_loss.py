@@ -40,7 +40,8 @@ def random_labels(images, each, nc, seed=0, sizes=(0.02, 0.9), border=0.0):
     rng = np.random.default_rng(seed)
     n = images * each
     image = np.repeat(np.arange(images), each)
-    wh = np.exp(rng.uniform(*np.log(sizes), (n, 2)))
+    smallest, largest = np.log(sizes)
+    wh = np.exp(rng.uniform(smallest, largest, (n, 2)))
     centres = rng.uniform(-border, 1 + border, (n, 2))
     return np.column_stack((image, rng.integers(0, nc, n), centres, wh)).astype(np.float32)
 
@@ -113,11 +114,11 @@ def plain_atss(boxes, size_hw):
     wanted = np.zeros(ious.shape, bool)
     for g, box in enumerate(boxes):
         distance = np.sqrt((((box[:2] + box[2:]) / 2 - centres) ** 2).sum(1))
-        nearest = []
+        by_level = []
         for s in STRIDES:
             level = np.flatnonzero(strides == s)
-            nearest.append(level[np.argsort(distance[level], kind="stable")[:9]])
-        nearest = np.concatenate(nearest)
+            by_level.append(level[np.argsort(distance[level], kind="stable")[:9]])
+        nearest = np.concatenate(by_level)
         candidates = ious[g, nearest]
         wanted[g, nearest] = candidates > candidates.mean() + candidates.std(ddof=1)
     return plain_owner(wanted & plain_inside(boxes, centres), ious)
@@ -351,7 +352,8 @@ def test_gradient_reaches_the_head_in_the_heads_own_layout(loss):
     heads = [head.requires_grad_() for head in heads]
     targets = loss.match(random_labels(2, 5, 3), 2, SIZE_HW)
     loss.sums([head.permute(0, 2, 3, 1) for head in heads], targets).sum().backward()
-    assert [head.grad.stride() for head in heads] == [head.stride() for head in heads]
+    for head in heads:
+        assert head.grad is not None and head.grad.stride() == head.stride()
 
 
 @pytest.mark.gpu

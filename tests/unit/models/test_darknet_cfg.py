@@ -14,7 +14,7 @@ from yolofleet.families import build_model
 from yolofleet.models.cost import gflops
 from yolofleet.models.darknet import DarknetNetwork, Pool
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, parse_cfg, preset, preset_names, read_cfg
-from yolofleet.models.darknet_sections import Maxpool
+from yolofleet.models.darknet_sections import Convolutional, Maxpool
 from yolofleet.models.description import describe, description_from_dict
 from yolofleet.models.fuse import fuse
 
@@ -104,7 +104,7 @@ def test_decoding_by_hand():
 
 def test_raw_predictions_are_views_and_half_precision_is_decoded_in_float32():
     model = network().to(memory_format=torch.channels_last)
-    seen = []
+    seen: list[torch.Tensor] = []
     for i in (11, 5):
         model.layers[i].conv.register_forward_hook(lambda _module, _inputs, output: seen.insert(0, output))
     raws = model(torch.rand(1, 3, 32, 64).to(memory_format=torch.channels_last))
@@ -171,7 +171,9 @@ def test_other_classes_change_the_convolution_before_each_level():
     other = found.with_classes(3)
     changed = [i for i, (a, b) in enumerate(zip(found.sections, other.sections, strict=True)) if a != b]
     assert changed == [81, 82, 93, 94, 105, 106]
-    assert other.sections[81].filters == 3 * (5 + 3) and other.nc == 3
+    convolution = other.sections[81]
+    assert isinstance(convolution, Convolutional)
+    assert convolution.filters == 3 * (5 + 3) and other.nc == 3
     assert other.with_classes(80) == found
     assert [raw.shape[-1] for raw in network(nc=7)(torch.rand(1, 3, 32, 64))] == [12, 12]
 

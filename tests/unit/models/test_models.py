@@ -3,6 +3,7 @@
 import copy
 import json
 import textwrap
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.families import build_model, outline
 from yolofleet.models.blocks import Focus, Upsample
 from yolofleet.models.description import describe, description_from_dict
-from yolofleet.models.rows import layers, preset, preset_names, rounded_depth
+from yolofleet.models.rows import RowDescription, layers, preset, preset_names, rounded_depth
 
 TINY = textwrap.dedent("""
     nc: 80  # the data set decides
@@ -68,14 +69,16 @@ def test_descriptions_survive_json(name):
     description = describe(name)
     again = description_from_dict(json.loads(json.dumps(description.to_dict())))
     assert again == description
+    assert isinstance(description, RowDescription) and isinstance(again, RowDescription)
     assert layers(again) == layers(description)
 
 
 def test_a_number_of_anchors_gives_plain_ones_by_stride(tmp_path):
     path = tmp_path / "counted.yaml"
     path.write_text(COUNTED)
-    anchors = describe(str(path)).anchors_px
-    for level, stride in zip(anchors, (8, 16), strict=True):
+    description = describe(str(path))
+    assert isinstance(description, RowDescription)
+    for level, stride in zip(description.anchors_px, (8, 16), strict=True):
         assert [w * h for w, h in level] == pytest.approx([16 * stride**2] * 3)
         assert [w / h for w, h in level] == pytest.approx([0.5, 1, 2])
 
@@ -105,6 +108,7 @@ def test_pools_and_borders_of_zeros(tmp_path):
     path.write_text(POOLS)
     model = build_model(describe(str(path)), 1)
     assert model.strides == (8, 16)
+    assert model.anchors_px is not None
     assert model.anchors_px[:, 0].tolist() == [[10, 14], [81, 82]]
     assert [tuple(r.shape) for r in model(torch.rand(1, 3, 64, 32))] == [(1, 2, 8, 4, 6), (1, 2, 4, 2, 6)]
 
@@ -240,8 +244,9 @@ def test_starting_weights_depend_on_the_seed_alone():
 
 
 def test_raw_predictions_are_views_of_the_convolutions_outputs():
-    model = build_model(preset("yolov5n"), 3).to(memory_format=torch.channels_last)
-    seen = []
+    model = cast(Any, build_model(preset("yolov5n"), 3))  # torch's stub lacks memory_format
+    model.to(memory_format=torch.channels_last)
+    seen: list[torch.Tensor] = []
     for conv in model.detect.m:
         conv.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     raws = model(torch.rand(1, 3, 64, 64).to(memory_format=torch.channels_last))
@@ -284,7 +289,7 @@ def test_upsampling_equals_interpolation_forward_and_backward(layout):
 
 def test_focus_sees_every_pixel_once():
     focus = Focus(1, 8)
-    focus.conv = torch.nn.Identity()
+    focus.conv = torch.nn.Identity()  # type: ignore[assignment]  # shows the input of the convolution
     image = torch.arange(16.0).view(1, 1, 4, 4)
     # top left, bottom left, top right, bottom right of each 2 x 2 block
     assert focus(image)[0, :, 0, 0].tolist() == [0, 4, 1, 5]

@@ -117,7 +117,8 @@ def test_what_cannot_be_read_is_one_line_each_and_the_rest_goes_on(pictures):
 def test_every_nth_frame_of_a_video_is_taken(video):
     frames = list(Source(str(video), vid_stride=3))
     assert [frame.number for frame in frames] == [0, 3, 6]
-    assert frames[0].video.rate_hz == 10 and frames[0].video.frames == 7
+    clip = frames[0].video
+    assert clip is not None and clip.rate_hz == 10 and clip.frames == 7
     assert [round(float(frame.image.mean()) / 30) for frame in frames] == [0, 3, 6]
 
 
@@ -149,9 +150,14 @@ class Oracle(torch.nn.Module):
         return self.row.expand(len(images), 1, -1)
 
 
+def predictor_of(oracle, **settings):
+    """Return a predictor at 64 px on the CPU with the stand-in as its network."""
+    return Predictor(oracle, img=64, device="cpu", **settings)
+
+
 def test_boxes_come_back_in_the_pixels_of_the_image():
     # 100 x 200 px at img 64: ratio 0.32 -> 32 x 64 px, no padding left or right, none above (32 is a stride)
-    predictor = Predictor(Oracle((32, 16, 16, 8)), img=64, device="cpu")
+    predictor = predictor_of(Oracle((32, 16, 16, 8)))
     (found,) = predictor.predict(np.zeros((100, 200, 3), np.uint8))
     assert predictor.model.shapes == [(1, 3, 32, 64)]
     # (24, 12, 40, 20) / 0.32
@@ -168,13 +174,13 @@ def test_boxes_come_back_in_the_pixels_of_the_image():
 
 def test_padding_is_taken_off_and_boxes_are_cut_at_the_border():
     # 50 x 64 px at img 64: ratio 1, height padded to 64: 7 px above
-    predictor = Predictor(Oracle((60, 10, 16, 16)), img=64, device="cpu")
+    predictor = predictor_of(Oracle((60, 10, 16, 16)))
     (found,) = predictor.predict(np.zeros((50, 64, 3), np.uint8))
     assert found.boxes_xyxy_px.tolist() == [[52, 0, 64, 11]]  # (52, 2, 68, 18) less 7 above
 
 
 def test_the_network_sees_red_green_blue_between_0_and_1():
-    predictor = Predictor(Oracle((1, 1, 1, 1)), img=64, device="cpu")
+    predictor = predictor_of(Oracle((1, 1, 1, 1)))
     seen = []
     predictor.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     image = np.zeros((64, 64, 3), np.uint8)
@@ -189,9 +195,8 @@ def test_a_batch_changes_nothing_but_the_number_of_passes(model):
     rng = np.random.default_rng(0)
     shapes = [(64, 96), (64, 96), (96, 64), (64, 96), (64, 96)]
     frames = [Frame(f"{i}", rng.integers(0, 255, (*s, 3), np.uint8), i) for i, s in enumerate(shapes)]
-    settings = {"img": 96, "device": "cpu", "conf": 0.003}
-    one = list(Predictor(model, **settings).stream(frames))
-    four = list(Predictor(model, **settings, batch=4).stream(frames))
+    one = list(Predictor(model, img=96, device="cpu", conf=0.003).stream(frames))
+    four = list(Predictor(model, img=96, device="cpu", conf=0.003, batch=4).stream(frames))
     assert [p.path for p in four] == ["0", "1", "2", "3", "4"]
     assert sum(map(len, one)) > 0
     for a, b in zip(one, four, strict=True):
@@ -211,7 +216,7 @@ def test_classes_are_chosen_by_number_or_name():
         class_numbers(("persn",), NAMES)
     with pytest.raises(ConfigError, match="0 to 2"):
         class_numbers((3,), NAMES)
-    predictor = Predictor(Oracle((32, 16, 16, 8)), img=64, device="cpu", classes=("person",))
+    predictor = predictor_of(Oracle((32, 16, 16, 8)), classes=("person",))
     assert len(predictor.predict(np.zeros((64, 64, 3), np.uint8))[0]) == 0
 
 
@@ -271,8 +276,9 @@ def test_predict_writes_everything_that_is_asked_for(weights, pictures, tmp_path
     assert "skipped: " in said and "c.jpg" in said
 
     run = out / "exp"
-    assert cv2.imread(str(run / "a.jpg")).shape == (100, 60, 3)
-    assert cv2.imread(str(run / "b.png")).shape == (60, 100, 3)
+    for name, shape in (("a.jpg", (100, 60, 3)), ("b.png", (60, 100, 3))):
+        drawn = cv2.imread(str(run / name))
+        assert drawn is not None and drawn.shape == shape
     assert not (run / "c.jpg").exists()
     boxes = json.loads((run / "predictions.json").read_text(encoding="utf-8"))
     assert len(boxes) == 2 and all(1 <= len(image["detections"]) <= 5 for image in boxes)
@@ -315,6 +321,7 @@ def test_a_video_becomes_a_video(weights, video, tmp_path):
     assert predict_command(configured(weights, video, tmp_path, vid_stride=2, save_txt=True)) == 0
     (first, *rest) = Source(str(tmp_path / "exp" / "clip.mp4"))
     assert len(rest) == 3 and first.image.shape == (64, 96, 3)
+    assert first.video is not None
     assert first.video.rate_hz == 5  # every second of 10 frames a second: the same speed
     names = sorted(path.name for path in (tmp_path / "exp" / "labels").iterdir())
     assert names == ["clip_0.txt", "clip_2.txt", "clip_4.txt", "clip_6.txt"]

@@ -132,7 +132,7 @@ def test_a_full_disk_costs_the_events_and_one_warning(tmp_path):
         pytest.skip("no /dev/full here")
     path = tmp_path / "events.jsonl"
     path.symlink_to(full)
-    warnings = []
+    warnings: list[str] = []
     log = EventLog(path, warn=warnings.append)
     for _ in range(5):
         log.write("step")
@@ -142,7 +142,7 @@ def test_a_full_disk_costs_the_events_and_one_warning(tmp_path):
 
 def test_events_without_a_folder_do_not_stop_a_run(tmp_path):
     (tmp_path / "logs").write_text("a file")
-    warnings = []
+    warnings: list[str] = []
     log = EventLog(RunFolder(tmp_path).events(3), rank=3, warn=warnings.append)
     log.write("start")
     assert len(warnings) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -49,7 +49,8 @@ class Training:
     def __init__(self, optimizer: str, *, exact: bool = False) -> None:
         torch.manual_seed(0)
         self.world, recipe = World.single(), Recipe()
-        self.model = build_model(describe("yolov5n"), NC).to(memory_format=torch.channels_last).train()
+        self.model = cast(Any, build_model(describe("yolov5n"), NC))  # torch's stub lacks memory_format
+        self.model.to(memory_format=torch.channels_last).train()
         replicas = Replicas.build(self.model, [self.world.device], self.world, exact=exact, synced=False)
         self.state = TrainState.build(
             replicas, recipe, optimizer=optimizer, weight_decay=5e-4, precision="fp16"
@@ -217,7 +218,8 @@ def test_the_loss_scaler_is_whole_before_threads_use_it():
 
 
 def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.MonkeyPatch):
-    device, world, waits = torch.device("cpu"), World.single(), []
+    device, world = torch.device("cpu"), World.single()
+    waits: list[torch.device] = []
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     replicas = Replicas([Replica.build(model, device, world, exact=False, synced=False)] * 2)
     # a wait for the CPU has no effect that a test could see
