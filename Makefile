@@ -35,6 +35,7 @@ test: env
 	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m mypy
+	$(PY) -m mypy --config-file tests/mypy.ini
 	$(PYTEST) -m "not slow and not gpu and not cluster"
 
 # the quick tests as processors with fewer vector instructions run them
