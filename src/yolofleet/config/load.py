@@ -297,7 +297,7 @@ def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[
 
 
 def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:
-    """Remove a nested mapping from ``values`` and return it; None if there is none."""
+    """Remove the key ``name`` from ``values`` and return its mapping; None without the key."""
     if name not in values:
         return None
     value, line = values.pop(name)

@@ -61,29 +61,33 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
             folder.make_tree()
         return [0]
     mark = folder.path / f".disk-{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
-    writers, refused, asked = [0], set[int](), 0
+    writers = [0]
     problem: StorageError | None = None
     while True:
-        if world.rank == asked:
+        if world.rank == writers[-1]:
             try:
                 folder.make_tree()
                 mark.touch()
-            except (StorageError, OSError) as error:
-                problem = error if isinstance(error, StorageError) else storage_error(error, mark)
+            except OSError as error:
+                problem = storage_error(error, mark)
+            except StorageError as error:
+                problem = error
         world.barrier()
         answer = b"refused" if problem else b"free" if world.local_rank == 0 and not mark.exists() else b""
         answers = world.all_gather_bytes(answer)
-        refused |= {rank for rank, answer in enumerate(answers) if answer == b"refused"}
-        free = [rank for rank, answer in enumerate(answers) if answer == b"free" and rank not in refused]
-        if 0 in refused or not free or len(set(writers) - refused) >= copies:
+        if answers[0] == b"refused":
             break
-        asked = free[0]
-        writers.append(asked)
+        if answers[writers[-1]] == b"refused":
+            writers.pop()
+        free = [rank for rank, answer in enumerate(answers) if answer == b"free"]
+        if not free or len(writers) >= copies:
+            break
+        writers.append(free[0])
     with suppress(OSError):
         mark.unlink()
     if problem is not None and world.is_main:
         raise problem
-    return [rank for rank in writers if rank not in refused]
+    return writers
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:
