@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -118,6 +120,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)
+    _check_preempt_notice(config)
     r = recipe.value
     if r.autobalance:
         raise ConfigError(
@@ -130,6 +133,22 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             f"mosaic9: {r.mosaic9:g} is a fraction of the mosaics, but mosaic is 0",
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
+        )
+
+
+def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
+    """Raise if the command cannot be split into words, or if this system cannot watch it."""
+    try:
+        problem = "" if shlex.split(config.value.preempt_notice) else "has no words"
+    except ValueError as error:
+        problem = f"cannot be split into words: {error}"
+    if config.value.preempt_notice and sys.platform == "win32":
+        problem = "needs Linux or macOS"
+    if config.value.preempt_notice and problem:
+        raise ConfigError(
+            f"{config.spelled('preempt_notice')} {problem}",
+            source=config.sources["preempt_notice"],
+            hint="a program and its arguments, as a shell would split them: --preempt-notice './notice.sh 5'",
         )
 
 

@@ -265,6 +265,12 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="execution",
     )
+    preempt_notice: str = setting(
+        "",
+        "stop and save when this command ends with exit code 0; each host runs it every 5 s, without a shell",
+        group="execution",
+        in_files=False,
+    )
 
     # saved files
     resume: str = setting(

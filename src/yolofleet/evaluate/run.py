@@ -48,6 +48,11 @@ _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 
+
+class ValidationStopped(Exception):
+    """A rank stopped the validation before its last batch, so there are no figures; raised on every rank alike."""
+
+
 PARTS = ("load", "forward", "nms", "match", "wall")
 
 
@@ -136,6 +141,7 @@ def evaluate(
     cache: ImageCache | None = None,
     loss: DetectionLoss | None = None,
     on_batch: Callable[[int, int], None] | None = None,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Detect on every image once, match the detections, and return the figures.
 
@@ -146,9 +152,11 @@ def evaluate(
         workers: loader processes. cache: of decoded images.
         loss: computes validation losses; None: no losses.
         on_batch: gets (batches done, batches of this rank).
+        stops: asked after each batch: whether to leave out the rest. It may differ between ranks.
 
     Raises:
         ConfigError: the model and the data have different numbers of classes.
+        ValidationStopped: a rank left out batches.
     """
     assert not model.training, "evaluate in eval mode"
     if not settings.single_cls and model.nc != len(index.names):
@@ -168,12 +176,18 @@ def evaluate(
         ) as batches,
         _Threads(device) as threads,
     ):
+        done = 0
         for done, detected in enumerate(threads.map(detect, watch.each("load", batches)), 1):
             shard.add(detected)
             watch.add("forward", detected.forward_s / threads.count)
             watch.add("nms", detected.nms_s / threads.count)
             if on_batch is not None:
                 on_batch(done, len(share))
+            if stops():
+                break
+    if done < len(share):  # this rank stops, so the others must not wait for its part
+        world.all_gather_bytes(b"")
+        raise ValidationStopped
     with watch("match"):
         positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
         labels, found = labels_of(index, positions), shard.detections()
@@ -185,14 +199,12 @@ def evaluate(
             images_seen=len(positions),
         )
         confusion = confusion_matrix(labels, found, len(index.names))
-    return _merged(
-        world.all_gather_bytes(
-            shard.to_bytes(records, confusion, watch.seconds(), settings.gather_detections)
-        ),
-        index,
-        loss,
-        None if settings.gather_detections else found,
+    payloads = world.all_gather_bytes(
+        shard.to_bytes(records, confusion, watch.seconds(), settings.gather_detections)
     )
+    if not all(payloads):
+        raise ValidationStopped
+    return _merged(payloads, index, loss, None if settings.gather_detections else found)
 
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:

@@ -28,6 +28,7 @@ class Activity:
         ticks: counts finished parts of long tasks.
         collectives: number of collectives started. last: name, shape and dtype of the last one.
         waiting: whether the main thread waits for a collective now.
+        stop_requested: a rank got a request to stop: this one, or another one whose heartbeat said so.
         finish_writing: waits until a checkpoint being written is complete; called before the process is ended.
     """
 
@@ -38,6 +39,7 @@ class Activity:
         self.collectives = 0
         self.last: tuple[Any, ...] = ()
         self.waiting = False
+        self.stop_requested = False
         self.finish_writing: Callable[[], None] = lambda: None
 
     @contextmanager

@@ -71,6 +71,7 @@ class Heartbeat:
         age_s: seconds without progress.
         limit_s, silence_s: longest permitted time without progress, and without a heartbeat.
         ended: its work is over. failed: by an exception.
+        stop_requested: it knows of a request to stop.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Heartbeat:
     silence_s: float
     ended: bool
     failed: bool = False
+    stop_requested: bool = False
 
     def needs_others(self) -> bool:
         """Return whether the rank waits for others, or will wait for them before its work ends."""
@@ -140,6 +142,7 @@ class ActivityMonitor:
             silence_s=max(self.stall_s * (1 if steady else SILENCE_FACTOR), self.least_silence_s),
             ended=ended,
             failed=failed,
+            stop_requested=a.stop_requested,
         )
 
     def _limit_s(self, phase: str) -> float:

@@ -236,6 +236,8 @@ class Watchdog:
         self.heartbeats |= {
             r: heartbeat for r, heartbeat in heartbeats.items() if heartbeat
         }  # keep the last valid one
+        if any(self.heartbeats[r].stop_requested for r in others if r in self.heartbeats):
+            self.world.activity.stop_requested = True
 
     # -- report and end ----------------------------------------------------------------------------------
 

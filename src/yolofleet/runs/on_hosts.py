@@ -83,8 +83,10 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
 
 
 def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
-    """Return the options that name the hosts again in a command that resumes the run."""
+    """Return the options of the command that resumes the run that its folder does not keep."""
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
     if settings.device != "auto":  # the devices of hosts that are named without devices
         options += ["--device", settings.device]
+    if isinstance(settings, TrainConfig) and settings.preempt_notice:
+        options += ["--preempt-notice", settings.preempt_notice]
     return [*options, "--sync-code"] if settings.sync_code else options

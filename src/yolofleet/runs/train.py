@@ -51,6 +51,8 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.val import validation_progress
+from yolofleet.system.preempt_notice import preempt_notices
+from yolofleet.system.signals import request_stop
 from yolofleet.train.agreement import check_settings, have_equal_kernels
 from yolofleet.train.loop import StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
@@ -74,6 +76,12 @@ def train(
     with (
         Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
+        preempt_notices(
+            resolved.value.preempt_notice if world.local_rank == 0 else "",
+            notice=lambda: request_stop(f"--preempt-notice on {world.host}"),
+            log=lambda text: NullConsole.note(console, text),  # to the log only
+            warn=console.warn,
+        ),
     ):
         _train(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer)
 
@@ -340,6 +348,7 @@ def _evaluator(
             cache=cache,
             loss=loss,
             on_batch=validation_progress(world, console),
+            stops=lambda: world.activity.stop_requested,
         )
 
     return evaluate_average

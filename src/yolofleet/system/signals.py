@@ -1,7 +1,8 @@
-"""Turn stop signals into the exception :class:`Stopped`."""
+"""Turn stop signals into the exception :class:`Stopped`; let another thread request a stop as a signal would."""
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,26 @@ from typing import NoReturn
 from yolofleet.errors import Stopped
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+_requested_by = ""  # the source of a request_stop that no handler has got yet
+
+
+def request_stop(source: str) -> None:
+    """Run the main thread's handler of SIGTERM, from any thread; its message names ``source`` instead of the signal.
+
+    Nothing happens if the process has no such handler, outside of :func:`stoppable` and of training.
+    """
+    global _requested_by
+    _requested_by = source
+    _thread.interrupt_main(signal.SIGTERM)
+
+
+def stop_source(number: int) -> str:
+    """Return the source of the request that a handler got as the signal ``number``."""
+    global _requested_by
+    requested_by, _requested_by = _requested_by, ""
+    return requested_by or signal.Signals(number).name
 
 
 @contextmanager
@@ -38,5 +59,5 @@ def stoppable() -> Iterator[None]:
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt with the name of the signal: a handler for :func:`signal.signal`."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    """Raise KeyboardInterrupt with the source of the request: a handler for :func:`signal.signal`."""
+    raise KeyboardInterrupt(stop_source(number))

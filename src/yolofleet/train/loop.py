@@ -1,21 +1,18 @@
 """The training loop: steps, epochs, validation and checkpoints.
 
 An epoch ends at the first step border at or after its last sample. There the loop validates, writes the row of
-results.csv and saves a checkpoint; no gradient is pending. All ranks take every decision (save, stop) together: the
+results.csv and saves a checkpoint; no gradient is pending. A request to stop ends a validation early: the state is saved
+without the end of its epoch, and a resumed run first repeats that. All ranks take every decision (save, stop) together: the
 reduction of loss counts carries the request, or the decision follows from figures that are equal on every rank.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,17 +23,19 @@ from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import ConfigError, Stopped
-from yolofleet.evaluate.run import Evaluation
+from yolofleet.evaluate.run import Evaluation, ValidationStopped
 from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
+from yolofleet.report.console import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import train_step, watch_numerics
+from yolofleet.train.stop import StopRequest
 
 MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
 
@@ -154,40 +153,6 @@ class SpeedProbe:
         return False
 
 
-class StopRequest:
-    """Records SIGTERM, SIGUSR1 or Ctrl-C; the loop then finishes the step, saves the state and stops.
-
-    A second Ctrl-C ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.signal = ""
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None:
-                try:
-                    self._previous[number] = signal.signal(number, self._on_signal)
-                except ValueError:  # not the main thread (a notebook's executor): no handlers
-                    return self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal and number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if not self.signal:  # a step can be long, so tell the user at once that Ctrl-C has worked
-            with suppress(OSError):
-                os.write(2, b"\nstopping after this step, then saving; Ctrl-C again ends at once\n")
-        self.signal = self.signal or signal.Signals(number).name
-
-
 @dataclass
 class TrainingRun:
     """All parts of one rank's run; ``runs/train.py`` builds it."""
@@ -238,15 +203,20 @@ class TrainingRun:
         Raises:
             Stopped: a rank got a stop request; the state is saved.
         """
-        if self.is_over():  # a resumed run: it may have crashed after training, before it wrote its results
+        self._restore_tally()
+        unended = self._unended_epoch()
+        if (
+            self.is_over() and unended is None
+        ):  # it may have crashed after training, before it wrote its results
             self.report.ended_before(self.evaluate(self.loss.at(1)))
             return
-        self._restore_tally()
         self._open_loader()
         probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
         self.state.replicas.timed = probe is not None
         try:
-            with StopRequest() as stop:
+            with StopRequest(self.world.activity) as stop:
+                if unended is not None:
+                    self._end_step(unended, stop)
                 for plan in self.plans():
                     stop_asked, save_asked = self._step(plan, stop)
                     if probe and probe.is_done(plan, self.splitter, self.report.clock):
@@ -257,20 +227,45 @@ class TrainingRun:
                             check_agreement(
                                 self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
                             )
-                    epoch_asks = self._end_epochs(plan)
-                    steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
-                    ends = self.is_last(plan) or self._out_of_patience()
-                    if save_asked or epoch_asks or steps_ask or stop_asked or ends:
-                        self._save()
-                    if ends:
+                    if self._end_step(plan, stop, stop_asked=stop_asked, save_asked=save_asked):
                         break
-                    if stop_asked:
-                        self._stop(stop)
             with self.report.saving():
                 self.store.flush()
         finally:
             self.micro_batches.close()
             self.store.finish_writing()
+
+    def _end_step(
+        self, plan: StepPlan, stop: StopRequest, *, stop_asked: bool = False, save_asked: bool = False
+    ) -> bool:
+        """End the epoch if the step did, then save or stop if that is due; return whether the run is at its end.
+
+        Collective: every rank, with equal arguments except for ``stop``.
+
+        Raises:
+            Stopped: a rank got a stop request, and the run is not at its end; the state is saved.
+        """
+        ends = False
+        try:
+            epoch_asks = self._end_epochs(plan)
+            ends = self.is_last(plan) or self._out_of_patience()
+        except ValidationStopped:
+            stop_asked = epoch_asks = True
+        steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
+        if save_asked or epoch_asks or steps_ask or stop_asked or ends:
+            self._save()
+        if stop_asked and not ends:
+            self._stop(stop)
+        return ends
+
+    def _unended_epoch(self) -> StepPlan | None:
+        """Return the last step of a resumed run if a stop request ended the validation after it, else None."""
+        if not self.tally_images:
+            return None
+        done = min(self.state.images_seen // self.schedule.dataset_images, self.config.epochs)
+        if done <= self.state.progress.epochs_done and self.state.step != self.config.max_steps:
+            return None
+        return next(plan for plan in self.schedule.steps() if plan.step + 1 == self.state.step)
 
     def _restore_tally(self) -> None:
         stored = self.state.progress
@@ -285,8 +280,8 @@ class TrainingRun:
         """Start loading this rank's micro-batches, from the next step to the end of the run."""
         self.micro_batches = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
 
-    def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[int, int]:
-        """Load, train and report one step; return how many ranks ask to stop, and how many to save."""
+    def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[bool, bool]:
+        """Load, train and report one step; return whether a rank asks to stop, and to save."""
         with self.report.clock("data"):
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
         minutes = self.config.save_minutes
@@ -301,21 +296,26 @@ class TrainingRun:
             total_micro_batches=self.splitter.passes_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(int(bool(stop.signal)), int(save_due)),
+            requests=(int(bool(stop)), int(save_due)),
         )
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
         self.report.step(plan, mine, self.tally, self.tally_images)
         stop_asked, save_asked = done.requests
-        return stop_asked, save_asked
+        return stop_asked > 0, save_asked > 0
 
     def _stop(self, stop: StopRequest) -> None:
+        """Wait until the state is written, and raise. Collective: every rank."""
         with self.report.saving():
             self.store.flush()
-        self.world.barrier()  # no rank may exit before the state is written
+        if stop.source:
+            took = duration(time.monotonic() - stop.asked_at_s)
+            self.report.console.note(f"{stop.source}: the state was saved {took} after the request")
+        # this also keeps every rank from exiting before the state is written
+        sources = [source.decode() for source in self.world.all_gather_bytes(stop.source.encode())]
         raise Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
-            source=stop.signal or "another rank",
+            source=next(filter(None, sources), None),
             hint=self.report.folder.resume_command,
         )
 
@@ -343,6 +343,9 @@ class TrainingRun:
         """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
 
         Collective: every rank, after each step that ends an epoch.
+
+        Raises:
+            ValidationStopped: on every rank; nothing has changed.
         """
         before, last = self.state.progress.epochs_done, self.is_last(plan)
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
@@ -350,9 +353,6 @@ class TrainingRun:
             return False
         watch_numerics(self.state, self.precision)
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
-        terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
-        self.tally.zero_()
-        self.tally_images = 0
         progress = replace(self.state.progress, epochs_done=done)
         evaluation = None
         if last or self._every(self.config.val_period, before, epoch):
@@ -363,6 +363,9 @@ class TrainingRun:
                 progress = replace(progress, best_fitness=fitness, best_epoch=epoch)
                 self.report.write_weights("best", self.state, epoch)
         self.state.progress = progress
+        terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
+        self.tally.zero_()
+        self.tally_images = 0
         self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
         return self._every(self.config.save_period, before, epoch)

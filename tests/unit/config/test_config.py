@@ -346,6 +346,11 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
+        (
+            {"preempt_notice": "notice 'a"},
+            "--preempt-notice notice 'a cannot be split into words: No closing quotation",
+        ),
+        ({"preempt_notice": " "}, "has no words"),
     ],
 )
 def test_settings_that_cannot_stand_together_are_refused(given, says):
@@ -554,7 +559,8 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     assert config.value.resume == str(folder) and config.notes == ()
 
 
-LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True}
+LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True,
+             "preempt_notice": "a b"}  # fmt: skip
 
 
 def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):

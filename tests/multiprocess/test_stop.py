@@ -1,0 +1,81 @@
+"""Requests to stop a run of several processes: a signal in the middle of a validation, and --preempt-notice."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, family, results, small_shapes, started, train_args, yolofleet
+
+from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.system.proc import rank_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
+SAVING = ("--save-steps", "1", "--reduce", "exact")
+
+
+def wait_until(ready: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def rows(run: Path) -> list[tuple[str, str, str]]:
+    with (run / "results.csv").open() as file:
+        found = csv.DictReader(file)
+        return [(row["epoch"], row["train/box_loss"], row["metrics/mAP50-95"]) for row in found]
+
+
+@pytest.mark.parametrize("epochs", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repeats_it(
+    tmp_path: Path, epochs: str
+) -> None:
+    data = small_shapes(tmp_path, images=16, val_images=80)
+    args = train_args(data, *SAVING, "--epochs", epochs, "--val-batch", "1")
+    run, whole = (tmp_path / "runs" / "train" / name for name in ("stopped", "whole"))
+    process = started(tmp_path, *args, "--device", "cpu:2", "--name", run.name)
+    wait_until(lambda: list(run.glob("checkpoints/step-*1.safetensors")) or process.poll() is not None)
+    ranks = {rank_of(pid): pid for pid in family(process.pid)}
+    time.sleep(1.0)  # the second step ends the epoch; two orders of magnitude shorter than the validation
+    os.kill(ranks[1], signal.SIGUSR1)
+    _, told = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 75, told
+    assert "stopped on request after step 2; the state is saved\n  from : SIGUSR1\n" in told
+    assert not (run / "results.csv").exists(), "the validation came to its end"
+    said = yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu").out
+    assert "resumed after step 2 " in said
+    yolofleet(tmp_path, *args, "--device", "cpu", "--name", whole.name)
+    assert rows(run) == rows(whole) and len(rows(run)) == int(epochs)
+    assert results(run)["metrics"] == results(whole)["metrics"]
+    assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
+    assert CheckpointStore(run / "checkpoints").entries()[0].step == 2 * int(epochs)
+
+
+def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> None:
+    data, flag = small_shapes(tmp_path), tmp_path / "the machine goes"
+    args = train_args(data, *SAVING, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")
+    run = tmp_path / "runs" / "train" / "exp"
+    process = started(tmp_path, *args, "--preempt-notice", f"test -e {shlex.quote(str(flag))}")
+    wait_until(lambda: list(run.glob("checkpoints/step-*.safetensors")) or process.poll() is not None)
+    processes = family(process.pid)
+    flag.touch()
+    _, told = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 75, told
+    assert "the state is saved\n  from : --preempt-notice on " in told
+    assert "the state was saved" in (run / "logs" / "rank-0.log").read_text()
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_preempt_notice_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    told = yolofleet(tmp_path, *train_args(data, "--device", "cpu", "--preempt-notice", "true"), code=75).err
+    assert "  from : --preempt-notice on " in told and "Traceback" not in told
