@@ -77,9 +77,14 @@ class ClusterError(YolofleetError):
 
 
 class NumericsError(YolofleetError):
-    """Training produced NaN or infinity."""
+    """Training produced NaN or infinity.
+
+    Attributes:
+        first_image: where the images of that step begin, in the stream of all samples; None: not in a step.
+    """
 
     exit_code = 5
+    first_image: int | None = None
     usual_hint = "a lower learning rate (--set lr0=...), or --precision fp32"
 
 

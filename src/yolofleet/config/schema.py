@@ -221,6 +221,13 @@ class TrainConfig(FleetSettings):
     sync_bn: bool = setting(
         False, "compute batch-norm statistics over --batch images, across devices", group="method"
     )
+    on_nan: str = setting(
+        "stop",
+        "after a gradient that is not finite; stop: end the run; skip:N: leave out up to N such steps in a row; "
+        "rollback: go back to the last checkpoint and leave that step out",
+        group="method",
+        pattern=r"^(stop|skip:[1-9][0-9]{0,5}|rollback)$",
+    )
 
     # execution
     parallel: Literal["ddp", "dp"] = setting(

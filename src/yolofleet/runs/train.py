@@ -150,6 +150,7 @@ def _train(
             store=store,
             evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
             fingerprint=identity,
+            newest_state=partial(snapshot_for_all, world, str(folder.path), console, is_writer=is_writer),
             equal_kernels=have_equal_kernels(world),
         )
         report.begin(

@@ -8,6 +8,7 @@ reduction of loss counts carries the request, or the decision follows from figur
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
-from yolofleet.errors import ConfigError, Stopped
+from yolofleet.errors import CheckpointError, ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.evaluate.run import Evaluation, ValidationStopped
 from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
@@ -34,10 +35,11 @@ from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import train_step, watch_numerics
+from yolofleet.train.step import NanRule, train_step, watch_numerics
 from yolofleet.train.stop import StopRequest
 
 MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
+MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that diverges
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class TrainingRun:
     store: CheckpointStore
     evaluate: Callable[[DetectionLoss], Evaluation]
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
+    newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
     tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part
     tally_images: int = 0
@@ -204,36 +207,49 @@ class TrainingRun:
             Stopped: a rank got a stop request; the state is saved.
         """
         self._restore_tally()
-        unended = self._unended_epoch()
-        if (
-            self.is_over() and unended is None
-        ):  # it may have crashed after training, before it wrote its results
+        # A resumed run may have crashed after training, before it wrote its results.
+        if self.is_over() and self._unended_epoch() is None:
             self.report.ended_before(self.evaluate(self.loss.at(1)))
             return
         self._open_loader()
-        probe = SpeedProbe(self.state.step) if self.config.shares == "auto" else None
-        self.state.replicas.timed = probe is not None
+        self.state.replicas.timed = self.config.shares == "auto"
         try:
             with StopRequest(self.world.activity) as stop:
-                if unended is not None:
-                    self._end_step(unended, stop)
-                for plan in self.plans():
-                    stop_asked, save_asked = self._step(plan, stop)
-                    if probe and probe.is_done(plan, self.splitter, self.report.clock):
-                        self._share_by_speed(probe)
-                        probe = None
-                    if self._every(self.config.check_steps, plan.step, plan.step + 1):
-                        with self.report.clock("comm"):
-                            check_agreement(
-                                self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
-                            )
-                    if self._end_step(plan, stop, stop_asked=stop_asked, save_asked=save_asked):
+                while True:
+                    try:
+                        self._train_steps(stop)
                         break
+                    except NumericsError as problem:
+                        self._roll_back(problem)
             with self.report.saving():
                 self.store.flush()
         finally:
             self.micro_batches.close()
             self.store.finish_writing()
+
+    def _train_steps(self, stop: StopRequest) -> None:
+        """Train from the current state to the end of the run. Collective: every rank.
+
+        Raises:
+            NumericsError: see ``watch_numerics``; the state may be between two steps.
+            Stopped: a rank got a stop request; the state is saved.
+        """
+        probe = SpeedProbe(self.state.step) if self.state.replicas.timed else None
+        unended = self._unended_epoch()
+        if unended is not None:
+            self._end_step(unended, stop)
+        for plan in self.plans():
+            stop_asked, save_asked = self._step(plan, stop)
+            if probe and probe.is_done(plan, self.splitter, self.report.clock):
+                self._share_by_speed(probe)
+                probe = None
+            if self._every(self.config.check_steps, plan.step, plan.step + 1):
+                with self.report.clock("comm"):
+                    check_agreement(
+                        self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
+                    )
+            if self._end_step(plan, stop, stop_asked=stop_asked, save_asked=save_asked):
+                return
 
     def _end_step(
         self, plan: StepPlan, stop: StopRequest, *, stop_asked: bool = False, save_asked: bool = False
@@ -267,6 +283,53 @@ class TrainingRun:
             return None
         return next(plan for plan in self.schedule.steps() if plan.step + 1 == self.state.step)
 
+    def _roll_back(self, problem: NumericsError) -> None:
+        """Go back to the newest checkpoint, and leave out the step of ``problem`` from now on.
+
+        The state records the step, so that a resumed run leaves it out too. Collective: every rank, at the same step.
+
+        Raises:
+            NumericsError: ``problem``, if ``--on-nan`` is not rollback, this epoch had too many, or no checkpoint exists.
+        """
+        if not self.nan_rule.rolls_back or problem.first_image is None:
+            raise problem
+        epoch = problem.first_image // self.schedule.dataset_images
+        left_out = [*self.state.progress.left_out, problem.first_image]
+        if sum(image // self.schedule.dataset_images == epoch for image in left_out) > MOST_ROLLBACKS:
+            problem.what += f"; epoch {epoch + 1} has already had {MOST_ROLLBACKS} rollbacks"
+            raise problem
+        self.micro_batches.close()
+        self.store.finish_writing()
+        try:
+            with self.world.activity.doing("rollback"):
+                snapshot = self.newest_state()
+        except (CheckpointError, ClusterError):
+            snapshot = None
+        if snapshot is None or snapshot.step > self.state.step:  # of a later state than --resume named
+            problem.what += "; --on-nan rollback found no checkpoint of this run to go back to"
+            raise problem
+        self.state.restore(snapshot)
+        merged = sorted({*left_out, *self.state.progress.left_out})
+        self.state.progress = replace(self.state.progress, left_out=merged)
+        self.report.rolled_back(problem.what, self.state)
+        self._restore_tally()
+        self._open_loader()
+
+    @property
+    def nan_rule(self) -> NanRule:
+        return NanRule.parse(self.config.on_nan)
+
+    def _watch_numerics(self) -> None:
+        """Read all norms, before a validation or a save; raises as ``watch_numerics``."""
+        self._leave_out(watch_numerics(self.state, self.precision, self.nan_rule))
+
+    def _leave_out(self, plans: Sequence[StepPlan]) -> None:
+        """Take steps that changed nothing out of the mean loss of the epoch, and report them."""
+        for plan in plans:
+            self.tally_images -= plan.images
+            if self.precision != "fp16":  # there it is part of the search for a loss scale
+                self.report.left_out(plan, self.config.on_nan)
+
     def _restore_tally(self) -> None:
         stored = self.state.progress
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
@@ -278,10 +341,19 @@ class TrainingRun:
 
     def _open_loader(self) -> None:
         """Start loading this rank's micro-batches, from the next step to the end of the run."""
-        self.micro_batches = self.loader(key for plan in self.plans() for key in self.splitter.keys(plan))
+        left_out = frozenset(self.state.progress.left_out)
+        self.micro_batches = self.loader(
+            key
+            for plan in self.plans()
+            if plan.first_image not in left_out
+            for key in self.splitter.keys(plan)
+        )
 
     def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[bool, bool]:
         """Load, train and report one step; return whether a rank asks to stop, and to save."""
+        if plan.first_image in self.state.progress.left_out:
+            self.state.step, self.state.images_seen = plan.step + 1, plan.end_image
+            return False, False
         with self.report.clock("data"):
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
         minutes = self.config.save_minutes
@@ -297,9 +369,11 @@ class TrainingRun:
             precision=self.precision,
             clip_norm=self.clip_norm,
             requests=(int(bool(stop)), int(save_due)),
+            nan_rule=self.nan_rule,
         )
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
+        self._leave_out(done.left_out)
         self.report.step(plan, mine, self.tally, self.tally_images)
         stop_asked, save_asked = done.requests
         return stop_asked > 0, save_asked > 0
@@ -351,7 +425,7 @@ class TrainingRun:
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
         if done == before and not last:
             return False
-        watch_numerics(self.state, self.precision)
+        self._watch_numerics()
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
         progress = replace(self.state.progress, epochs_done=done)
         evaluation = None
@@ -363,7 +437,8 @@ class TrainingRun:
                 progress = replace(progress, best_fitness=fitness, best_epoch=epoch)
                 self.report.write_weights("best", self.state, epoch)
         self.state.progress = progress
-        terms = [t / self.tally_images for t in self.world.sum_rows(self.tally.tolist())]
+        images = self.tally_images or math.nan  # 0 if all steps were left out
+        terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = 0
         self.report.write_weights("last", self.state, epoch)
@@ -381,7 +456,7 @@ class TrainingRun:
 
         Collective: every rank.
         """
-        watch_numerics(self.state, self.precision)
+        self._watch_numerics()
         self.state.progress = replace(
             self.state.progress,
             epoch_terms=self.world.sum_rows(self.tally.tolist()),

@@ -147,6 +147,22 @@ class TrainReport:
 
         self.console.step(tally_images, view)
 
+    def left_out(self, plan: StepPlan, rule: str) -> None:
+        """Report a step that changed nothing, because its gradient was not finite."""
+        self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")
+        self.events.write("left_out", step=plan.step, images=plan.images)
+
+    def rolled_back(self, why: str, state: TrainState) -> None:
+        """Report that ``state`` is that of the newest checkpoint again, and remove the rows of later epochs."""
+        self.console.warn(
+            f"{why}: back to the checkpoint of step {state.step}, without the images of that step"
+        )
+        self.events.write("rollback", step=state.step, why=why)
+        if self.is_writer:
+            with self.saving():
+                self.table.drop_after(state.progress.epochs_done)
+        self._open_epoch(state.progress.epochs_done + 1)
+
     def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
         memory = devices.peak_memory_bytes(self.world.device) / 2**30
         return StepView(by_name(self.terms, terms), times, plan.lr, memory)

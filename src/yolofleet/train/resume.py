@@ -78,6 +78,7 @@ class StoredProgress(_Stored):
     best_epoch: Annotated[int, Field(ge=-1, lt=2**53)]
     epoch_terms: Annotated[list[Amount], Field(max_length=64)]
     epoch_images: Count
+    left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
 
 
 class StoredTally(_Stored):

@@ -19,6 +19,7 @@ from yolofleet.parallel.exact import grid_of, restore_grid
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer, slot_device
+from yolofleet.train.schedule import StepPlan
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Progress:
     # loss terms x images of the current epoch, summed over ranks
     epoch_terms: list[float] = field(default_factory=list)
     epoch_images: int = 0
+    left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
 
 
 @dataclass
@@ -45,7 +47,7 @@ class TrainState:
     step: int = 0
     images_seen: int = 0
     overflows: int = 0
-    unread_norms: list[tuple[int, HostCopy]] = field(default_factory=list)  # (step, norm) yet to be read
+    unread_norms: list[tuple[StepPlan, HostCopy]] = field(default_factory=list)  # of steps yet to be judged
 
     @classmethod
     def build(
@@ -155,6 +157,7 @@ class TrainState:
         self.replicas.copy_to_devices()
         values = snapshot.values
         self.step, self.images_seen = snapshot.step, int(values["images_seen"])
+        self.unread_norms.clear()
         self.statistics.batches = int(values["bn_batches"])
         self.average.updates = int(values["ema_updates"])
         self.overflows = int(values["overflows"])

@@ -36,17 +36,38 @@ MOST_FP16_SKIPS = 100  # in a row; the search for a loss scale needs about 20
 
 
 @dataclass(frozen=True)
+class NanRule:
+    """What a run does after a gradient that is not finite (``--on-nan``).
+
+    Attributes:
+        skips: number of such steps in a row that the run leaves out before it ends.
+        rolls_back: the run then goes back to its newest checkpoint, and leaves the step out.
+    """
+
+    skips: int = 0
+    rolls_back: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> NanRule:
+        """Return the rule of a valid value of ``--on-nan``: ``stop``, ``skip:N`` or ``rollback``."""
+        _, _, skips = text.partition(":")
+        return cls(int(skips or 0), text == "rollback")
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Results of a step on one rank.
 
     Attributes:
-        terms: [T] this rank's part of the loss terms, gain x sum / count. The sum over ranks is the loss of the
-            step. On the device: reading it waits for the step.
+        terms: [T] this rank's part of the loss terms, gain x sum / count; 0 if the gradient is not finite. The sum over
+            ranks is the loss of the step. On the device: reading it waits for the step.
         requests: sums over ranks of the ``requests`` of :func:`train_step`.
+        left_out: the result of :func:`watch_numerics`: this step, or earlier ones.
     """
 
     terms: Tensor
     requests: tuple[int, ...]
+    left_out: tuple[StepPlan, ...]
 
 
 def train_step(
@@ -61,6 +82,7 @@ def train_step(
     precision: str,
     clip_norm: float,
     requests: Sequence[int] = (),
+    nan_rule: NanRule = NanRule(),
 ) -> StepReport:
     """Do one update of ``state`` from this rank's share of the step.
 
@@ -73,7 +95,7 @@ def train_step(
     gradient bucket, and one more integer if the divisor depends on predictions; two per layer with ``--sync-bn``.
 
     Raises:
-        NumericsError: the gradient is not finite.
+        NumericsError: see :func:`watch_numerics`.
     """
     device = world.device
     local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
@@ -121,8 +143,10 @@ def train_step(
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
-    state.unread_norms.append((plan.step, HostCopy(norm)))
-    watch_numerics(state, precision, unread=0 if is_host(device) else UNREAD_NORMS)
+    state.unread_norms.append((plan, HostCopy(norm)))
+    # All ranks must roll back at the same step, also where some of them compute on the CPU.
+    reads_late = nan_rule.rolls_back or not is_host(device)
+    left_out = watch_numerics(state, precision, nan_rule, unread=UNREAD_NORMS if reads_late else 0)
     # The host has not read the norm yet, so the device itself skips the changes of a step that is not finite.
     finite = torch.isfinite(norm)
     if clip_norm:
@@ -134,7 +158,7 @@ def train_step(
     state.average.update(finite)
     state.step = plan.step + 1
     state.images_seen = plan.end_image
-    return StepReport(terms, tuple(requests))
+    return StepReport(torch.where(finite, terms, 0.0), tuple(requests), tuple(left_out))
 
 
 class LocalSums(NamedTuple):
@@ -192,23 +216,33 @@ def pass_micro_batches(
     return LocalSums(terms, divisor)
 
 
-def watch_numerics(state: TrainState, precision: str, *, unread: int = 0) -> None:
-    """Raise if the gradient norm of a step is NaN or infinite; leave the last ``unread`` norms for a later call.
+def watch_numerics(
+    state: TrainState, precision: str, rule: NanRule = NanRule(), *, unread: int = 0
+) -> list[StepPlan]:
+    """Return the steps whose gradient norm is NaN or infinite; leave the last ``unread`` norms for a later call.
 
-    Norms are equal on every rank, so every rank raises. Callers read all norms before they validate or save a state.
-    A step with such a norm has changed no weight, momentum, average or statistic; its counters have advanced. In fp16 such
-    steps belong to the search for a loss scale.
+    Norms are equal on every rank, so every rank returns the same steps. Callers read all norms before they validate or
+    save a state. A step with such a norm has changed no weight, momentum, average or statistic; its counters have advanced.
+    In fp16 such steps belong to the search for a loss scale.
 
     Raises:
-        NumericsError: a norm is not finite; in fp16, more than ``MOST_FP16_SKIPS`` in a row.
+        NumericsError: more than ``rule.skips`` such norms in a row; in fp16 also more than ``MOST_FP16_SKIPS``.
     """
+    most = max(rule.skips, MOST_FP16_SKIPS if precision == "fp16" else 0)
+    left_out = []
     while len(state.unread_norms) > unread:
-        step, norm = state.unread_norms.pop(0)
+        plan, norm = state.unread_norms.pop(0)
         finite = math.isfinite(float(norm.read()))  # waits until the device has finished that step
         state.overflows = 0 if finite else state.overflows + 1
-        if not finite and (precision != "fp16" or state.overflows > MOST_FP16_SKIPS):
-            raise NumericsError(
-                f"the gradient of step {step} is not finite (NaN or infinity)",
+        if not finite:
+            left_out.append(plan)
+        if state.overflows > most:
+            in_a_row = f", as in the {most} steps before it" if most else ""
+            error = NumericsError(
+                f"the gradient of step {plan.step} is not finite (NaN or infinity){in_a_row}",
                 hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels "
                 "(yolofleet data check); --resume continues from the last checkpoint",
             )
+            error.first_image = plan.first_image
+            raise error
+    return left_out

@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
 }
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
 READ = {"data", "model", "cfg", "weights", "recipe", "source", "log"}
-WORDS = {"set", "freeze", "shares", "device", "classes", "format", "img"}
+WORDS = {"set", "freeze", "shares", "device", "classes", "format", "img", "on_nan"}
 NEW_FOLDERS = {"project", "name"}
 TYPED = [
     (verb, name)

@@ -28,7 +28,7 @@ from yolofleet.train import step as step_module
 from yolofleet.train.optimiser import slot_device
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import MOST_FP16_SKIPS, train_step, watch_numerics
+from yolofleet.train.step import MOST_FP16_SKIPS, NanRule, StepReport, train_step, watch_numerics
 
 IMAGES, IMG, NC = 2, 64, 3
 
@@ -59,9 +59,9 @@ class Training:
             anchors_px=self.model.anchors_px, strides=self.model.strides, nc=NC, recipe=recipe, img=IMG
         )
 
-    def step(self, *, precision: str = "fp16") -> None:
+    def step(self, *, precision: str = "fp16") -> StepReport:
         plan = StepPlan(self.state.step, 0, IMAGES, 0.01, 0.1, 0.8)
-        train_step(
+        return train_step(
             self.state, plan, [[micro_batch(self.loss)]], self.loss, self.world, Clock(),
             total_micro_batches=1, precision=precision, clip_norm=10.0,
         )  # fmt: skip
@@ -190,14 +190,15 @@ def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: st
 
 
 def state_with(norms: list[float]) -> Any:
-    pairs = [(step, HostCopy(torch.tensor(norm))) for step, norm in enumerate(norms)]
+    plans = [StepPlan(step, 2 * step, IMAGES, 0.01, 0.1, 0.8) for step in range(len(norms))]
+    pairs = [(plan, HostCopy(torch.tensor(norm))) for plan, norm in zip(plans, norms, strict=True)]
     return SimpleNamespace(unread_norms=pairs, overflows=0)
 
 
 def test_a_gradient_that_is_not_finite_is_found_before_a_state_is_saved():
     state = state_with([1.0, 2.0, math.nan, 3.0])
     watch_numerics(state, "fp32", unread=2)  # as after a step on a GPU
-    assert [step for step, _ in state.unread_norms] == [2, 3]
+    assert [plan.step for plan, _ in state.unread_norms] == [2, 3]
     with pytest.raises(NumericsError, match="gradient of step 2 is not finite"):
         watch_numerics(state, "fp32")  # as before saving
 
@@ -209,6 +210,26 @@ def test_fp16_may_overflow_for_a_while():
     state = state_with([math.inf] * (MOST_FP16_SKIPS + 1))
     with pytest.raises(NumericsError):
         watch_numerics(state, "fp16")
+
+
+def test_so_many_steps_in_a_row_may_be_left_out():
+    rule = NanRule.parse("skip:2")
+    state = state_with([math.nan, math.inf, 1.0, math.nan, math.inf])
+    assert [plan.step for plan in watch_numerics(state, "fp32", rule)] == [0, 1, 3, 4]
+    state = state_with([1.0, math.nan, math.inf, math.nan, 1.0])
+    with pytest.raises(NumericsError, match=r"step 3 is not finite .* as in the 2 steps before") as caught:
+        watch_numerics(state, "fp32", rule)
+    assert caught.value.first_image == 6
+
+
+def test_a_step_that_is_left_out_adds_no_loss():
+    training = Training("SGD")
+    training.set_scale(2.0**127)
+    training.loss.gains *= 2.0**20
+    assert not training.step().terms.any()
+    training.set_scale(1024.0)
+    training.loss.gains /= 2.0**20
+    assert training.step().terms.all()
 
 
 def test_the_loss_scaler_is_whole_before_threads_use_it():

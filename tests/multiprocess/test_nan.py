@@ -1,0 +1,98 @@
+"""Gradients that are not finite: what ``--on-nan`` leaves out is the same for every fleet and after a resume."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import results, small_shapes, train_args, yolofleet
+
+# With these gains the squares of a few steps' gradients exceed float32, so that their norm is infinite.
+EDGE = [argument for term in ("box", "obj", "cls") for argument in ("--set", f"{term}=2.2e16")]
+EDGE += ["--set", "warmup_epochs=0", "--set", "lr0=0.0001", "--no-autoanchor"]
+EDGE += ["--reduce", "exact", "--epochs", "6", "--save-steps", "2", "--val-period", "0"]  # 15 steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("not finite")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    return small_shapes(folder)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def trained(folder: Path, data: Path, name: str, *more: str, device: str = "cpu") -> Path:
+    yolofleet(folder, *train_args(data, *EDGE, "--device", device, "--name", name, *more))
+    return folder / "runs/train" / name
+
+
+def test_steps_are_left_out_alike_by_one_and_two_processes(folder: Path, data: Path) -> None:
+    one = trained(folder, data, "one", "--on-nan", "skip:3")
+    two = trained(folder, data, "two", "--on-nan", "skip:3", device="cpu:2")
+    left_out = [event["step"] for event in events(one, "left_out")]
+    assert 1 <= len(left_out) <= 5
+    assert left_out == [event["step"] for event in events(two, "left_out")]
+    assert results(one)["weights_sha256"] == results(two)["weights_sha256"]
+    assert results(one)["steps"] == 15, "a step that is left out counts"
+    with (one / "results.csv").open() as file:
+        losses = [row["train/box_loss"] for row in csv.DictReader(file)]
+    assert len(losses) == 6, "empty for an epoch without any other step"
+    assert any(losses) and all(math.isfinite(float(loss)) and float(loss) > 0 for loss in losses if loss)
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: Path) -> None:
+    whole = trained(folder, data, "whole", "--on-nan", "skip:3")
+    said = yolofleet(folder, *train_args(data, *EDGE, "--device", "cpu", "--name", "ended"), code=5).err
+    assert "is not finite" in said
+    run = folder / "runs/train/ended"
+    yolofleet(folder, "train", "--resume", run, "--on-nan", "skip:3", "--device", "cpu:2")
+    assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
+
+
+def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: Path, data: Path) -> None:
+    one = trained(folder, data, "one back", "--on-nan", "rollback")
+    two = trained(folder, data, "two back", "--on-nan", "rollback", device="cpu:2")
+    back = [(event["step"], event["why"]) for event in events(one, "rollback")]
+    assert 1 <= len(back) <= 5
+    assert back == [(event["step"], event["why"]) for event in events(two, "rollback")]
+    assert all(step % 2 == 0 for step, _ in back), "--save-steps 2, and an epoch of two or three steps"
+    assert results(one)["weights_sha256"] == results(two)["weights_sha256"]
+    assert results(one)["steps"] == 15
+    with (one / "results.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2", "3", "4", "5", "6"]
+
+
+@pytest.mark.slow
+def test_steps_that_a_rollback_left_out_stay_left_out_after_a_resume(folder: Path, data: Path) -> None:
+    whole = trained(folder, data, "whole back", "--on-nan", "rollback")
+    last = events(whole, "rollback")[-1]["step"]
+    run = trained(folder, data, "short", "--on-nan", "rollback", "--max-steps", "12")
+    assert last < 12
+    yolofleet(folder, "train", "--resume", run, "--max-steps", "0", "--on-nan", "stop")
+    assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
+
+
+def test_a_rollback_without_a_checkpoint_ends_the_run(folder: Path, data: Path) -> None:
+    args = [*EDGE, "--save-steps", "0", "--save-period", "0", "--save-minutes", "0", "--name", "none"]
+    said = yolofleet(folder, *train_args(data, *args, "--on-nan", "rollback"), code=5).err
+    assert "is not finite" in said and "no checkpoint of this run to go back to" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_ends_after_a_few_rollbacks(folder: Path, data: Path) -> None:
+    args = [*EDGE[6:], "--set", "box=1e25", "--save-steps", "1", "--nominal-batch", "4", "--batch", "4"]
+    args += ["--set", "lr0=1e-9", "--name", "diverges", "--on-nan", "rollback"]
+    said = yolofleet(folder, *train_args(data, *args), code=5).err
+    assert "has already had 3 rollbacks" in said
