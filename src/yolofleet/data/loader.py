@@ -20,7 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import cv2
@@ -63,6 +63,7 @@ class MicroBatch:
         images: uint8 [m, 3, H, W] RGB with channels-last strides.
         labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
         targets: the result of ``match`` for the labels.
+        unreadable: numbers of images that were replaced, and why.
     """
 
     step: int
@@ -70,6 +71,7 @@ class MicroBatch:
     images: Tensor
     labels: np.ndarray
     targets: Any
+    unreadable: dict[int, str] = field(default_factory=dict)
 
     def pin_memory(self) -> MicroBatch:
         """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
@@ -183,7 +185,8 @@ class _TrainBuilder:
         )  # a rank without work in a step gets a micro-batch without samples
         all_labels = np.concatenate([none, *labels])  # [n, 6]
         targets = self.match(all_labels, len(key.samples), (side, side))
-        return MicroBatch(key.step, key.ordinal, images, all_labels, targets)
+        unreadable, self.samples.unreadable = self.samples.unreadable, {}
+        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
 
 
 class _ValBuilder:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
+from yolofleet.errors import DataError
 from yolofleet.keyed import generator, permutation
 
 ORDERS_KEPT = 3  # permutations kept in memory: a step may span two epochs, and loader processes work ahead
+REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
 class Labelled(Protocol):
@@ -36,6 +39,9 @@ class TrainSamples:
         img: side of the square output, pixels.
         seed: of the run.
         epochs: length of the run; the last ``recipe.close_mosaic`` of them have no mosaic and no mixing.
+
+    Attributes:
+        unreadable: why images were replaced, by their numbers; the caller may clear it.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class TrainSamples:
         self.img = img
         self.seed = seed
         self.epochs = epochs
+        self.unreadable: dict[int, str] = {}
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -72,16 +79,17 @@ class TrainSamples:
         Returns:
             uint8 [img, img, 3] RGB; float32 [n, 5] class, cx, cy, w, h as fractions of the image, n >= 0.
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image and its replacements cannot be read.
         """
         # One more number drawn from this generator would change all samples of existing runs: a new augmentation
         # draws from a generator with a purpose of its own.
         rng = generator(self.seed, "augment", epoch, position)
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.image_of(epoch, position)
-        image, labels = self._picture(rng, number, is_mosaic)
+        read = partial(self._read, epoch)
+        image, labels = self._picture(rng, read, number, is_mosaic)
         if is_mosaic and is_mixed:
-            other, more = self._picture(rng, self._any(rng), True)
+            other, more = self._picture(rng, read, self._any(rng), True)
             image, labels = augment.mix(rng, image, other), np.concatenate([labels, more])
         image, labels = augment.flip(image, labels, horizontal=is_mirrored, vertical=is_upside_down)
         if out is None:
@@ -96,25 +104,42 @@ class TrainSamples:
         return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
 
     def _picture(
-        self, rng: np.random.Generator, number: int, is_mosaic: bool
+        self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a mapped mosaic or a mapped single image: uint8 [img, img, 3] BGR, labels [n, 5] xyxy in pixels."""
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img)
-            return augment.render(augment.centred(self._read, number, view), view)
+            return augment.render(augment.centred(read, number, view), view)
         view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img)
         is_nine = rng.random() < self.recipe.mosaic9
         numbers = [number, *(self._any(rng) for _ in range(8 if is_nine else 3))]
         places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
         build = augment.mosaic9 if is_nine else augment.mosaic4
-        return augment.render(build(rng, self._read, [numbers[place] for place in places], view), view)
+        return augment.render(build(rng, read, [numbers[place] for place in places], view), view)
 
     def _any(self, rng: np.random.Generator) -> int:
         """Draw the number of an image."""
         return int(rng.random() * len(self))
 
-    def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.cache.get(number), self.index.labels(number)
+    def _read(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pixels and labels of an image, or of another one if it cannot be read.
+
+        The seed, the epoch and the number of the image decide which images to try instead, so they are the same in
+        every process.
+        """
+        try:
+            return self.cache.get(number), self.index.labels(number)
+        except DataError as problem:
+            first = problem
+        self.unreadable[number] = first.what
+        draws = generator(self.seed, "replacement", epoch, number).random(REPLACEMENTS)
+        for other in (draws * len(self)).astype(int).tolist():
+            try:
+                return self.cache.get(other), self.index.labels(other)
+            except DataError as problem:
+                self.unreadable[other] = problem.what
+        first.what += f", and {REPLACEMENTS} others that could replace it cannot be read either"
+        raise first
 
 
 def _unit(labels: np.ndarray, img: int) -> np.ndarray:

@@ -8,6 +8,7 @@ reduction of loss counts carries the request, or the decision follows from figur
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import time
@@ -23,7 +24,7 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
-from yolofleet.errors import CheckpointError, ClusterError, ConfigError, NumericsError, Stopped
+from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
 from yolofleet.evaluate.run import Evaluation, ValidationStopped
 from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
@@ -39,6 +40,9 @@ from yolofleet.train.step import NanRule, train_step, watch_numerics
 from yolofleet.train.stop import StopRequest
 
 MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
+SHOWN = 10  # images that an error names
+MOST_UNREADABLE = 100  # images; at most 1 % of the data set, but always UNREADABLE_ALLOWED
+UNREADABLE_ALLOWED = 3
 MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that diverges
 
 
@@ -176,6 +180,7 @@ class TrainingRun:
     equal_kernels: bool = True  # on all ranks
     tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part
     tally_images: int = 0
+    unreadable: dict[int, str] = field(default_factory=dict)  # replaced images and why; equal on every rank
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
     saved_at_s: float = field(default_factory=time.monotonic)
 
@@ -358,6 +363,7 @@ class TrainingRun:
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
         minutes = self.config.save_minutes
         save_due = self.world.is_main and minutes > 0 and time.monotonic() - self.saved_at_s > 60 * minutes
+        broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
             self.state,
             plan,
@@ -368,15 +374,44 @@ class TrainingRun:
             total_micro_batches=self.splitter.passes_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(int(bool(stop)), int(save_due)),
+            requests=(int(bool(stop)), int(save_due), len(broken)),
             nan_rule=self.nan_rule,
         )
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
         self._leave_out(done.left_out)
         self.report.step(plan, mine, self.tally, self.tally_images)
-        stop_asked, save_asked = done.requests
+        stop_asked, save_asked, any_broken = done.requests
+        if any_broken:
+            self._share_unreadable(broken)
         return stop_asked > 0, save_asked > 0
+
+    def _share_unreadable(self, broken: dict[int, str]) -> None:
+        """Report images that were replaced, each once. Collective: every rank, if any has a new one.
+
+        Args:
+            broken: numbers of the images that are new to this rank, and why.
+        Raises:
+            DataError: there are too many.
+        """
+        with self.report.clock("comm"):
+            every = self.world.all_gather_bytes(json.dumps(list(broken.items())).encode())
+        found = {number: why for packed in every for number, why in json.loads(packed)}
+        images = self.schedule.dataset_images
+        most = max(min(images // 100, MOST_UNREADABLE), UNREADABLE_ALLOWED)
+        for number, why in sorted(found.items()):
+            self.unreadable[number] = why
+            self.report.unreadable(why, len(self.unreadable), most)
+        if len(self.unreadable) > most:
+            reasons = list(self.unreadable.values())
+            more = f"; and {len(reasons) - SHOWN} more, see the log" if len(reasons) > SHOWN else ""
+            raise DataError(
+                f"{len(reasons)} images of {images} cannot be read, and at most {most} may be replaced: "
+                + "; ".join(reasons[:SHOWN])
+                + more,
+                hint=f"yolofleet data check {self.config.data} --decode finds all of them; --resume continues from "
+                "the last checkpoint",
+            )
 
     def _stop(self, stop: StopRequest) -> None:
         """Wait until the state is written, and raise. Collective: every rank."""

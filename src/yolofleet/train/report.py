@@ -147,6 +147,12 @@ class TrainReport:
 
         self.console.step(tally_images, view)
 
+    def unreadable(self, why: str, count: int, most: int) -> None:
+        """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
+        self.console.warn(f"{why}: another image replaces it ({count} of at most {most})")
+        if self.world.is_main:
+            self.events.write("unreadable", why=why, count=count)
+
     def left_out(self, plan: StepPlan, rule: str) -> None:
         """Report a step that changed nothing, because its gradient was not finite."""
         self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")

@@ -11,6 +11,7 @@ import pytest
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.sample import TrainSamples
+from yolofleet.errors import DataError
 from yolofleet.keyed import permutation
 
 IMG = 64
@@ -198,3 +199,45 @@ def test_a_worker_that_runs_ahead_keeps_few_orders():
         made.image_of(epoch, 0)
     assert len(made._orders) <= 3
     assert made.image_of(0, 4) == permutation(0, 0, 12)[4]
+
+
+class Broken(Pictures):
+    """Some pictures cannot be read."""
+
+    def __init__(self, broken: set[int]) -> None:
+        super().__init__(12)
+        self.broken = broken
+
+    def get(self, image: int) -> np.ndarray:
+        if image in self.broken:
+            raise DataError(f"image {image} is broken")
+        return super().get(image)
+
+
+def test_a_picture_that_cannot_be_read_is_replaced_by_rule_in_any_order():
+    keys = [(epoch, position) for epoch in range(3) for position in range(12)]
+    made = []
+    for order in (keys, keys[::-1]):
+        pictures = Broken({3, 5})
+        stream = TrainSamples(pictures, pictures, FULL, img=IMG, seed=0, epochs=10)
+        made.append(digest(stream, order))
+        assert stream.unreadable == {3: "image 3 is broken", 5: "image 5 is broken"}
+    whole = digest(samples(), keys)
+    assert made[0] == made[1] != whole
+    assert sum(made[0][key] == whole[key] for key in keys) >= 3, (
+        "samples without these pictures stay as they were"
+    )
+
+
+def test_the_replacement_has_its_own_labels():
+    pictures = Broken({3})
+    stream = TrainSamples(pictures, pictures, PLAIN, img=IMG, seed=0, epochs=10)
+    (position,) = (k for k in range(12) if stream.image_of(0, k) == 3)
+    _, labels = stream.sample(0, position)
+    assert set(labels[:, 0]) == {pictures.read[-1]} != {3.0}
+
+
+def test_a_data_set_that_has_vanished_is_an_error():
+    pictures = Broken(set(range(12)))
+    with pytest.raises(DataError, match=r"image \d+ is broken, and 3 others"):
+        TrainSamples(pictures, pictures, FULL, img=IMG, seed=0, epochs=10).sample(0, 0)
