@@ -237,6 +237,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return 0
 
 
+def release_memory(device: torch.device) -> None:
+    """Return the unused memory that torch keeps for ``device``, so that one large block can be allocated from it."""
+    release = None if is_host(device) else _function(device, "empty_cache")
+    if release is not None:
+        with selected(device), suppress(RuntimeError):  # torch.accelerator has it, but not for every device
+            release()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the platforms that torch was built for, by name."""
     found = {

@@ -109,3 +109,13 @@ def test_too_little_memory_is_reported_with_a_smaller_micro_batch(
         fitted("full", **settings, device="0")
     assert "--micro-batch 1" in (caught.value.hint or "")
     assert torch.ones(2, device="mini:0").tolist() == [1, 1]
+
+
+def test_a_chosen_micro_batch_is_kept_when_the_run_is_resumed_on_more_devices(settings: dict[str, Any]):
+    settings |= {"reduce": "exact", "epochs": 1, "save_steps": 1}
+    fitted("chosen", **settings | {"micro_batch": -1}, device="0", max_steps=1)
+    # a new run on two devices would choose 4
+    Trainer(resume="runs/train/chosen", device="0,1", parallel="dp", max_steps=2).fit()
+    chosen = json.loads(Path("runs/train/chosen/results.json").read_text())
+    given = fitted("given", **settings | {"micro_batch": 8}, device="cpu", max_steps=2)
+    assert chosen["weights_sha256"] == given["weights_sha256"]

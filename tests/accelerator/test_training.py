@@ -98,3 +98,26 @@ def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accele
     with pytest.raises(RuntimeError) as caught:
         run.do(1)
     assert is_out_of_memory(caught.value)
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen(accelerator: Accelerator):
+    from yolofleet.config.schema import TrainConfig
+    from yolofleet.runs.memory import LargestPass, largest_that_fits, probed_micro_batch
+
+    run = small_run(devices=ZERO, exact=True, pin=True)
+    largest = LargestPass(run.state, run.loss, "fp32", 64, 3)
+    device, room = accelerator.devices[0], 2**19
+    while True:  # until four images fit
+        device.limit_bytes = device.used_bytes() + room
+        try:
+            largest_that_fits([4], largest.run, run.world.device)
+            break
+        except torch.OutOfMemoryError:
+            room += room // 2
+    chosen = probed_micro_batch(TrainConfig(batch=128, micro_batch=-1), largest, run.world)
+    assert 4 <= chosen < 128
+    with pytest.raises(torch.OutOfMemoryError):
+        largest.run(2 * chosen)
+    device.limit_bytes = 2**34
+    run.do(1)
+    assert all(t.isfinite().all() for t in run.tensors().values())

@@ -30,12 +30,12 @@ def micro_batch_of(config: TrainConfig) -> int:
     The default cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a
     full step, bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``--batch`` in ``MICRO_BATCHES`` whose ratio to
     the target is nearest to 1; of two equally near divisors the larger. It depends on batch and nominal batch only, so
-    it is the same on every fleet.
+    it is the same on every fleet. With ``--micro-batch -1`` it is an estimate, until the ranks have probed their memory.
 
     Raises:
         ConfigError: no divisor of ``--batch`` is in that range.
     """
-    if config.micro_batch:
+    if config.micro_batch > 0:
         return config.micro_batch
     low, high = TARGET_MICRO_BATCH
     eighth = Fraction(step_images_of(config.batch, config.nominal_batch), 8)
@@ -93,6 +93,14 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     if c.model and c.cfg:
         raise _clash(config, "model", "cfg", "both choose the network", "leave one out")
     _check_micro_batch(config)
+    if c.sync_bn and c.micro_batch < 0:
+        raise _clash(
+            config,
+            "sync_bn",
+            "micro_batch",
+            "a device cannot try such a pass alone",
+            "choose --micro-batch yourself",
+        )
     if c.sync_bn and c.reduce == "exact":
         raise _clash(
             config,
@@ -196,7 +204,7 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
 
 def _check_micro_batch(config: Resolved[Any]) -> None:
     batch, micro = config.value.batch, config.value.micro_batch
-    if not micro:
+    if micro <= 0:
         try:
             default_micro_batches(batch)
         except ConfigError as error:

@@ -181,8 +181,8 @@ def continue_run(
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
-        # If the run used the default micro-batch of its version, the checkpoint stores its size.
-        if name == "micro_batch" and not was:
+        # If the run chose its micro-batch, the checkpoint stores the size.
+        if name == "micro_batch" and was <= 0:
             pass
         elif was != now and group_of(field) in FIXED_GROUPS:
             if name not in MAY_CHANGE:

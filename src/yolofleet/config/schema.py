@@ -185,8 +185,9 @@ class TrainConfig(FleetSettings):
     )
     micro_batch: int = setting(
         0,
-        "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step",
-        ge=0,
+        "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step; -1 = the largest "
+        "that fits into the memory of every GPU",
+        ge=-1,
         group="length and batch size",
     )
     patience: int = setting(

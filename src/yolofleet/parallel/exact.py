@@ -52,8 +52,9 @@ class IntegerFormat:
         dtype = torch.int64 if self.is_wide else torch.int32
         if self._total.dtype != dtype:
             # The last element counts micro-batches with NaN or infinity, which integers cannot express.
-            self._total = torch.empty(len(self.flat) + 1, dtype=dtype, device=self.flat.device)
-            self._scale = torch.empty_like(self.flat)
+            total = torch.empty(len(self.flat) + 1, dtype=dtype, device=self.flat.device)
+            # Both or none: after one that failed, a trial with less memory goes on with this object.
+            self._total, self._scale = total, torch.empty_like(self.flat)
         self._total.zero_()
         if self.is_wide:
             self._scale.fill_(2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits))

@@ -1,12 +1,119 @@
-"""Recognise an out-of-memory error, and suggest smaller settings."""
+"""Probe the memory before the first step; recognise an out-of-memory error, and suggest smaller settings."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
+from yolofleet import devices
 from yolofleet.config.checks import divisors, micro_batch_of
-from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.data.loader import MicroBatch
+from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.parallel.world import World
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import pass_micro_batches
+
+
+@dataclass(frozen=True)
+class LargestPass:
+    """The forward and backward pass of a run that needs the most memory.
+
+    Attributes:
+        side: of the images, pixels: the largest size of the run.
+        labels: of each image.
+    """
+
+    state: TrainState
+    loss: DetectionLoss
+    precision: str
+    side: int
+    labels: int
+
+    def run(self, images: int) -> None:
+        """Pass a micro-batch of made-up images on each device of this process, as a step does.
+
+        This changes gradients, their sums and the statistics of a micro-batch, which every step resets. No collective.
+
+        Raises:
+            RuntimeError, MemoryError: a device has too little memory, among others.
+        """
+        rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells
+        rows[:, 0], rows[:, 1] = np.repeat(np.arange(images), self.labels), 0
+        pixels = torch.zeros((images, self.side, self.side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        batch = MicroBatch(0, 0, pixels, rows, self.loss.match(rows, images, (self.side, self.side)))
+        first, last = self.loss.at(0.0), self.loss.at(1.0)
+        for loss in [first] if last is first else [first, last]:
+            self.state.replicas.begin(1)
+            for replica in self.state.replicas.all:
+                # Adam allocates two values for each parameter after the first backward pass
+                slots = [torch.empty_like(p) for p in replica.model.parameters() for _ in range(2)]
+                pass_micro_batches(
+                    replica,
+                    [batch],
+                    loss,
+                    torch.zeros(len(loss.terms), device=replica.device),
+                    image_factor=1,
+                    total_micro_batches=1,
+                    precision=self.precision,
+                    scaler=self.state.scaler,
+                    is_alone=False,
+                )
+                devices.synchronize(replica.device)
+                del slots
+
+
+def most_labels(index: DataIndex, recipe: Recipe) -> int:
+    """Return the most labels that an augmented image can have: a mosaic of the images with the most labels."""
+    tiles = 9 if recipe.mosaic9 else 4 if recipe.mosaic else 1
+    counts = np.sort(np.diff(index.offsets))[-tiles:]
+    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1)
+
+
+def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], device: torch.device) -> int:
+    """Return the first of ``sizes`` for which ``attempt(size)`` does not run out of memory.
+
+    Raises:
+        RuntimeError, MemoryError: all of them do; or ``attempt`` failed for another reason.
+    """
+    for size in sizes:
+        try:
+            attempt(size)
+            return size
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem) or size == sizes[-1]:
+                raise
+        finally:
+            devices.release_memory(device)
+    raise AssertionError("no sizes")
+
+
+def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) -> int:
+    """Return the micro-batch of a new run, after a trial of its largest pass. Collective: every rank.
+
+    With ``--micro-batch -1`` it is the largest divisor of ``--batch`` that fits into the memory of every device and
+    leaves each of them a part of the batch. CPUs are not probed: without any other device the default is used.
+
+    Raises:
+        RuntimeError, MemoryError: a device has too little memory.
+    """
+    given = micro_batch_of(config)
+    of_all_devices = world.size * len(largest.state.replicas.all)
+    share = max(config.batch // of_all_devices, 1)
+    sizes = [given] if config.micro_batch >= 0 else [d for d in divisors(config.batch)[::-1] if d <= share]
+    synced = config.sync_bn and world.size > 1  # its forward pass has collectives
+    is_probed = not devices.is_host(world.device) and not synced
+    fits = largest_that_fits(sizes, largest.run, world.device) if is_probed else 0
+    if config.micro_batch >= 0:
+        return given
+    found = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", fits))]
+    return min((size for size in found if size), default=given)
 
 
 def is_out_of_memory(problem: Exception) -> bool:
@@ -24,6 +131,9 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
         smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
         hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+        if settings.micro_batch < 0:
+            at_once = f"the micro-batch of --micro-batch -1, --img {settings.img}"
+            hint = "a new run with a smaller --micro-batch than that of the log"
         hint += ", or a smaller --val-batch if the run was validating"
     else:
         at_once = f"--batch {settings.batch}, --img {settings.img}"

@@ -50,6 +50,7 @@ from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
+from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
@@ -107,9 +108,10 @@ def _train(
     snapshot = snapshot_for_all(world, config.resume, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
-    identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
+    config = _with_micro_batch(config, network, state, data.train, snapshot, precision, world)
+    identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
     averaged = _averaged(network.model, state)
     if snapshot is not None:
         check_resume(snapshot.values["fingerprint"], identity, config, console)
@@ -276,6 +278,26 @@ def _state(
         precision=precision,
     )
     return state, schedule, frozen
+
+
+def _with_micro_batch(
+    config: TrainConfig,
+    network: _Network,
+    state: TrainState,
+    index: DataIndex,
+    snapshot: Snapshot | None,
+    precision: str,
+    world: World,
+) -> TrainConfig:
+    """Probe the memory with the largest pass; return the settings with the micro-batch of the run. Collective: every rank."""
+    if snapshot is not None and config.micro_batch < 0:
+        stored = snapshot.values["fingerprint"]["settings"].get("micro_batch")
+        config = config.model_copy(update={"micro_batch": stored})
+    side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
+    labels = most_labels(index, network.recipe.value)
+    with world.activity.doing("memory probe"):
+        largest = LargestPass(state, network.loss, precision, side, labels)
+        return config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:
