@@ -188,6 +188,22 @@ def test_what_is_for_slurm_has_no_shell_in_it(key: str, value: str) -> None:
         read_settings(SlurmSettings, [f"{key}={value}"], "--slurm")
 
 
+@pytest.mark.parametrize(
+    ("time", "time_s"),
+    [("", 0), ("0", 0), ("90", 5400), ("90:30", 5430), ("2:00:01", 7201), ("1-2", 93600), ("1-2:03", 93780),
+     ("1-02:03:04", 93784)],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_reads_it(time: str, time_s: int) -> None:
+    assert SlurmSettings(time=time).time_s == time_s
+    assert "--signal=USR1@180" in script(settings=f"nodes=1,time={time}" if time else "nodes=1")
+
+
+@pytest.mark.parametrize("settings", ["time=4", "time=00:04:00", "time=10,warn_s=540"])
+def test_a_job_that_would_be_asked_to_stop_at_its_start_is_refused(settings: str) -> None:
+    with pytest.raises(ConfigError, match="leaves no time to train"):
+        script(settings=settings)
+
+
 @needs_bash
 def test_a_run_that_was_stopped_goes_back_into_the_queue(cluster: Path) -> None:
     assert run_script(script(), SRUN_CODE="75") == 0

@@ -20,6 +20,7 @@ from yolofleet.system.children import SAFE_PATH
 
 SUBMIT_S = 60
 WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # characters of names in SLURM, without quotes
+WARNED_EARLY_S = 60  # SLURM checks the time limits once a minute
 LATE_ENDS_S = 300  # how much longer the last node may take than the first
 
 
@@ -45,9 +46,35 @@ class SlurmSettings(Frozen):
     def gpu_count(self) -> int:
         return int(self.gpus.rpartition(":")[2])
 
+    @property
+    def time_s(self) -> int:
+        """The time limit in seconds; 0: none, or the default of the partition.
+
+        SLURM reads ``MM``, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM``.
+        """
+        if not self.time:
+            return 0
+        days, _, clock = self.time.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        if days:
+            hours, minutes, seconds = [*parts, 0, 0][:3]
+        else:
+            hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+        return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
 
 def render(settings: SlurmSettings, run: ScheduledRun) -> str:
-    """Return the text of the batch script."""
+    """Return the text of the batch script.
+
+    Raises:
+        ConfigError: the job would be asked to stop as soon as it starts.
+    """
+    if 0 < settings.time_s <= settings.warn_s + WARNED_EARLY_S:
+        raise ConfigError(
+            f"--slurm time={settings.time} leaves no time to train: SLURM asks the job to stop {settings.warn_s} s before, "
+            "and up to a minute earlier",
+            hint="--slurm time=12:00:00, or a smaller warn_s",
+        )
     cpus = settings.cpus or (4 * settings.gpu_count or run.processes)
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", run.name)[:64].lstrip("-") or "yolofleet"
     head = [
