@@ -293,12 +293,18 @@ class TrainConfig(FleetSettings):
         group="saved files",
         in_files=False,
     )
-    save_period: int = setting(
-        1, "save a checkpoint every N epochs; 0 = only at the end", ge=0, group="saved files"
+    save_period: str = setting(
+        "auto",
+        "save a checkpoint every N epochs; 0 = only at the end; auto: where saving takes at most 1 % of the time",
+        group="saved files",
+        pattern=r"^(auto|[0-9]{1,9})$",
     )
     save_steps: int = setting(0, "save a checkpoint also every N steps; 0 = off", ge=0, group="saved files")
-    save_minutes: float = setting(
-        10.0, "save a checkpoint also every N minutes; 0 = off", ge=0, group="saved files"
+    save_minutes: str = setting(
+        "auto",
+        "save a checkpoint also every N minutes; 0 = off; auto: by the measured cost of a save and the number of hosts",
+        group="saved files",
+        pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$",
     )
     keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
     checkpoint_copies: Natural = setting(

@@ -34,6 +34,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import TrainReport
+from yolofleet.train.save_timer import AUTO, SaveTimer
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
@@ -182,7 +183,7 @@ class TrainingRun:
     tally_images: int = 0
     unreadable: dict[int, str] = field(default_factory=dict)  # replaced images and why; equal on every rank
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
-    saved_at_s: float = field(default_factory=time.monotonic)
+    saves: SaveTimer = field(init=False)
 
     def plans(self) -> Iterator[StepPlan]:
         """Yield the remaining steps of the run."""
@@ -217,6 +218,8 @@ class TrainingRun:
             self.report.ended_before(self.evaluate(self.loss.at(1)))
             return
         self._open_loader()
+        hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
+        self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
         self.state.replicas.timed = self.config.shares == "auto"
         try:
             with StopRequest(self.world.activity) as stop:
@@ -242,7 +245,7 @@ class TrainingRun:
         probe = SpeedProbe(self.state.step) if self.state.replicas.timed else None
         unended = self._unended_epoch()
         if unended is not None:
-            self._end_step(unended, stop)
+            self._end_step(unended, stop, save_asked=True)
         for plan in self.plans():
             stop_asked, save_asked = self._step(plan, stop)
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
@@ -266,15 +269,15 @@ class TrainingRun:
         Raises:
             Stopped: a rank got a stop request, and the run is not at its end; the state is saved.
         """
-        ends = False
+        ends, ends_epoch = False, self._ends_epoch(plan)
         try:
-            epoch_asks = self._end_epochs(plan)
+            epoch_asks = self._end_epochs(plan, saves=save_asked or stop_asked)
             ends = self.is_last(plan) or self._out_of_patience()
         except ValidationStopped:
             stop_asked = epoch_asks = True
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
         if save_asked or epoch_asks or steps_ask or stop_asked or ends:
-            self._save()
+            self._save(ends_epoch=ends_epoch)
         if stop_asked and not ends:
             self._stop(stop)
         return ends
@@ -361,8 +364,7 @@ class TrainingRun:
             return False, False
         with self.report.clock("data"):
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
-        minutes = self.config.save_minutes
-        save_due = self.world.is_main and minutes > 0 and time.monotonic() - self.saved_at_s > 60 * minutes
+        save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
         broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
             self.state,
@@ -448,9 +450,16 @@ class TrainingRun:
         """Return whether a multiple of ``period`` (0 = never) lies in (before, after]."""
         return period > 0 and after // period > before // period
 
-    def _end_epochs(self, plan: StepPlan) -> bool:
+    def _ends_epoch(self, plan: StepPlan) -> bool:
+        """Return whether the step ends an epoch; only before :meth:`_end_epochs`."""
+        done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
+        return done > self.state.progress.epochs_done
+
+    def _end_epochs(self, plan: StepPlan, *, saves: bool) -> bool:
         """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
 
+        Args:
+            saves: a checkpoint is due anyway.
         Collective: every rank, after each step that ends an epoch.
 
         Raises:
@@ -458,7 +467,7 @@ class TrainingRun:
         """
         before, last = self.state.progress.epochs_done, self.is_last(plan)
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
-        if done == before and not last:
+        if not (self._ends_epoch(plan) or last):
             return False
         self._watch_numerics()
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
@@ -476,9 +485,12 @@ class TrainingRun:
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = 0
-        self.report.write_weights("last", self.state, epoch)
+        period = self.config.save_period
+        if saves or last or period != AUTO or self._out_of_patience():
+            with self.saves.spending():
+                self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
-        return self._every(self.config.save_period, before, epoch)
+        return period != AUTO and self._every(int(period), before, epoch)
 
     def _out_of_patience(self) -> bool:
         progress, patience = self.state.progress, self.config.patience
@@ -486,7 +498,7 @@ class TrainingRun:
             patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience
         )
 
-    def _save(self) -> None:
+    def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.
 
         Collective: every rank.
@@ -498,7 +510,7 @@ class TrainingRun:
             epoch_images=self.tally_images,
         )
         if self.report.is_writer:
-            with self.report.saving():
+            with self.saves.spending(), self.report.saving():
                 extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
                 self.store.save(self.state.snapshot(extra))
-        self.saved_at_s = time.monotonic()
+        self.saves.saved(ends_epoch=ends_epoch)

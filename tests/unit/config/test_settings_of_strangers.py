@@ -43,7 +43,18 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
 }
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
 READ = {"data", "model", "cfg", "weights", "recipe", "source", "log"}
-WORDS = {"set", "freeze", "shares", "device", "classes", "format", "img", "on_nan"}
+WORDS = {
+    "set",
+    "freeze",
+    "shares",
+    "device",
+    "classes",
+    "format",
+    "img",
+    "on_nan",
+    "save_period",
+    "save_minutes",
+}
 NEW_FOLDERS = {"project", "name"}
 TYPED = [
     (verb, name)
@@ -64,7 +75,7 @@ def test_every_text_of_every_verb_is_known_to_read_only_or_counts_on_the_command
 def test_what_reaches_hosts_programs_and_old_files_counts_on_the_command_line_only() -> None:
     assert {name for verb, name in TYPED if verb == "train"} == {
         "linked_folders",
-        "hosts", "fleet", "sync_code", "exist_ok", "resume",
+        "hosts", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice",
     }  # fmt: skip
     assert {("val", "json_out"), ("bench", "json_out"), ("selftest", "json_out")} <= {*TYPED}
     assert {("export", "out"), ("export", "json_out"), ("doctor", "fleet"), ("predict", "exist_ok")} <= {

@@ -1,0 +1,74 @@
+"""Decide when a run saves a state by itself (``--save-minutes``, ``--save-period``).
+
+With ``auto``, saves between the ends of epochs follow J. W. Young, "A first order approximation to the optimum checkpoint
+interval" (1974, doi 10.1145/361147.361115), which J. T. Daly (2006, doi 10.1016/j.future.2004.11.016) confirms for costs
+far below the time between failures: interval = sqrt(2 x cost of a save x mean time between failures).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+AUTO = "auto"
+# Assumption: a host fails once a week, counting preemptions and reboots. Hosts of a cluster fail less often (a few times
+# a year), spot machines more often. The interval changes only with its square root.
+BETWEEN_FAILURES_S = 7 * 86400.0
+MOST_COST = 0.01  # of the time
+FIRST_SAVE_S = 600.0  # at the latest: before it, no cost is known
+
+
+class SaveTimer:
+    """Measures on one rank how long training stands still for a save, and tells when the next save is due.
+
+    Only rank 0 asks it, and the ranks share its answer: clocks of ranks differ.
+
+    Args:
+        minutes: ``--save-minutes``: a number, 0 = never, or ``auto``.
+        period: ``--save-period``: with ``auto``, saves at ends of epochs are due if they are cheap.
+        hosts: of the run.
+        now: seconds, monotonic.
+
+    Attributes:
+        cost_s: of the last save; 0 before the first one.
+    """
+
+    def __init__(
+        self, minutes: str, period: str, hosts: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.minutes, self.period, self.hosts, self._now = minutes, period, hosts, now
+        self.cost_s = self._spent_s = 0.0
+        self._saved_at_s = self._epoch_saved_at_s = now()
+        self._has_saved = False
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two saves."""
+        if self.minutes != AUTO:
+            return 60 * float(self.minutes) or math.inf
+        if not self._has_saved:
+            return FIRST_SAVE_S
+        return max(math.sqrt(2 * self.cost_s * BETWEEN_FAILURES_S / self.hosts), self.cost_s / MOST_COST)
+
+    def is_due(self, *, ends_epoch: bool) -> bool:
+        """Return whether to save after the next step. At the first end of an epoch it always is, with ``auto``."""
+        if ends_epoch and self.period == AUTO:
+            return self._now() - self._epoch_saved_at_s >= self.cost_s / MOST_COST
+        return self._now() - self._saved_at_s > self.interval_s
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time of the block as cost of the next save: copying, writing, or waiting for the last write."""
+        began_s = self._now()
+        yield
+        self._spent_s += self._now() - began_s
+
+    def saved(self, *, ends_epoch: bool) -> None:
+        """Record a save."""
+        self.cost_s, self._spent_s = self._spent_s, 0.0
+        self._has_saved = True
+        self._saved_at_s = self._now()
+        if ends_epoch:
+            self._epoch_saved_at_s = self._saved_at_s

@@ -1,0 +1,85 @@
+"""When a run saves by itself, and what a resumed run makes of epochs after its last state."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, family, results, small_shapes, started, train_args, yolofleet
+
+from yolofleet.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+EPOCHS = 8
+LONG = ("--epochs", str(EPOCHS), "--val-period", "0", "--reduce", "exact", "--keep-last", "99")
+
+
+def rows(run: Path) -> list[tuple[str, str]]:
+    path = run / "results.csv"
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return [(row["epoch"], row["train/box_loss"]) for row in csv.DictReader(file)]
+
+
+def epochs_saved(run: Path) -> list[int]:
+    return sorted(entry.step // 2 for entry in CheckpointStore(run / "checkpoints").entries())
+
+
+def wait_for_rows(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(rows(run)) < count and process.poll() is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=16, val_images=4)
+    run, whole = (tmp_path / "runs" / "train" / name for name in ("killed", "whole"))
+    yolofleet(
+        tmp_path, *train_args(data, *LONG, "--name", whole.name, "--save-period", "1", "--device", "cpu")
+    )
+    assert epochs_saved(whole) == list(range(1, EPOCHS + 1))
+
+    process = started(tmp_path, *train_args(data, *LONG, "--name", run.name, "--device", "cpu:2"))
+    wait_for_rows(run, 4, process)
+    for pid in family(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    epochs, saved = len(rows(run)), epochs_saved(run)
+    # an epoch takes far less than a hundred times as long as a save
+    assert saved[0] == 1 and len(saved) < epochs <= EPOCHS
+    said = yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu").out
+    assert f"resumed after step {2 * saved[-1]} " in said
+    assert rows(run) == rows(whole) and epochs_saved(run)[-1] == EPOCHS
+    assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
+
+
+def test_a_second_resume_of_a_run_that_runs_is_refused(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=16, val_images=4)
+    run = tmp_path / "runs" / "train" / "exp"
+    args = train_args(data, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")
+    process = started(tmp_path, *args)
+    try:
+        wait_for_rows(run, 1, process)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not epochs_saved(run) and process.poll() is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        for device in ("cpu", "cpu:2"):
+            told = yolofleet(tmp_path, "train", "--resume", run, "--device", device, code=2).err
+            assert "another process is writing into" in told and "Traceback" not in told
+        wait_for_rows(run, len(rows(run)) + 1, process)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=DEADLINE_S)
+    finally:
+        for pid in family(process.pid) if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 75 and "the state is saved" in told, told
