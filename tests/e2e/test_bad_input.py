@@ -575,13 +575,36 @@ def test_a_disk_that_fills_up_while_two_processes_train(here, world):
     assert "No space left on device" in told and "free some space" in told
 
 
+@needs_linux
+def test_a_disk_that_is_full_for_a_while_ends_nothing(here, world):
+    checkpoint = next((world / "run" / "checkpoints").iterdir()).stat().st_size
+    with disk(here / "disk", 12 * checkpoint) as small, (here / "said.txt").open("w+") as said:
+        argv = train("set", "--project", small, "--epochs", "10000", "--val-period", "0")
+        process = started(here, *argv, "--device", "cpu", out=said.fileno())
+        wait_until(lambda: rows_of(small / "exp") >= 1, process)
+        with pytest.raises(OSError), (small / "ballast").open("wb") as file:
+            file.write(bytes(12 * checkpoint))
+        wait_until(lambda: "the next save tries again" in (here / "said.txt").read_text(), process)
+        (small / "ballast").unlink()
+        wait_until(lambda: "everything is saved" in (here / "said.txt").read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=DEADLINE_S) == 75
+        told = (here / "said.txt").read_text()
+        assert told.count("the disk works again, and everything is saved") == 1, told
+        assert told.count("the next save tries again") == 1, told
+        rows = (small / "exp" / "results.csv").read_text().splitlines()[1:]
+        assert [int(row.split(",")[0]) for row in rows] == list(range(1, len(rows) + 1))
+        assert_nothing_half_written(small)
+
+
 def full_disk(here: Path, world: Path, what: str, run: Callable[[list[str | Path]], str]) -> str:
     weights = (world / "run" / "weights" / "last.safetensors").stat().st_size
     checkpoint = next((world / "run" / "checkpoints").iterdir()).stat().st_size
     room = {"weights": 1.5 * weights, "checkpoint": 2 * weights + 0.5 * checkpoint}[what] + 64e3
     with disk(here / "disk", int(room)) as small:
         told = run([*train("set", "--project", small, "--epochs", "3")])
-        assert f"exp/{'weights/last' if what == 'weights' else 'checkpoints/step-00000001'}" in told
+        assert "lost at the end of the run: " in told and "the last checkpoint" in told
+        assert ("weights/last" in told) == (what == "weights")
         assert_nothing_half_written(small)
         assert (small / "exp" / "weights" / "best.safetensors").exists()
     return told

@@ -96,11 +96,14 @@ class CheckpointStore:
         """Write ``snapshot`` in the background; its tensors must not change afterwards.
 
         Raises:
-            StorageError: an earlier write failed.
+            StorageError: the write before this one failed; this one has started all the same.
         """
-        self.flush()
+        self.finish_writing()
+        failure, self._failure = self._failure, None
         self._writer = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint-writer")
         self._writer.start()
+        if failure is not None:
+            raise failure
 
     def _write(self, snapshot: Snapshot) -> None:
         try:

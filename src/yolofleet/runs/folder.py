@@ -16,6 +16,8 @@ from yolofleet.parallel.world import World
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import new_folder
 
+MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
+
 
 def shared_folder(
     world: World, settings: TrainConfig | ValConfig, given: RunFolder | None, lock: ExitStack
@@ -58,9 +60,11 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
     """
     if world.local_size == world.size:
         if world.is_main:
+            _remove_marks(folder, "")
             folder.make_tree()
         return [0]
-    mark = folder.path / f".disk-{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
+    mark = folder.path / f"{MARK}{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
+    _remove_marks(folder, mark.name)
     writers = [0]
     problem: StorageError | None = None
     while True:
@@ -88,6 +92,14 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
     if problem is not None and world.is_main:
         raise problem
     return writers
+
+
+def _remove_marks(folder: RunFolder, but: str) -> None:
+    """Remove the marks that a crash has left in the folder, except that of this start."""
+    with suppress(OSError):
+        for left in folder.path.glob(f"{MARK}*"):
+            if left.name != but:
+                left.unlink()
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:

@@ -27,6 +27,7 @@ from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loade
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss
@@ -118,7 +119,13 @@ def _train(
         state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     if is_writer:
-        _claim(folder, resolved, network.recipe, console, is_resumed=snapshot is not None)
+        try:
+            _claim(folder, resolved, network.recipe, console, is_resumed=snapshot is not None)
+        except StorageError as problem:
+            if world.is_main:
+                raise
+            is_writer = False
+            console.warn(f"{world.host} keeps no copy of the run: {problem.what}")
 
     with ExitStack() as caches:
         cache, val_cache = _caches(config, data, network.img, world, caches)

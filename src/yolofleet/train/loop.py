@@ -33,7 +33,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.train.agreement import check_agreement
-from yolofleet.train.report import TrainReport
+from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.save_timer import AUTO, SaveTimer
 from yolofleet.train.schedule import Schedule, StepPlan
 from yolofleet.train.state import TrainState
@@ -229,7 +229,7 @@ class TrainingRun:
                         break
                     except NumericsError as problem:
                         self._roll_back(problem)
-            with self.report.saving():
+            with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
             self.micro_batches.close()
@@ -417,7 +417,7 @@ class TrainingRun:
 
     def _stop(self, stop: StopRequest) -> None:
         """Wait until the state is written, and raise. Collective: every rank."""
-        with self.report.saving():
+        with self.report.saving(CHECKPOINT, is_last=True):
             self.store.flush()
         if stop.source:
             took = duration(time.monotonic() - stop.asked_at_s)
@@ -510,7 +510,7 @@ class TrainingRun:
             epoch_images=self.tally_images,
         )
         if self.report.is_writer:
-            with self.saves.spending(), self.report.saving():
+            with self.saves.spending(), self.report.saving(CHECKPOINT):
                 extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
                 self.store.save(self.state.snapshot(extra))
         self.saves.saved(ends_epoch=ends_epoch)

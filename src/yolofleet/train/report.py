@@ -36,6 +36,7 @@ from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 
 PROBLEMS_SHOWN = 5  # of each split
+CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
 PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
@@ -87,6 +88,9 @@ class TrainReport:
         )
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
+        self._refused: set[str] = set()  # what the disk refused when it was last tried
+        self._unwritten: dict[str, Weights] = {}  # weights to write when the disk works again, by name
+        self._rows: list[dict[str, float]] = []  # rows of results.csv, likewise
 
     def begin(
         self,
@@ -123,7 +127,7 @@ class TrainReport:
             )
         self.versions = versions
         if self.is_writer:
-            with self.saving():
+            with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
@@ -165,7 +169,7 @@ class TrainReport:
         )
         self.events.write("rollback", step=state.step, why=why)
         if self.is_writer:
-            with self.saving():
+            with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
         self._open_epoch(state.progress.epochs_done + 1)
 
@@ -174,28 +178,56 @@ class TrainReport:
         return StepView(by_name(self.terms, terms), times, plan.lr, memory)
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Charge the block to the phase ``checkpoint``. If a copy cannot be written, warn and write no more of it.
+    def saving(self, what: str, *, is_last: bool = False) -> Iterator[None]:
+        """Charge the block, which writes ``what``, to the phase ``checkpoint``.
 
+        If the disk refuses, the training goes on and the next save tries again. The user is told once, and once more
+        when everything is written.
+
+        Args:
+            is_last: no later save follows.
         Raises:
-            StorageError: the disk of rank 0 refuses.
+            StorageError: ``is_last``, and the disk of rank 0 refuses; it names all that is lost.
         """
         try:
             with self.clock("checkpoint"):
                 yield
         except StorageError as problem:
-            if self.world.is_main:
+            if not self._refused:
+                again = "" if is_last else "; the training goes on, and the next save tries again"
+                self.console.warn(f"{self.world.host}: {problem.what}{again}")
+            # A checkpoint is written in the background, so its failure may not be known yet.
+            self._refused |= {what} if is_last else {what, CHECKPOINT}
+            if is_last and self.world.is_main:
+                problem.what += f"; lost at the end of the run: {', '.join(sorted(self._refused))}"
                 raise
-            self.is_writer = False
-            self.console.warn(f"{self.world.host} keeps no copy of the run any more: {problem.what}")
+        else:
+            if what in self._refused:
+                self._refused.remove(what)
+                if not self._refused:
+                    self.console.note(f"{self.world.host}: the disk works again, and everything is saved")
 
     def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
         """Write the moving average to ``weights/<name>.safetensors``."""
         if self.is_writer:
-            with self.saving():
-                extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
-                weights = Weights(state.weights(), replace(self.header, extra=extra))
-                write_weights(self.folder.weights / f"{name}.safetensors", weights)
+            extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
+            self._unwritten[name] = Weights(state.weights(), replace(self.header, extra=extra))
+            self._write_unwritten()
+            if name in self._unwritten:  # the next steps would change the tensors
+                copies = {key: t.detach().cpu().clone() for key, t in self._unwritten[name].tensors.items()}
+                self._unwritten[name] = replace(self._unwritten[name], tensors=copies)
+
+    def _write_unwritten(self, *, is_last: bool = False) -> None:
+        """Write weights and rows that are not on the disk yet."""
+        for name in list(self._unwritten):
+            with self.saving(f"weights/{name}.safetensors", is_last=is_last):
+                write_weights(self.folder.weights / f"{name}.safetensors", self._unwritten[name])
+                del self._unwritten[name]
+        if self._rows:
+            with self.saving("results.csv", is_last=is_last):
+                for row in self._rows:
+                    self.table.write(row)
+                self._rows.clear()
 
     def epoch(
         self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None
@@ -232,8 +264,8 @@ class TrainReport:
             show_evaluation(self.console, evaluation, per_class=self.config.verbose)
         self.events.write("epoch", **row)
         if self.is_writer:
-            with self.saving():
-                self.table.write(row)
+            self._rows.append(row)
+            self._write_unwritten()
         if self.tensorboard:
             self.tensorboard.write(row)
         self._open_epoch(epoch + 1)
@@ -270,7 +302,8 @@ class TrainReport:
             "versions": self.versions,
             "seconds": times.seconds,
         }
-        with self.saving():
+        self._write_unwritten(is_last=True)
+        with self.saving("results.json", is_last=True):
             write_json(self.folder.results_json, results)
         accuracy = {}
         if self.last_evaluation is not None:

@@ -18,7 +18,14 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapsho
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, YolofleetError
+from yolofleet.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    StorageError,
+    YolofleetError,
+)
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
 from yolofleet.models.description import ModelDescription, description_from_dict
@@ -195,7 +202,11 @@ def _share_results(world: World, run: Path, source: int, *, is_writer: bool) -> 
                 content = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
         content = world.broadcast_bytes(content, source)
         if content and is_writer and world.rank != source:
-            write_bytes(run / name, content)
+            try:
+                write_bytes(run / name, content)
+            except StorageError:
+                if world.is_main:
+                    raise
 
 
 def stored_description(snapshot: Snapshot) -> ModelDescription:
