@@ -1,7 +1,7 @@
 """One process of a run: join the process group, train or validate, and close the group.
 
 For one device, or under a torchrun of the user, :func:`run` runs in the caller's process. Our own launcher starts
-``yolofleet.worker FOLDER`` once per device; it reads the job from FOLDER.
+``yolofleet.worker FOLDER JOB RESTARTS`` once per device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,6 +68,7 @@ def run(
     folder: RunFolder | None = None,
     on_stall: Callable[[YolofleetError], None] = show,
     on_failure: Callable[[BaseException], int] = show_failure,
+    restarts: int = 0,
 ) -> RunFolder:
     """Run one rank of a run; return the folder of the run.
 
@@ -76,11 +78,13 @@ def run(
         on_stall: gets the report if ranks hang; then the process ends.
         on_failure: reports an exception and returns the exit code, if the process must end at once because it cannot
             close its collectives (``World.ends_by_exit``).
+        restarts: how often our launcher has started the run again after a failure.
 
     Raises:
         YolofleetError: any expected failure.
     """
     place = place_from_environment(os.environ)
+    place = replace(place, restarts=place.restarts + restarts)
     device = prepare_process(config.value, place)
     world = World.join(place, device, config.value.timeout_s)
     try:
@@ -146,7 +150,7 @@ def _run(
 
 
 def main(argv: list[str]) -> int:
-    """Run ``yolofleet.worker FOLDER [JOB]``; write the reason of a failure into FOLDER/logs."""
+    """Run ``yolofleet.worker FOLDER JOB RESTARTS``; write the reason of a failure into FOLDER/logs."""
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))
@@ -180,8 +184,8 @@ def main(argv: list[str]) -> int:
         return write_failure("this is a bug in yolofleet:\n" + text, 1)
 
     try:
-        job = load_job(Path(argv[1]) if len(argv) > 1 else folder.job)
-        run(job.config, job.recipe, folder, on_stall, on_failure)
+        job = load_job(Path(argv[1]))
+        run(job.config, job.recipe, folder, on_stall, on_failure, int(argv[2]))
         return 0
     except (Exception, KeyboardInterrupt) as problem:
         return on_failure(problem)

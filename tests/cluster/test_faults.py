@@ -23,9 +23,20 @@ from yolofleet.datasets.shapes import make_shapes
 
 GIVES_UP_S = 600  # an error if a test reaches it
 HOSTS = "m1:cpu:1,m2:cpu:1"
-ENDLESS = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]
+ENDLESS = [
+    *SMALL,
+    "--epochs",
+    "100000",
+    "--threads",
+    "1",
+    "--val-period",
+    "0",
+    "--no-autoanchor",
+    "--restarts",
+    "0",
+]
 DEMO = ["--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16", "--micro-batch",
-        "8", "--epochs", "24"]  # fmt: skip
+        "8", "--epochs", "24", "--restarts", "0"]  # fmt: skip
 
 
 @pytest.fixture
@@ -97,7 +108,7 @@ def test_the_first_host_and_its_disk_are_lost_and_the_run_ends_with_the_same_wei
     names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
     session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
     with machines(3, private=[own], environment=session) as lab:
-        everywhere = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--save-steps", "1")
+        everywhere = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--save-steps", "1", "--restarts", "0")
         command = Command(lab, own, "train", "--data", data, *args, *everywhere)
         command.wait_for("epoch 3/")
         lab.hosts[0].power_off()

@@ -281,6 +281,7 @@ ENDS: dict[str, tuple[Callable[[Lab, Command], None], int, str]] = {
 def test_nothing_is_left_behind(lab: Lab, folder: Path, data: Path, name: str, repeat: int) -> None:
     provoke, code, says = ENDS[name]
     endless = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]
+    endless += ["--restarts", "0"]
     command = Command(lab, folder, "train", "--data", data, *endless, "--fleet", "fleet.yaml")
     try:
         command.wait_for("epoch 1/")

@@ -768,7 +768,7 @@ def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
 @pytest.mark.slow
 @needs_linux
 def test_a_rank_that_is_killed_is_named(here):
-    with training(here, "--device", "cpu:2") as (process, _, processes):
+    with training(here, "--device", "cpu:2", "--restarts", "0") as (process, _, processes):
         ranks = [pid for pid in processes if rank_of(pid) == 1]
         os.kill(ranks[0], signal.SIGKILL)
         outcome = end(process, code=4)

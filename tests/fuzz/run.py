@@ -33,7 +33,7 @@ from corpus import Corpus  # noqa: E402
 from harness import POLL_S, Case, Result, Running, guard  # noqa: E402
 from readers import READERS  # noqa: E402
 
-from yolofleet.fleet.launch.local import die_with_parent  # noqa: E402
+from yolofleet.system.children import die_with_parent  # noqa: E402
 
 SHOWN = 5  # commands that repeat one kind of failure
 

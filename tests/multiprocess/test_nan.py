@@ -61,6 +61,7 @@ def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: P
     assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one back", "--on-nan", "rollback")
     two = trained(folder, data, "two back", "--on-nan", "rollback", device="cpu:2")

@@ -39,6 +39,7 @@ def wait_for_rows(run: Path, count: int, process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     data = small_shapes(tmp_path, images=16, val_images=4)
     run, whole = (tmp_path / "runs" / "train" / name for name in ("killed", "whole"))

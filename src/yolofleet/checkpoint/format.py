@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ from yolofleet.files.foreign import read_foreign
 from yolofleet.text import screen_line
 
 DIGEST = "sha256"
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 MAX_FILE_BYTES = 2**38  # stops the read of endless files; memory is the real limit
 
 
@@ -63,6 +76,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
 
     write_atomically(path, write, lambda temporary: void(read_tensors(temporary)))
     return digest
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Iterator[memoryview]:
+    """Yield the bytes of the file that :func:`write_tensors` would write, without a copy of the tensors.
+
+    Format: huggingface.co/docs/safetensors; eight bytes with the header's length, the header as JSON, the tensors.
+    """
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    metadata = {key: json.dumps(value, sort_keys=True) for key, value in header.items()}
+    table: dict[str, Any] = {"__metadata__": {**metadata, DIGEST: tensors_sha256(plain, metadata)}}
+    end = 0
+    for name, t in plain.items():
+        begin, end = end, end + t.nbytes
+        table[name] = {"dtype": TYPES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for t in plain.values():
+        yield t.reshape(-1).view(torch.uint8).numpy().data
 
 
 def void(_: object) -> None:

@@ -177,8 +177,8 @@ class SchemaCommand(Command):
                 sections.setdefault(group_of(field) if field else "general", []).append((flag, help))
         width = max(len(flag) for rows in sections.values() for flag, _ in rows)
         order = [
-            *("input", "length and batch size", "method", "execution", "saved files", "reports and display"),
-            "general",
+            *("input", "length and batch size", "method", "execution", "after a failure", "saved files"),
+            *("reports and display", "general"),
         ]
         for title in sorted(sections, key=order.index):
             with formatter.section(title.capitalize()):

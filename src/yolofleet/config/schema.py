@@ -280,6 +280,40 @@ class TrainConfig(FleetSettings):
         in_files=False,
     )
 
+    # after a failure
+    restarts: int = setting(
+        10,
+        "after a failure, go on with what is left, at most N times within an hour; 0 = end at the first failure",
+        ge=0,
+        group="after a failure",
+    )
+    min_hosts: Natural = setting(
+        1,
+        "hosts that a run needs to go on; with fewer it waits for lost ones",
+        group="after a failure",
+        in_files=False,
+    )
+    min_devices: Natural = setting(
+        1,
+        "devices that a run needs to go on; with fewer it waits for lost ones",
+        group="after a failure",
+        in_files=False,
+    )
+    spares: str = setting(
+        "",
+        "hosts that replace lost ones, as in --hosts",
+        group="after a failure",
+        in_files=False,
+    )
+    host_timeout: float = setting(
+        0.0,
+        "a host is given up after N seconds without a message; 0 = 20, or silence_s of the fleet file",
+        ge=0,
+        le=3600,
+        group="after a failure",
+        in_files=False,
+    )
+
     # saved files
     resume: str = setting(
         "",

@@ -7,8 +7,8 @@ It comes from ``--hosts a:8,b:4,c:0+2`` or from a YAML file. OpenSSH knows how t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class Host:
 @dataclass(frozen=True)
 class Fleet:
     """Attributes:
-    hosts: rank 0 runs on the first.
+    hosts: rank 0 runs on the first; the last ``spares`` of them wait to replace a lost one.
     source: the option or file that names the fleet.
     port: of the rendezvous on the first host, or the next free one.
     silence_s: timeout of heartbeats, after which a host ends everything.
@@ -75,10 +75,39 @@ class Fleet:
     port: int = FIRST_PORT
     silence_s: float = 20.0
     grace_s: float = 30.0
+    spares: int = 0
+
+    @property
+    def active(self) -> tuple[Host, ...]:
+        """The hosts that a run starts on."""
+        return self.hosts[: len(self.hosts) - self.spares]
+
+    @property
+    def spare(self) -> tuple[Host, ...]:
+        """The hosts that wait."""
+        return self.hosts[len(self.hosts) - self.spares :]
 
     @property
     def processes(self) -> int:
-        return sum(host.processes for host in self.hosts)
+        """Processes that a run starts with."""
+        return sum(host.processes for host in self.active)
+
+    def without(self, spares: Collection[str]) -> Fleet:
+        """Return the fleet without spares of these names."""
+        kept = tuple(host for host in self.spare if host.name not in spares)
+        return replace(self, hosts=(*self.active, *kept), spares=len(kept))
+
+    def of(self, numbers: Sequence[int]) -> Fleet:
+        """Return the fleet of the hosts with these numbers, in this order."""
+        return replace(self, hosts=tuple(self.hosts[number] for number in numbers), spares=0)
+
+    def with_spares(self, spares: Fleet) -> Fleet:
+        """Return the fleet with other hosts as spares.
+
+        Raises:
+            ConfigError: a host is named twice.
+        """
+        return _fleet([*self.hosts, *spares.hosts], self.source, **_numbers(self), spares=len(spares.hosts))
 
     def first_rank(self, node: int) -> int:
         """Return the lowest rank on a host. Ranks are numbered host by host."""
@@ -154,6 +183,10 @@ def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | Non
     if file:
         return load_fleet(Path(file), device)
     return parse_hosts(hosts, device) if hosts else None
+
+
+def _numbers(fleet: Fleet) -> dict[str, Any]:
+    return {"port": fleet.port, "silence_s": fleet.silence_s, "grace_s": fleet.grace_s}
 
 
 def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:

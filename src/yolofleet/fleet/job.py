@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import module_argv
 
+RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 # Seconds from SIGTERM until torchrun's agent kills its workers. torch's default of 30 may be too short to save a
 # checkpoint, and older versions have no other.
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -57,34 +59,39 @@ class JobSpec:
     Attributes:
         job: file of the configuration; None = ``logs/job.yaml`` of the folder.
         rendezvous: None if there is no other machine.
+        restarts: how often the run was started again after a failure.
     """
 
     folder: Path
     processes: int
     job: Path | None = None
     rendezvous: Rendezvous | None = None
+    restarts: int = 0
 
 
-def agent_argv(job: JobSpec, store: StoreEnd = StoreEnd()) -> list[str]:
-    """Return the command of torchrun's agent for this host.
+def agent_argv(job: JobSpec) -> list[str]:
+    """Return the command of torchrun's agent for a run on this machine alone."""
+    return [*module_argv("yolofleet.parallel.agent"), *agent_arguments(job)]
+
+
+def agent_arguments(job: JobSpec, store_port: int = 0) -> list[str]:
+    """Return the arguments of torchrun's agent for this host.
 
     Args:
-        store: by default the agent opens a store for this host alone, on a free port.
+        store_port: of the run's store, or of the relay to it; 0: the agent opens a store for this host alone.
     """
     node, nodes = (job.rendezvous.node, job.rendezvous.nodes) if job.rendezvous else (0, 1)
-    options = f"node={node}" + ("" if store.listener is None else f",listener={store.listener}")
     return [
-        *module_argv("yolofleet.parallel.agent"),  # torchrun with a rendezvous that opens no port
         f"--nnodes={nodes}",
-        "--rdzv-backend=loopback",
-        f"--rdzv-endpoint=127.0.0.1:{store.port}",
-        f"--rdzv-conf={options}",
+        "--rdzv-backend=loopback",  # a rendezvous that opens no port
+        f"--rdzv-endpoint=127.0.0.1:{store_port}",
+        f"--rdzv-conf=node={node}",
         "--local-addr=127.0.0.1",  # not the host name, which may not resolve
         f"--nproc-per-node={job.processes}",
-        "--rdzv-id=yolofleet",
-        "--max-restarts=0",  # --resume restarts a run
+        f"--rdzv-id={RUN_ID}",
+        "--max-restarts=0",  # the launcher starts a run again, on the hosts that are left
         f"--log-dir={os.devnull}",  # else every start leaves an empty folder in TMPDIR
-        *worker_argv(str(job.folder), *([str(job.job)] if job.job else [])),
+        *worker_argv(str(job.folder), str(job.job or RunFolder(job.folder).job), str(job.restarts)),
     ]
 
 

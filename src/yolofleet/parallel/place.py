@@ -27,6 +27,7 @@ class Place:
     Attributes:
         source: the launcher.
         address, port: of rank 0's rendezvous store, or of that of torchrun's agent.
+        restarts: how often all processes were started again after a failure.
         only_device: the one device that the launcher makes visible to this process, if the machine runs several
             processes; else "".
     """
@@ -39,6 +40,7 @@ class Place:
     address: str = ""
     port: int = 0
     only_device: str = ""
+    restarts: int = 0
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:
@@ -97,7 +99,9 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     rank, size, local_rank = (_number(environment, name) for name in names[:3])
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
     address, port = environment["MASTER_ADDR"], _port(environment, 0)
-    return _checked(Place(rank, size, local_rank, local_size, "torchrun", address, port))
+    again = "TORCHELASTIC_RESTART_COUNT"
+    restarts = _number(environment, again) if again in environment else 0
+    return _checked(Place(rank, size, local_rank, local_size, "torchrun", address, port, restarts=restarts))
 
 
 # -- mpirun --------------------------------------------------------------------------------------------------

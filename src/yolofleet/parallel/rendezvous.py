@@ -5,11 +5,8 @@ the store of every backend listens on all addresses. Here the agent of one host 
 other hosts, and all workers, connect to a port of their own 127.0.0.1: behind it is the store itself, or a relay to it
 (``fleet/hosts/relay.py``). Everything in the store is text, numbers or bytes.
 
-Options of ``--rdzv-conf``, beside ``--rdzv-endpoint=127.0.0.1:PORT``:
-
-- ``node``: number of this host, 0 by default;
-- ``listener``: file descriptor of a listening socket. This agent owns the store. Without it and with port 0 the agent
-  opens a socket itself.
+The option ``node`` of ``--rdzv-conf`` is the number of this host, 0 by default. ``--rdzv-endpoint=127.0.0.1:PORT`` is
+where the store is, unless this agent owns it: then it has got a socket that listens, or the port is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ TIMEOUT_S = 600.0  # torch's default, for agents that wait for other hosts
 class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous with fixed membership: hosts ``0`` to ``nodes - 1``, known before the start."""
 
-    def __init__(self, node: int, nodes: int, run_id: str, port: int, listener: int | None) -> None:
+    def __init__(self, node: int, nodes: int, run_id: str, port: int, listener: socket.socket | None) -> None:
         self._node, self._nodes, self._run_id = node, nodes, run_id
         self._port, self._listener = port, listener
         self._store: TCPStore | None = None
@@ -59,7 +56,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def _open(self) -> TCPStore:
         if self._listener is not None:
-            return host_store(socket.socket(fileno=self._listener), TIMEOUT_S)
+            return host_store(self._listener, TIMEOUT_S)
         if self._port == 0:
             return host_store(open_listener(LOOPBACK), TIMEOUT_S)
         return connect_store(LOOPBACK, self._port, TIMEOUT_S)
@@ -85,8 +82,17 @@ def register() -> None:
     rendezvous_handler_registry.register(BACKEND, _handler)
 
 
+_listeners: list[socket.socket] = []
+
+
+def own_store(listener: socket.socket) -> None:
+    """Let the next rendezvous of this process own the store, which listens on this socket."""
+    _listeners[:] = [listener]
+
+
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-    node, listener = parameters.get_as_int("node", 0), parameters.get_as_int("listener")
+    node = parameters.get_as_int("node", 0)
     assert node is not None
+    listener = _listeners.pop() if _listeners else None
     return LoopbackRendezvous(node, parameters.max_nodes, parameters.run_id, port, listener)

@@ -136,6 +136,7 @@ class World:
     host: str = field(default_factory=socket.gethostname)
     activity: Activity = field(default_factory=Activity, compare=False)
     is_guest: bool = False  # another program made the process group (Ray)
+    restarts: int = 0  # how often all processes were started again after a failure
 
     @property
     def is_main(self) -> bool:
@@ -187,7 +188,16 @@ class World:
                     "--timeout-s waits longer",
                 )
         rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
-        return cls(rank, size, local_rank, local_size, device, place.source, is_guest=is_guest)
+        return cls(
+            rank,
+            size,
+            local_rank,
+            local_size,
+            device,
+            place.source,
+            is_guest=is_guest,
+            restarts=place.restarts,
+        )
 
     def connect(self) -> None:
         """Run a first collective on the device: NCCL connects in it, and may fail or hang.

@@ -12,11 +12,17 @@ from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, StorageError, YolofleetError
 from yolofleet.files.atomic import storage_error, write_text
+from yolofleet.files.foreign import read_foreign_text
+from yolofleet.fleet.job import RUN_ID
 from yolofleet.parallel.world import World
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import new_folder
+from yolofleet.system.proc import started_at
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
+
+AGENT_MARK = "logs/torchrun-agent.txt"
+MOST_MARK_BYTES = 1 << 10
 
 
 def shared_folder(
@@ -30,10 +36,10 @@ def shared_folder(
     Raises:
         ConfigError: another process uses the folder.
     """
-    made, problem = given, None
+    made, problem = given or (_folder_before(world, settings) if world.restarts else None), None
     if world.is_main:
         try:
-            made = given or new_folder(settings)
+            made = made or new_folder(settings)
             lock.enter_context(made.locked())
         except YolofleetError as error:
             problem = error
@@ -43,6 +49,28 @@ def shared_folder(
     if not path:
         raise ClusterError("rank 0 could not use the run's folder", hint="read the message of rank 0")
     return made or RunFolder(Path(os.fsdecode(path)))
+
+
+def _folder_before(world: World, settings: TrainConfig | ValConfig) -> RunFolder | None:
+    """Return the folder of the ranks that a user's torchrun has started again; None if no host has it.
+
+    Collective: every rank.
+    """
+    found = b""
+    if world.local_rank == 0 and (mine := torchrun_agent()):
+        project = settings.project or Path("runs") / settings.verb
+        for mark in project.glob(f"*/{AGENT_MARK}"):
+            with suppress(OSError, ValueError):
+                if read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False) == mine:
+                    found = os.fsencode(mark.parents[1].absolute())
+    paths = [path for path in world.all_gather_bytes(found) if path]
+    return RunFolder(Path(os.fsdecode(paths[0]))) if paths else None
+
+
+def torchrun_agent() -> str:
+    """Return what identifies the torchrun agent of a user that started this process; "" if there is none."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID)
+    return "" if run_id == RUN_ID else f"{run_id} {os.getppid()} {started_at(os.getppid())}"
 
 
 def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
@@ -103,5 +131,7 @@ def _remove_marks(folder: RunFolder, but: str) -> None:
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:
-    """Write ``config.yaml``."""
+    """Write ``config.yaml``, and under a user's torchrun the mark by which restarted ranks find the folder."""
     write_text(folder.config, dump_config(config, recipe))
+    if agent := torchrun_agent():
+        write_text(folder.path / AGENT_MARK, agent)

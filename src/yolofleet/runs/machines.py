@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import Fleet, named_fleet
+from yolofleet.fleet.description import Fleet, named_fleet, parse_hosts
+from yolofleet.fleet.launch.restarts import RestartRules
 from yolofleet.fleet.schedulers.scheduler import ScheduledRun
 from yolofleet.parallel.partition import Partition
+
+WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
+LEAST_TIMEOUT_S = 5.0
 
 
 def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
@@ -27,8 +32,13 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
         settings.device,
     )
     if found is None:
-        if settings.sync_code:
-            raise ConfigError("--sync-code has no effect without --hosts or --fleet", hint="leave it out")
+        for name in ("sync_code", *WITH_HOSTS):
+            if name in config.sources and config.is_given(name):
+                raise ConfigError(
+                    f"{config.spelled(name)} has no effect without --hosts or --fleet",
+                    source=config.sources[name],
+                    hint="leave it out",
+                )
         return None
     if settings.parallel == "dp":
         raise ConfigError(
@@ -40,7 +50,42 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
             source=config.sources["device"],
             hint="leave it out; it counts for hosts that are named without devices",
         )
-    return found
+    return with_failure_settings(found, settings) if isinstance(settings, TrainConfig) else found
+
+
+def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
+    """Return the fleet with ``--spares`` and ``--host-timeout``.
+
+    Raises:
+        ConfigError: a setting contradicts the hosts.
+    """
+    if settings.spares:
+        fleet = fleet.with_spares(parse_hosts(settings.spares, settings.device, "--spares"))
+    if 0 < settings.host_timeout < LEAST_TIMEOUT_S:
+        raise ConfigError(
+            f"--host-timeout {settings.host_timeout:g} is too short: hosts send a message every 2 s",
+            hint=f"at least {LEAST_TIMEOUT_S:g}",
+        )
+    if settings.host_timeout:
+        fleet = replace(fleet, silence_s=settings.host_timeout)
+    devices = sum(host.processes for host in fleet.hosts)
+    for flag, wanted, there in (
+        ("--min-hosts", settings.min_hosts, len(fleet.hosts)),
+        ("--min-devices", settings.min_devices, devices),
+    ):
+        if wanted > there:
+            raise ConfigError(
+                f"{flag} {wanted}, and there are {there} with all spares",
+                hint=f"{flag} {there}, or name more hosts",
+            )
+    return fleet
+
+
+def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
+    """Return when a run goes on after a failure: a training, by its settings."""
+    if not isinstance(settings, TrainConfig):
+        return RestartRules()
+    return RestartRules(settings.restarts, settings.min_hosts, settings.min_devices)
 
 
 def scheduled_run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,18 @@ from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.files.atomic import write_bytes
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.launch.on_hosts import FleetJob, run_job
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.machines import WITH_HOSTS, restart_rules
 from yolofleet.runs.plan import RunPlan
+
+OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
+    *("hosts", "fleet", "sync_code", "restarts"),
+    *WITH_HOSTS,
+)
 
 
 def run_on_hosts(plan: RunPlan) -> tuple[int, RunFolder]:
@@ -42,9 +50,7 @@ def job_of(plan: RunPlan) -> FleetJob:
     settings, is_resumed = plan.config.value, plan.resumed is not None
     return FleetJob(
         verb=settings.verb,
-        texts=[
-            text_for_host(plan.config, plan.recipe, plan.fleet, node) for node in range(len(plan.fleet.hosts))
-        ],
+        text=partial(text_for_host, plan.config, plan.recipe, plan.fleet),
         resources=resources_of(settings),
         make_folder=plan.folder,
         files=files_read(settings),
@@ -52,20 +58,31 @@ def job_of(plan: RunPlan) -> FleetJob:
         may_exist=is_resumed or settings.exist_ok,
         may_link=not is_resumed or settings.linked_folders,
         syncs_package=settings.sync_code,
+        rules=restart_rules(settings),
         resume_options=resume_options(settings) if plan.recipe is not None else None,
     )
 
 
-def text_for_host(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet: Fleet, node: int) -> str:
+def text_for_host(
+    config: Resolved[Any],
+    recipe: Resolved[Recipe] | None,
+    fleet: Fleet,
+    number: int,
+    members: Sequence[int],
+) -> str:
     """Return the configuration for one host: with its own devices and data, and without the fleet.
 
+    Args:
+        number: of the host in the fleet.
+        members: numbers of all hosts that take part, in the order of their ranks.
     Raises:
         ConfigError: its settings are mutually exclusive.
     """
-    host = fleet.hosts[node]
-    own: dict[str, Any] = {"device": host.device, "hosts": "", "fleet": "", "sync_code": False}
-    unset = dict.fromkeys(("hosts", "fleet", "sync_code"), DEFAULT)
-    sources = {**config.sources, **unset, "device": fleet.source}
+    host, model = fleet.hosts[number], type(config.value)
+    left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
+    own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
+    own |= {"device": host.device, "shares": shares_of(config.value.shares, fleet, members)}
+    sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
     if host.data:
         own["data"], sources["data"] = host.data, fleet.source
     if config.value.json_out not in ("", "-"):  # it names a file of this machine
@@ -74,6 +91,16 @@ def text_for_host(config: Resolved[Any], recipe: Resolved[Recipe] | None, fleet:
     if recipe is not None:
         check_train(there, recipe)
     return dump_config(there, recipe)
+
+
+def shares_of(shares: str, fleet: Fleet, members: Sequence[int]) -> str:
+    """Return the part of ``--shares`` for the ranks of some hosts; "" if it names none for them."""
+    numbers = shares.split(",")
+    if len(numbers) != fleet.processes:
+        return shares  # none, or auto
+    if not all(number < len(fleet.active) for number in members):
+        return ""  # a spare has no share
+    return ",".join(numbers[rank] for number in members for rank in fleet.ranks(number))
 
 
 def files_read(settings: TrainConfig | ValConfig) -> list[str]:
@@ -89,4 +116,11 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
         options += ["--device", settings.device]
     if isinstance(settings, TrainConfig) and settings.preempt_notice:
         options += ["--preempt-notice", settings.preempt_notice]
-    return [*options, "--sync-code"] if settings.sync_code else options
+    if settings.sync_code:
+        options.append("--sync-code")
+    for name in WITH_HOSTS:
+        field = TrainConfig.model_fields[name]
+        value = getattr(settings, name, field.default)
+        if value != field.default:
+            options += [flag_of(name, field), f"{value:g}" if isinstance(value, float) else str(value)]
+    return options

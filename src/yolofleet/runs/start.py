@@ -10,6 +10,7 @@ from yolofleet.files.atomic import write_text
 from yolofleet.fleet.job import JobSpec
 from yolofleet.fleet.launch.local import run_agent
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.machines import restart_rules
 from yolofleet.runs.plan import RunPlan
 from yolofleet.system.signals import stoppable
 
@@ -40,7 +41,7 @@ def _run_processes(plan: RunPlan, folder: RunFolder) -> int:
     code = None
     try:
         write_text(folder.job, dump_config(plan.config, plan.recipe))
-        code = run_agent(JobSpec(folder.path.resolve(), plan.processes))
+        code = run_agent(JobSpec(folder.path.resolve(), plan.processes), restart_rules(plan.config.value))
     finally:
         if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
             folder.discard_unless_used()

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
+from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.checks import micro_batch_of
@@ -106,7 +107,8 @@ def _train(
     check_settings(config, recipe.value, world)
     data = _data(config, world)
 
-    snapshot = snapshot_for_all(world, config.resume, console, is_writer=is_writer)
+    memory = StateMemory.of(os.environ)
+    snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
@@ -128,6 +130,8 @@ def _train(
             console.warn(f"{world.host} keeps no copy of the run: {problem.what}")
 
     with ExitStack() as caches:
+        if memory is not None:
+            caches.callback(memory.close)
         cache, val_cache = _caches(config, data, network.img, world, caches)
         report = TrainReport(
             folder,
@@ -157,9 +161,12 @@ def _train(
             world=world,
             report=report,
             store=store,
+            memory=memory if world.local_rank == 0 else None,
             evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
             fingerprint=identity,
-            newest_state=partial(snapshot_for_all, world, str(folder.path), console, is_writer=is_writer),
+            newest_state=partial(
+                snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
+            ),
             equal_kernels=have_equal_kernels(world),
         )
         report.begin(

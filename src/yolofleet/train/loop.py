@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
@@ -40,6 +41,8 @@ from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
 from yolofleet.train.stop import StopRequest
 
+KEEP_S = 5.0  # at least, between states in memory
+KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes
 MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
 SHOWN = 10  # images that an error names
 MOST_UNREADABLE = 100  # images; at most 1 % of the data set, but always UNREADABLE_ALLOWED
@@ -160,6 +163,17 @@ class SpeedProbe:
         return False
 
 
+class Asked(NamedTuple):
+    """What a rank asks for after a step: to stop, to save on disk, to keep the state in memory."""
+
+    stop: bool = False
+    save: bool = False
+    keep: bool = False
+
+
+NOTHING = Asked()
+
+
 @dataclass
 class TrainingRun:
     """All parts of one rank's run; ``runs/train.py`` builds it."""
@@ -175,6 +189,7 @@ class TrainingRun:
     world: World
     report: TrainReport
     store: CheckpointStore
+    memory: StateMemory | None  # of this host, if this rank writes there
     evaluate: Callable[[DetectionLoss], Evaluation]
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
@@ -184,6 +199,8 @@ class TrainingRun:
     unreadable: dict[int, str] = field(default_factory=dict)  # replaced images and why; equal on every rank
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
     saves: SaveTimer = field(init=False)
+    kept_at_s: float = field(default_factory=time.monotonic)  # the last state in memory
+    keep_s: float = 0.0  # what training stood still for it
 
     def plans(self) -> Iterator[StepPlan]:
         """Yield the remaining steps of the run."""
@@ -245,9 +262,9 @@ class TrainingRun:
         probe = SpeedProbe(self.state.step) if self.state.replicas.timed else None
         unended = self._unended_epoch()
         if unended is not None:
-            self._end_step(unended, stop, save_asked=True)
+            self._end_step(unended, stop, Asked(save=True))
         for plan in self.plans():
-            stop_asked, save_asked = self._step(plan, stop)
+            asked = self._step(plan, stop)
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
                 probe = None
@@ -256,12 +273,10 @@ class TrainingRun:
                     check_agreement(
                         self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
                     )
-            if self._end_step(plan, stop, stop_asked=stop_asked, save_asked=save_asked):
+            if self._end_step(plan, stop, asked):
                 return
 
-    def _end_step(
-        self, plan: StepPlan, stop: StopRequest, *, stop_asked: bool = False, save_asked: bool = False
-    ) -> bool:
+    def _end_step(self, plan: StepPlan, stop: StopRequest, asked: Asked = NOTHING) -> bool:
         """End the epoch if the step did, then save or stop if that is due; return whether the run is at its end.
 
         Collective: every rank, with equal arguments except for ``stop``.
@@ -271,14 +286,17 @@ class TrainingRun:
         """
         ends, ends_epoch = False, self._ends_epoch(plan)
         try:
-            epoch_asks = self._end_epochs(plan, saves=save_asked or stop_asked)
+            epoch_asks = self._end_epochs(plan, saves=asked.save or asked.stop)
             ends = self.is_last(plan) or self._out_of_patience()
         except ValidationStopped:
-            stop_asked = epoch_asks = True
+            asked, epoch_asks = asked._replace(stop=True), True
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
-        if save_asked or epoch_asks or steps_ask or stop_asked or ends:
+        if asked.save or epoch_asks or steps_ask or asked.stop or ends:
             self._save(ends_epoch=ends_epoch)
-        if stop_asked and not ends:
+        elif asked.keep:
+            self._sum_tally()
+            self._keep()
+        if asked.stop and not ends:
             self._stop(stop)
         return ends
 
@@ -357,11 +375,11 @@ class TrainingRun:
             for key in self.splitter.keys(plan)
         )
 
-    def _step(self, plan: StepPlan, stop: StopRequest) -> tuple[bool, bool]:
-        """Load, train and report one step; return whether a rank asks to stop, and to save."""
+    def _step(self, plan: StepPlan, stop: StopRequest) -> Asked:
+        """Load, train and report one step; return what a rank asks for."""
         if plan.first_image in self.state.progress.left_out:
             self.state.step, self.state.images_seen = plan.step + 1, plan.end_image
-            return False, False
+            return NOTHING
         with self.report.clock("data"):
             mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
         save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
@@ -376,17 +394,19 @@ class TrainingRun:
             total_micro_batches=self.splitter.passes_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(int(bool(stop)), int(save_due), len(broken)),
+            requests=(int(bool(stop)), int(save_due), int(self._keep_is_due()), len(broken)),
             nan_rule=self.nan_rule,
         )
+        if self.memory is not None:
+            self.memory.done(self.state.step)
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
         self._leave_out(done.left_out)
         self.report.step(plan, mine, self.tally, self.tally_images)
-        stop_asked, save_asked, any_broken = done.requests
+        *asked, any_broken = done.requests
         if any_broken:
             self._share_unreadable(broken)
-        return stop_asked > 0, save_asked > 0
+        return Asked(*map(bool, asked))
 
     def _share_unreadable(self, broken: dict[int, str]) -> None:
         """Report images that were replaced, each once. Collective: every rank, if any has a new one.
@@ -414,6 +434,13 @@ class TrainingRun:
                 hint=f"yolofleet data check {self.config.data} --decode finds all of them; --resume continues from "
                 "the last checkpoint",
             )
+
+    def _keep_is_due(self) -> bool:
+        """Return whether rank 0 asks for a state in memory: seldom enough that it costs little time."""
+        if self.memory is None or not self.world.is_main or self.memory.is_busy:
+            return False
+        interval_s = max(KEEP_S, self.keep_s / KEEP_SHARE, self.memory.write_s / WRITE_SHARE)
+        return time.monotonic() - self.kept_at_s > interval_s
 
     def _stop(self, stop: StopRequest) -> None:
         """Wait until the state is written, and raise. Collective: every rank."""
@@ -503,14 +530,35 @@ class TrainingRun:
 
         Collective: every rank.
         """
+        self._sum_tally()
+        with self.saves.spending(), self.report.saving(CHECKPOINT):
+            snapshot = self._keep()
+            if self.report.is_writer and snapshot is not None:
+                self.store.save(snapshot)
+        self.saves.saved(ends_epoch=ends_epoch)
+
+    def _sum_tally(self) -> None:
+        """Put the losses of this epoch so far, of all ranks, into the state. Collective: every rank."""
         self._watch_numerics()
         self.state.progress = replace(
             self.state.progress,
             epoch_terms=self.world.sum_rows(self.tally.tolist()),
             epoch_images=self.tally_images,
         )
-        if self.report.is_writer:
-            with self.saves.spending(), self.report.saving(CHECKPOINT):
-                extra = {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
-                self.store.save(self.state.snapshot(extra))
-        self.saves.saved(ends_epoch=ends_epoch)
+
+    def _keep(self) -> Snapshot | None:
+        """Pass a copy of the state to the memory of this host, for ranks that are started again; return it.
+
+        None on a rank that writes nowhere.
+        """
+        if not self.report.is_writer and self.memory is None:
+            return None
+        began_s = time.monotonic()
+        snapshot = self.state.snapshot(
+            {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
+        )
+        if self.memory is not None and not self.memory.is_busy:
+            self.memory.save(snapshot)
+        self.kept_at_s = time.monotonic()
+        self.keep_s = self.kept_at_s - began_s
+        return snapshot

@@ -114,12 +114,22 @@ class TrainReport:
         self.index, self.val_index = index, val_index
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
-        self.console.header(
-            "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
-        )
-        show_data_notes(self.console, data_notes, [index, val_index])
+        if self.world.restarts:
+            self.console.fact(f"started again as {facts['where']}")
+        else:
+            self.console.header(
+                "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
+            )
+            show_data_notes(self.console, data_notes, [index, val_index])
         bits = kernels(self.world.device)
-        self.events.write("start", world=self.world.size, step=state.step, versions=versions, kernels=bits)
+        self.events.write(
+            "start",
+            world=self.world.size,
+            restarts=self.world.restarts,
+            step=state.step,
+            versions=versions,
+            kernels=bits,
+        )
         if resumed:
             epoch = min(state.images_seen // self.dataset_images + 1, self.config.epochs)
             self.console.fact(

@@ -6,6 +6,7 @@ change. This module sends the state to every rank and refuses the state of anoth
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
+from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -52,9 +54,9 @@ RESULT_SETTINGS = [
     "sync_bn",
 ]
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
-SHARED_RESULTS = ("results.csv", "weights/best.safetensors", "weights/last.safetensors")
+RESULTS = "results.csv"
+SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 MAX_RESULT_BYTES = 1 << 30
-MAX_STEP = 2**53
 
 
 class _Stored(BaseModel):
@@ -136,44 +138,61 @@ def fingerprint(
     }
 
 
-def snapshot_for_all(world: World, resume: str, console: NullConsole, *, is_writer: bool) -> Snapshot | None:
+def snapshot_for_all(
+    world: World,
+    resume: str,
+    run: Path,
+    memory: StateMemory | None,
+    console: NullConsole,
+    *,
+    is_writer: bool,
+) -> Snapshot | None:
     """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
 
-    The rank that has it also sends the results and weights of the run, which the ranks that write files store.
+    A host has it in memory, if the run was started again after a failure, or on its disk. The ranks that write files also
+    get the results and weights of the run.
 
     Args:
         resume: ``--resume``: a file of rank 0, or the folder of the run on each host; "" = a new run.
+        run: the folder of the run.
+        memory: of this host.
         is_writer: this rank writes the files of the run.
+    Returns:
+        None for a new run, also one that was started again before it saved any state.
     Collective: every rank.
 
     Raises:
         CheckpointError: no checkpoint is complete, or the file is not a training state.
     """
-    if not resume:
+    if not resume and not world.restarts:
         return None
-    resume_from = Path(resume)
-    content, found, step, problem = b"", resume_from, -1, None
+    content, found, step, problem = b"", Path(resume or run), -1, None
+    in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
     try:
-        if not world.is_main and world.local_rank == 0 and resume_from.is_dir():
-            with suppress(CheckpointError):
-                found, step = _newest(resume_from, console)
-        elif world.is_main:
-            found, step = _newest(resume_from, console) if resume_from.is_dir() else (resume_from, MAX_STEP)
+        if in_memory is not None:
+            step = in_memory.step()
+        elif not found.is_dir():
+            step = 0 if world.is_main else -1
+        elif world.local_rank == 0:
+            found, step = _newest(found, console)
     except YolofleetError as error:
         problem = error
     steps = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", step))]
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
+        if not resume:
+            return None
         raise problem or ClusterError("rank 0 could not read the checkpoint; its message says why")
     try:
-        content = read_whole(found) if world.rank == source else b""
+        if world.rank == source:
+            content = in_memory.newest() if in_memory is not None else read_whole(found)
     except YolofleetError as error:
         problem = error
     content = world.broadcast_bytes(content, source)
     if not content:
         raise problem or ClusterError(f"rank {source} could not read the checkpoint; its message says why")
-    if steps[source] < MAX_STEP and world.local_size < world.size:
-        _share_results(world, resume_from, source, is_writer=is_writer)
+    if world.local_size < world.size:
+        _share_results(world, run, is_writer=is_writer)
     origin = str(found) if world.rank == source else f"the checkpoint sent by rank {source}"
     snapshot = decode_snapshot(decode_tensors(content, origin), origin)
     try:
@@ -193,14 +212,24 @@ def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:
     return found, step_of(found)
 
 
-def _share_results(world: World, run: Path, source: int, *, is_writer: bool) -> None:
-    """Copy results and weights of a run from rank ``source`` to all ranks that write files. Collective: every rank."""
-    for name in SHARED_RESULTS:
-        content = b""
-        if world.rank == source:
+def _share_results(world: World, run: Path, *, is_writer: bool) -> None:
+    """Copy results and weights of a run to all ranks that write files, from a rank with the most rows of results.
+
+    Collective: every rank.
+    """
+    contents = {name: b"" for name in SHARED_RESULTS}
+    if world.local_rank == 0:
+        for name in contents:
             with suppress(OSError):
-                content = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
-        content = world.broadcast_bytes(content, source)
+                contents[name] = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values()))
+    packed = struct.pack("<q?32s", len(contents[RESULTS]), is_writer, digest.digest())
+    every = [struct.unpack("<q?32s", one) for one in world.all_gather_bytes(packed)]
+    source = max(range(world.size), key=lambda rank: (every[rank][0], -rank))
+    if all(theirs == every[source][2] for _, writes, theirs in every if writes):
+        return
+    for name, mine in contents.items():
+        content = world.broadcast_bytes(mine if world.rank == source else b"", source)
         if content and is_writer and world.rank != source:
             try:
                 write_bytes(run / name, content)

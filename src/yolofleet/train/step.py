@@ -158,7 +158,8 @@ def train_step(
     state.average.update(finite)
     state.step = plan.step + 1
     state.images_seen = plan.end_image
-    return StepReport(torch.where(finite, terms, 0.0), tuple(requests), tuple(left_out))
+    terms = torch.where(finite, terms, torch.zeros_like(terms))
+    return StepReport(terms, tuple(requests), tuple(left_out))
 
 
 class LocalSums(NamedTuple):

@@ -37,8 +37,10 @@ PRINTS = {
     "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
     "fleet/launch/nonblocking_stdout.py:_put": "text that `fleet/launch/watch.py` has cleaned",
     "fleet/launch/watch.py:request_stop": "a fixed sentence, from a signal handler",
-    "fleet/launch/local.py:forward": "the same",
-    "train/loop.py:_on_signal": "the same",
+    "fleet/launch/local.py:_on_signal": "the same",
+    "train/stop.py:_on_signal": "the same",
+    "parallel/agent.py:serve": "into the agent's log",
+    "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
     "files/fetch.py:show": "carriage return before a line of `echo`",
 }
 

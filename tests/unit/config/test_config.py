@@ -566,14 +566,16 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
 
 
 LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True,
-             "preempt_notice": "a b"}  # fmt: skip
+             "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
+             "host_timeout": 9.0}  # fmt: skip
 
 
 def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
     names = {name for name, field in TrainConfig.model_fields.items() if not may_be_in_files(field)}
     assert names == {*LINE_ONLY, "resume"}
     folder = run(exist_ok=True, linked_folders=True)
-    assert all(not getattr(resolve_train({"resume": str(folder)})[0].value, name) for name in LINE_ONLY)
+    resumed = resolve_train({"resume": str(folder)})[0].value
+    assert all(getattr(resumed, name) == TrainConfig.model_fields[name].default for name in LINE_ONLY)
     for name, value in LINE_ONLY.items():
         more = {"hosts": "a:1"} if name == "sync_code" else {}
         config, _ = resolve_train({"resume": str(folder), name: value, **more})

@@ -25,7 +25,7 @@ from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
+from yolofleet.errors import DataError, StorageError
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 
@@ -165,7 +165,7 @@ def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_
 class Broken(Pictures):
     def get(self, image: int) -> np.ndarray:
         if image == 7:
-            raise DataError("images/7.jpg is truncated", source="images/7.jpg", hint="replace the file")
+            raise StorageError("images/7.jpg is truncated", source="images/7.jpg", hint="replace the file")
         return super().get(image)
 
 
@@ -173,11 +173,11 @@ class Broken(Pictures):
 def test_an_error_of_ours_arrives_as_it_was_raised(workers):
     made = samples(PLAIN)
     made.cache = Broken()
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(StorageError) as caught:
         for _ in train_loader(made, keys(4), count_labels, workers=workers):
             pass
     assert caught.value.render().splitlines() == [
-        "DataError: images/7.jpg is truncated",
+        "StorageError: images/7.jpg is truncated",
         "  from : images/7.jpg",
         "  try  : replace the file",
     ]

@@ -151,7 +151,7 @@ def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:
     fleet = Fleet((Host("a", "0,1"), Host("b", "cpu:2", data="/b/d.yaml")), "fleet.yaml")
     for node, (device, data) in enumerate((("0,1", "d.yaml"), ("cpu:2", "/b/d.yaml"))):
         path = tmp_path / "job.yaml"
-        path.write_text(text_for_host(config, recipe, fleet, node))
+        path.write_text(text_for_host(config, recipe, fleet, node, (0, 1)))
         there = load_job(path)
         assert (there.config.value.device, there.config.value.data, there.config.value.epochs) == (
             device,
@@ -167,7 +167,7 @@ def test_figures_go_into_a_file_of_this_machine_not_of_the_hosts(
     tmp_path: Path, asked: str, told: str
 ) -> None:
     config = resolve_val({"data": "d", "weights": "w", "hosts": "a:1", "json_out": asked})
-    (tmp_path / "job.yaml").write_text(text_for_host(config, None, parse_hosts("a:1"), 0))
+    (tmp_path / "job.yaml").write_text(text_for_host(config, None, parse_hosts("a:1"), 0, (0,)))
     assert load_job(tmp_path / "job.yaml").config.value.json_out == told
 
 

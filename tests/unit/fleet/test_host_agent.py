@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,16 @@ DEADLINE_S = 900
 def job(command: str, /, **more: Any) -> dict[str, Any]:
     meeting = {"node": 1, "nodes": 3, "address": "10.0.0.1", "port": 29500, "card": "lo", "secret": "5ec2e7"}
     shell = more.pop("shell", "sh")
-    base = {"id": "j1", "title": "a job", "folder": ".", "text": "", "streamed": False, "terminal": None}
+    base = {
+        "id": "j1",
+        "title": "a job",
+        "folder": ".",
+        "text": "",
+        "streamed": False,
+        "terminal": None,
+        "number": 1,
+        "restarts": 0,
+    }
     rest = {"first_rank": 2, "processes": 4, "env": {}, "silence_s": 20.0, "grace_s": 0.5}
     return {**base, **rest, "command": [shell, "-c", command], "meeting": meeting, **more}
 
@@ -218,11 +228,14 @@ def test_what_a_job_logged_last_comes_although_the_channel_is_full(
     bare: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """The launcher reads nothing until the job has ended; its last words are more than the channel holds."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(AGENT_OF_MANY_WORDS)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    host_agent = bare("", command=None, folder=str(tmp_path / "run"), streamed=True, env=env)
-    wait_for(lambda: (tmp_path / "run/logs/rank-2.log").exists() and not descendants(host_agent.pid))
+    host_agent = bare(
+        "",
+        command=None,
+        folder=str(tmp_path / "run"),
+        streamed=True,
+        env=in_place_of_torchrun(tmp_path, MANY_WORDS),
+    )
+    wait_for((tmp_path / "run/ended").exists)
     time.sleep(1.0)
     assert host_agent.stdout
     got = 0
@@ -231,27 +244,38 @@ def test_what_a_job_logged_last_comes_although_the_channel_is_full(
     assert got == (tmp_path / "run/logs/rank-2.log").stat().st_size
 
 
-AGENT_OF_MANY_WORDS = """
-import pathlib, sys
-log = pathlib.Path(sys.argv[-2], "logs/rank-2.log")
-log.write_text("0123456789abcde\\n" * (12 << 16))  # 12 MiB
-sys.exit(0)
+def in_place_of_torchrun(folder: Path, body: str) -> dict[str, str]:
+    """The environment in which the host agent's process runs ``body`` instead of torchrun."""
+    (folder / "sitecustomize.py").write_text(f"""
+import os, pathlib, sys, types
+
+def main(argv):
+{textwrap.indent(body, "    ")}
+
+sys.modules["torch.distributed.run"] = types.ModuleType("torch.distributed.run")
+sys.modules["torch.distributed.run"].main = main
+""")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+MANY_WORDS = """
+run = pathlib.Path(argv[-3])
+(run / "logs/rank-2.log").write_text("0123456789abcde\\n" * (12 << 16))  # 12 MiB
+(run / "ended").touch()
 """
 
 
-AGENT_THAT_TELLS = """
-import os, pathlib, sys
+TELLS = """
 told = [pathlib.Path("/proc/self/cmdline").read_bytes(), pathlib.Path("/proc/self/environ").read_bytes()]
-sys.stdout.buffer.write(b"\\n".join([*told, os.listdir("/proc/self/fd").__repr__().encode()]))
+sys.stdout.buffer.write(b"\\n".join([*told, repr(argv).encode(), repr(os.listdir("/proc/self/fd")).encode()]))
+sys.stdout.flush()
 sys.exit(3)
 """
 
 
 def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote, tmp_path: Path) -> None:
     secret = "5ec2e7" * 10 + "0a11"
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(AGENT_THAT_TELLS)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env = in_place_of_torchrun(tmp_path, TELLS)
     ours = {"folder": str(tmp_path / "run"), "streamed": True, "env": env, "command": None}
     for node in (0, 1):  # the host of the store, and another one
         meeting = {
@@ -268,7 +292,6 @@ def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote
             frames.append(next_frame(remote))
         said = json.dumps(frames)
         assert "yolofleet.parallel.agent" in said and secret not in said
-        assert ("listener=" in said) == (node == 0)
         command = Path(f"/proc/{pid_of(remote)}/cmdline").read_bytes()
         assert secret.encode() not in command + Path(f"/proc/{pid_of(remote)}/environ").read_bytes()
         for file in tmp_path.rglob("*"):

@@ -15,7 +15,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.fleet.job import (
     JobSpec,
     Rendezvous,
-    StoreEnd,
+    agent_arguments,
     agent_argv,
     agent_environment,
     loopback_interface,
@@ -32,7 +32,7 @@ def test_the_agents_command_is_exactly_this() -> None:
     assert argv[1:] == [
         "-c", START, "yolofleet.parallel.agent", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
         "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
-        f"--log-dir={os.devnull}", *worker_argv("/r/my run"),
+        f"--log-dir={os.devnull}", *worker_argv("/r/my run", "/r/my run/logs/job.yaml", "0"),
     ]  # fmt: skip
 
 
@@ -48,17 +48,13 @@ def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.M
     assert worker_argv("/r/e") == ["--no-python", sys.executable, "-c", START, "yolofleet.worker", "/r/e"]
 
 
-@pytest.mark.parametrize(
-    ("store", "options"), [(StoreEnd(4711), "node=1"), (StoreEnd(4711, 5), "node=1,listener=5")]
-)
-def test_the_agents_command_among_several_hosts_is_exactly_this(store: StoreEnd, options: str) -> None:
+def test_the_agents_arguments_among_several_hosts_are_exactly_these() -> None:
     meeting = Rendezvous(node=1, nodes=3, address="10.0.0.1", port=29501, interface="eth1", secret="5ec2e7")
-    argv = agent_argv(JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting), store)
-    assert argv[1:] == [
-        "-c", START, "yolofleet.parallel.agent", "--nnodes=3", "--rdzv-backend=loopback",
-        "--rdzv-endpoint=127.0.0.1:4711", f"--rdzv-conf={options}", "--local-addr=127.0.0.1", "--nproc-per-node=2",
-        "--rdzv-id=yolofleet", "--max-restarts=0", f"--log-dir={os.devnull}",
-        *worker_argv("/r/exp", "/r/exp/logs/job-1.yaml"),
+    job = JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting, restarts=4)
+    assert agent_arguments(job, 4711) == [
+        "--nnodes=3", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:4711", "--rdzv-conf=node=1",
+        "--local-addr=127.0.0.1", "--nproc-per-node=2", "--rdzv-id=yolofleet", "--max-restarts=0",
+        f"--log-dir={os.devnull}", *worker_argv("/r/exp", "/r/exp/logs/job-1.yaml", "4"),
     ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ WORDS = {
     "time": 7.5,
     "secondary": False,
 }
-EXIT = {"type": "exit", "code": 1, "words": [WORDS], "log": "a log", "why": "", "stopped": ["rank 1: process 7 is stopped"],
+EXIT = {"type": "exit", "code": 1, "words": [WORDS], "log": "a log", "why": "", "stopped": ["rank 1: process 7 is stopped"], "step": 7,
         "killed": {"group": 0, "machine": None}}  # fmt: skip
 JOB = {"job": "j", "title": "t", "folder": "/f", "node": 0, "ranks": [0, 2], "runs": True, "began_s": 1.0, "ended_s": 0, "code": None}  # fmt: skip
 SOUND: list[dict[str, Any]] = [

@@ -150,7 +150,7 @@ def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
 class OneRank:
     """What `shared_folder` needs of a World of one process."""
 
-    is_main = True
+    is_main, restarts = True, 0
 
     def broadcast_bytes(self, content: bytes) -> bytes:
         return content

@@ -24,7 +24,7 @@ from typing import Any
 from yolofleet.errors import YolofleetError
 from yolofleet.fleet.doctor.machine_facts import software
 from yolofleet.fleet.hosts import jobs, package_sync, requests
-from yolofleet.fleet.hosts.running import Running, Values, no_command, start
+from yolofleet.fleet.hosts.running import JobHere, Running, Values, no_command, start
 from yolofleet.fleet.hosts.wire_protocol import (
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
@@ -63,7 +63,9 @@ class HostAgent:
             os.set_blocking(descriptor, False)
         self.silence_s = SILENCE_S
         self.heard_at_s = self.spoke_at_s = time.monotonic()
+        self.job: JobHere | None = None
         self.running: Running | None = None
+        self.warming: int | None = None  # number of the request that waits until torch is loaded
         self.leaving = ""  # the reason
         self.ends_at_once = False
         self.has_left_out = False
@@ -92,6 +94,9 @@ class HostAgent:
                     self.spoke_at_s = now
                 if self.running is not None:
                     self._follow(self.running)
+                if self.warming is not None and self.job is not None and self.job.is_warm():
+                    self.send(type="reply", id=self.warming, value=None)
+                    self.warming = None
         finally:
             self._finish()
         return 0
@@ -102,7 +107,7 @@ class HostAgent:
         if self.leaving:
             running.end(self.leaving, 0.0 if self.ends_at_once else running.grace_s)
         over, now = running.is_over(), time.monotonic()
-        has_forwarded = self._forward(running, everything=over)
+        has_forwarded = self._forward(running.here, everything=over)
         if over:
             running.ended_at_s = min(running.ended_at_s, now)
         reap_orphans(but=running.agent.pid)
@@ -119,35 +124,36 @@ class HostAgent:
             log=running.log_tail(),
             why=running.why,
             stopped=running.stopped,
+            step=running.step(),
             killed=asdict(oom_kills().since(running.killed_before)),
         )
         jobs.write(jobs.ended(running.record, exit_code))
         running.close()
         self.running = None
 
-    def _forward(self, running: Running, *, everything: bool) -> bool:
+    def _forward(self, job: JobHere, *, everything: bool) -> bool:
         """Forward output and logs of the job. Return False if the connection cannot take all of it now."""
         for _ in range(OUTPUT_PIECES):
-            if running.is_mute or (everything and self._is_full):
+            if job.is_mute or (everything and self._is_full):
                 break
             try:
-                piece = os.read(running.output, 1 << 16)
+                piece = os.read(job.output, 1 << 16)
             except BlockingIOError:
                 break
             except OSError:  # the terminal's other end is closed
                 piece = b""
             if not piece:
-                running.is_mute = True
+                job.is_mute = True
             elif not self._is_full:
-                self.send(type="output", text=running.decode(piece))
+                self.send(type="output", text=job.decode(piece))
                 self.has_left_out = False
             elif not self.has_left_out:  # a worker that prints must not wait for the launcher
                 self.has_left_out = True
                 self.send(type="output", text="\n[...]\n")
         now = time.monotonic()
-        if running.streamed and (everything or now - running.tailed_at_s > LOGS_EVERY_S):
-            running.tailed_at_s = now
-            for rank, tail in running.tails.items():
+        if job.streamed and (everything or now - job.tailed_at_s > LOGS_EVERY_S):
+            job.tailed_at_s = now
+            for rank, tail in job.tails.items():
                 while not self._is_full and (text := tail.read()):
                     self.send(type="log", rank=rank, text=text)
         return not self._is_full
@@ -178,9 +184,9 @@ class HostAgent:
             if self.pending:
                 selector.register(self.outgoing, selectors.EVENT_WRITE)
             running = self.running
-            if running is not None and running.agent.poll() is None and not running.is_mute:
-                selector.register(running.output, selectors.EVENT_READ)
-            busy = self.running is not None or self.leaving
+            if running is not None and running.agent.poll() is None and not running.here.is_mute:
+                selector.register(running.here.output, selectors.EVENT_READ)
+            busy = self.running is not None or self.leaving or self.warming is not None
             ready = {key.fd for key, _ in selector.select(POLL_S if busy else 1.0)}
         if self.wakes in ready:
             with suppress(OSError):
@@ -225,7 +231,13 @@ class HostAgent:
 
     def _handle(self, message: Values) -> None:
         kind = message["type"]
-        if kind == "ask":
+        if kind == "ask" and message["request"] == "warm_up":
+            self.job = self.job or JobHere.of(message["arguments"]["job"])
+            self.job.warm_up(message["arguments"]["job"])
+            self.warming = message["id"]
+        elif kind == "ask" and message["request"] == "save_state":
+            threading.Thread(target=self._save_state, args=(message["id"],), daemon=True).start()
+        elif kind == "ask":
             asked = (message["id"], str(message["request"]), dict(message["arguments"]))
             threading.Thread(target=self._answer, args=asked, daemon=True).start()
         elif kind == "stop" and self.running is not None:
@@ -233,14 +245,26 @@ class HostAgent:
         elif kind == "start" and self.running is None:
             self.silence_s = float(message["job"]["silence_s"])
             try:
-                self.running = start(message["job"])
+                self.job = self.job or JobHere.of(message["job"])
+                self.running = start(message["job"], self.job)
             except Exception as problem:  # of any kind: the launcher waits for the end
                 code, why = 1, f"cannot start here: {_words(problem)}"
                 if isinstance(problem, OSError) and message["job"]["command"]:
                     code, why = no_command(problem, message["job"]["command"][0])
                 self.send(
-                    type="exit", code=code, words=[], log="", why=why, stopped=[], killed=asdict(UNKNOWN)
+                    type="exit",
+                    code=code,
+                    words=[],
+                    log="",
+                    why=why,
+                    stopped=[],
+                    step=-1,
+                    killed=asdict(UNKNOWN),
                 )
+
+    def _save_state(self, number: int) -> None:
+        problem = self.job.save_state() if self.job is not None else ""
+        self.send(type="reply", id=number, **({"error": problem} if problem else {"value": None}))
 
     def _answer(self, number: int, request: str, arguments: Values) -> None:
         try:
@@ -253,6 +277,8 @@ class HostAgent:
         gives_up_at_s = time.monotonic() + LAST_MESSAGES_S
         while self.pending and time.monotonic() < gives_up_at_s:
             self._wait()
+        if self.job is not None:
+            self.job.close()
         end_descendants(os.getpid())
         package_sync.discard()
 

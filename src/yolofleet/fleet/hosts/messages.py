@@ -89,6 +89,7 @@ class Exit(Model):
         log: the end of the agent's log.
         why: why the host agent ended the job; "" if it ended by itself.
         stopped: ranks that could not react when they were asked to end.
+        step: number of steps done; -1 if none was done.
     """
 
     type: Literal["exit"] = "exit"
@@ -97,6 +98,7 @@ class Exit(Model):
     log: LongText = ""
     why: LongText = ""
     stopped: Annotated[list[Text], Field(max_length=MOST_RANKS)] = []
+    step: Annotated[int, Field(ge=-1, lt=2**53)] = -1
     killed: Killed = Killed()
 
 
@@ -107,6 +109,7 @@ class CompleteExit(Exit):
     log: LongText
     why: LongText
     stopped: Annotated[list[Text], Field(max_length=MOST_RANKS)]
+    step: Annotated[int, Field(ge=-1, lt=2**53)]
     killed: Killed
 
 
@@ -186,6 +189,8 @@ _ANSWERS: dict[str, Any] = {
     "enter": PathText,
     "claim": Claimed,
     "unclaim": None,
+    "warm_up": None,
+    "save_state": None,
     "take_code": Text,
     "hash_files": Annotated[dict[Text, Text], Few],
     "reserve_port": Whole,

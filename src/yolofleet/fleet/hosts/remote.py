@@ -90,6 +90,10 @@ class Remote:
     def name(self) -> str:
         return self.host.name
 
+    @property
+    def is_lost(self) -> bool:
+        return self._closed.is_set()
+
     def open(self, timeout_s: float = OPEN_S) -> Hello:
         """Log in, and return the host agent's first message (``host_agent.introduction``).
 

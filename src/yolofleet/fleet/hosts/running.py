@@ -1,6 +1,7 @@
 """A job on a host: start torchrun's agent or a command, read what it prints and logs, and end it.
 
-Standard library alone; Linux.
+A run that goes on after a failure is started again (an attempt). :class:`JobHere` stays on the host from the first
+attempt to the last, :class:`Running` is one attempt. Standard library alone; Linux.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import open_append, write_text
+from yolofleet.errors import StorageError
+from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
+from yolofleet.files.in_memory import MemoryFiles
 from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.relay import Relay
 from yolofleet.fleet.hosts.wire_protocol import AGENT
@@ -29,10 +32,12 @@ from yolofleet.fleet.job import (
     JobSpec,
     Rendezvous,
     StoreEnd,
-    agent_argv,
+    agent_arguments,
     agent_environment,
     rendezvous_environment,
 )
+from yolofleet.fleet.launch.local import END_S
+from yolofleet.fleet.served_agent import ServedAgent
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills
 from yolofleet.system.children import die_with_parent, module_environment
@@ -48,6 +53,7 @@ from yolofleet.system.proc import (
 )
 
 AFTER_AGENT_S = 5.0  # grace of processes that outlive the agent
+AGENT_S = 2.0  # for the agent to end once its workers were killed
 BEFORE_WORKERS_S = 2.0  # grace of torchrun's agent without workers, which has nothing to save
 LOG_TAIL_BYTES = 32 << 10
 LOG_PIECE_BYTES = 1 << 18
@@ -80,25 +86,104 @@ def decoder() -> Callable[[bytes], str]:
 
 
 @dataclass
-class Running:
-    """The job of a host agent: torchrun's agent, or a command, and all processes below it.
+class JobHere:
+    """What stays on this host between the attempts of a job.
 
     Attributes:
-        output: descriptor of what the agent and its workers print.
-        tails: logs, by rank and ``AGENT``; none for a command.
+        output: descriptor of what the agent and its workers print. workers_output: their end.
+        logs: the folder of logs; None for a command.
         streamed: the launcher does not see this disk, so it gets the logs.
-        log_offset: where the agent's log of this start begins.
-        relay: to the run's store, if the run has other hosts.
-        why: why the host agent ended the job; "" if it did not.
-        stopped: ranks that could not react when they were asked to end.
+        tails: logs of the current attempt, by rank and ``AGENT``; none for a command.
         is_mute: all processes have closed their end of ``output``.
     """
 
-    record: jobs.Record
-    agent: subprocess.Popen[bytes]
     output: int
-    tails: dict[int, Tail]
+    workers_output: int
+    logs: Path | None
     streamed: bool
+    environment: dict[str, str]
+    memory: MemoryFiles | None = None
+    agent: ServedAgent | None = None
+    tails: dict[int, Tail] = field(default_factory=dict)
+    is_mute: bool = False
+    tailed_at_s: float = 0.0
+    decode: Callable[[bytes], str] = field(default_factory=decoder)
+
+    @classmethod
+    def of(cls, job: Values) -> JobHere:
+        """Prepare this host for a job.
+
+        Args:
+            job: of the message ``start``.
+        Raises:
+            OSError, LookupError, TypeError, ValueError: see :func:`start`.
+        """
+        environment = agent_environment(os.environ, str(job["meeting"]["card"]))
+        memory = None
+        if not job["command"]:
+            memory = MemoryFiles()
+            environment = module_environment(environment) | memory.environment
+        environment |= {SAVING_S: str(math.ceil(float(job["grace_s"]))), **job["env"]}
+        output, workers_output = _output(job["terminal"], environment)
+        os.set_blocking(output, False)
+        logs = None if job["command"] else Path(job["folder"]) / "logs"
+        return cls(output, workers_output, logs, bool(job["streamed"]), environment, memory)
+
+    def served_agent(self, log: Path) -> ServedAgent:
+        """Return the process for the next attempt; start it if there is none."""
+        if self.agent is None or not self.agent.lives:
+            with open_append(log) as file:
+                self.agent = ServedAgent(self.environment, self.workers_output, file)
+        return self.agent
+
+    def warm_up(self, job: Values) -> None:
+        """Start the process for attempts before the first one, so that torch is loaded by then."""
+        self.served_agent(_prepare_logs(Path(job["folder"]), int(job["number"]), range(0), {})[AGENT].path)
+
+    def is_warm(self) -> bool:
+        """Return whether that process has loaded everything, or has ended."""
+        if self.agent is not None:
+            self.agent.read()
+        return self.agent is None or self.agent.is_ready or not self.agent.lives
+
+    def save_state(self) -> str:
+        """Write the state in memory to the disk, if it is newer; return why that is not possible, else ""."""
+        try:
+            if self.memory is not None and self.logs is not None:
+                self.memory.save_newest(make_folder(self.logs.parent / "checkpoints"))
+        except (OSError, StorageError) as problem:
+            return str(problem)
+        return ""
+
+    def processes(self) -> list[int]:
+        """Return all processes of the attempt below this host agent, without those that stay for the next."""
+        kept = self.agent.processes() if self.agent is not None else []
+        return [pid for pid in descendants(os.getpid()) if pid not in kept]
+
+    def close(self) -> None:
+        """End what stays."""
+        for descriptor in (self.output, self.workers_output):
+            os.close(descriptor)
+        if self.agent is not None:
+            self.agent.close(END_S)
+        if self.memory is not None:
+            self.memory.close()
+
+
+@dataclass
+class Running:
+    """One attempt of a job: torchrun's agent, or a command, and all processes below it.
+
+    Attributes:
+        log_offset: where the agent's log of this attempt begins.
+        relay: to the run's store, if the run has other hosts.
+        why: why the host agent ended the attempt; "" if it did not.
+        stopped: ranks that could not react when they were asked to end.
+    """
+
+    record: jobs.Record
+    here: JobHere
+    agent: subprocess.Popen[bytes] | ServedAgent
     log_offset: int
     grace_s: float
     relay: Relay | None = None
@@ -108,9 +193,6 @@ class Running:
     kill_at_s: float = float("inf")
     has_signalled_rest: bool = False
     ended_at_s: float = float("inf")
-    is_mute: bool = False
-    tailed_at_s: float = 0.0
-    decode: Callable[[bytes], str] = field(default_factory=decoder)
 
     @property
     def ranks(self) -> range:
@@ -118,11 +200,12 @@ class Running:
 
     def end(self, why: str, grace_s: float) -> None:
         """Send SIGTERM now, and SIGKILL after ``grace_s``. A second call can only shorten the grace."""
+        below = self.here.processes()
         if not self.why and self.agent.poll() is None:
-            self.stopped = stopped_ranks(descendants(self.agent.pid))
+            self.stopped = stopped_ranks(below)
             self.agent.terminate()
         self.why = self.why or why
-        if self.tails and not descendants(self.agent.pid):
+        if self.here.logs and not below:
             grace_s = min(grace_s, BEFORE_WORKERS_S)
         self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
 
@@ -131,32 +214,37 @@ class Running:
         agent_lives = self.agent.poll() is None
         if agent_lives and time.monotonic() < self.kill_at_s:
             return False
-        left = descendants(os.getpid())
+        left = self.here.processes()
         if not agent_lives and left and not self.has_signalled_rest:
             self.has_signalled_rest = True
             signal_all(left, signal.SIGTERM)  # workers whose agent was killed save, and stop
-            was_killed = not self.why and self.agent.returncode < 0
+            was_killed = not self.why and (self.agent.returncode or 0) < 0
             grace_s = self.grace_s if was_killed else AFTER_AGENT_S
             self.kill_at_s = min(self.kill_at_s, time.monotonic() + grace_s)
         if time.monotonic() > self.kill_at_s:
-            end_descendants(os.getpid())
-            with suppress(subprocess.TimeoutExpired):
-                self.agent.wait(1)
-            return True
+            signal_all(left, signal.SIGKILL)
+            if time.monotonic() > self.kill_at_s + AGENT_S:  # the agent does not end with its workers
+                end_descendants(os.getpid())
+                with suppress(subprocess.TimeoutExpired):
+                    self.agent.wait(1)
+                return True
         return not agent_lives and not left
 
     def log_tail(self) -> str:
-        """Return the end of the agent's log of this start."""
-        if self.tails:
-            path = self.tails[AGENT].path
+        """Return the end of the agent's log of this attempt."""
+        if self.here.logs:
+            path = self.here.tails[AGENT].path
             with suppress(OSError), open_foreign(path, follow=False) as file:
                 file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
                 return file.read().decode("utf-8", "replace")
         return ""
 
+    def step(self) -> int:
+        """Return the number of steps done; -1 if no step was done."""
+        return self.here.memory.steps_done() if self.here.memory is not None else -1
+
     def close(self) -> None:
-        """Close the output and the relay."""
-        os.close(self.output)
+        """Close the relay."""
         if self.relay is not None:
             self.relay.close()
 
@@ -171,7 +259,7 @@ def stopped_ranks(pids: list[int]) -> list[str]:
 # -- start ---------------------------------------------------------------------------------------------------
 
 
-def start(job: Values) -> Running:
+def start(job: Values, here: JobHere) -> Running:
     """Start torchrun's agent, or a command. Call it in the main thread, which lives as long as the host agent.
 
     Args:
@@ -183,64 +271,60 @@ def start(job: Values) -> Running:
     meeting = dict(job["meeting"])
     place = Rendezvous(interface=meeting.pop("card"), **meeting)
     first_rank, processes = int(job["first_rank"]), int(job["processes"])
-    environment = agent_environment(os.environ, place.interface if place.nodes > 1 else "")
-    folder, grace_s = Path(job["folder"]), float(job["grace_s"])
-    text, tails = folder / "logs" / f"job-{place.node}.yaml", {}
-    if job["command"]:
-        environment |= rendezvous_environment(place, processes)
-        programs = str(Path(sys.executable).parent)  # torchrun, and other programs of this Python
-        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
+    folder = Path(job["folder"])
+    agent: subprocess.Popen[bytes] | ServedAgent
+    relay, log_offset = None, 0
+    if here.logs is None:
+        agent = _start_command(list(job["command"]), here, place, processes)
     else:
-        environment = module_environment(environment)
-        tails = _prepare_logs(folder, place.node, range(first_rank, first_rank + processes))
+        number = int(job["number"])
+        here.tails = _prepare_logs(folder, number, range(first_rank, first_rank + processes), here.tails)
+        log, text = here.tails[AGENT].path, here.logs / f"job-{number}.yaml"
         write_text(text, job["text"])
-    environment |= {SAVING_S: str(math.ceil(grace_s)), **job["env"]}
-    relay, store = None, StoreEnd()
-    output, workers_output = _output(job["terminal"], environment)
-    try:
-        if tails and place.nodes > 1:
-            relay = Relay(place, lambda line: append_line(tails[AGENT].path, line))
-            store = relay.end
-        argv = agent_argv(JobSpec(folder, processes, text, place), store) if tails else list(job["command"])
-        agent = _start_agent(argv, environment, workers_output, tails, store)
-    except BaseException:
-        os.close(output)
-        if relay is not None:
-            relay.close()
-        raise
-    finally:
-        os.close(workers_output)
+        log_offset = log.stat().st_size if log.exists() else 0
+        if place.nodes > 1:
+            relay = Relay(place, lambda line: append_line(log, line))
+        store = relay.end if relay is not None else StoreEnd()
+        try:
+            agent = here.served_agent(log)
+            spec = JobSpec(folder, processes, text, place, int(job["restarts"]))
+            agent.begin(agent_arguments(spec, store.port), store)
+        except BaseException:
+            if relay is not None:
+                relay.close()
+            raise
     if relay is not None:
         relay.start()
-    os.set_blocking(output, False)
     record = jobs.Record(
         job=job["id"],
         title=job["title"],
         host=socket.gethostname(),
-        folder=str(folder.absolute()) if tails else "",
+        folder=str(folder.absolute()) if here.logs else "",
         node=place.node,
         ranks=(first_rank, processes),
         host_agent=(os.getpid(), started_at(os.getpid())),
         began_s=time.time(),
     )
     jobs.write(record)
-    log_offset = tails[AGENT].offset if tails else 0
-    return Running(record, agent, output, tails, job["streamed"], log_offset, grace_s, relay)
+    return Running(record, here, agent, log_offset, float(job["grace_s"]), relay)
 
 
-def _prepare_logs(folder: Path, node: int, ranks: range) -> dict[int, Tail]:
-    """Make the folder of logs, remove what workers of an earlier start left, and return the logs to follow."""
+def _prepare_logs(folder: Path, number: int, ranks: range, known: dict[int, Tail]) -> dict[int, Tail]:
+    """Make the folder of logs, remove what workers of an earlier attempt left, and return the logs to follow."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for rank in ranks:
         RunFolder(folder).failure(rank).unlink(missing_ok=True)
-    tails = {rank: Tail(logs / f"rank-{rank}.log") for rank in ranks}
-    return tails | {AGENT: Tail(logs / f"agent-{node}.log")}
+    paths = {rank: logs / f"rank-{rank}.log" for rank in ranks} | {AGENT: logs / f"agent-{number}.log"}
+    return {rank: known.get(rank) or Tail(path) for rank, path in paths.items()}
 
 
-def _start_agent(
-    argv: list[str], environment: dict[str, str], output: int, tails: dict[int, Tail], store: StoreEnd
+def _start_command(
+    command: list[str], here: JobHere, place: Rendezvous, processes: int
 ) -> subprocess.Popen[bytes]:
+    environment = here.environment | rendezvous_environment(place, processes)
+    programs = str(Path(sys.executable).parent)  # torchrun, and other programs of this Python
+    environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     host_agent = os.getpid()
 
     def in_child() -> None:
@@ -248,17 +332,15 @@ def _start_agent(
         if os.getppid() != host_agent:  # the host agent died before the call above
             os._exit(1)
 
-    with open_append(tails[AGENT].path) if tails else nullcontext() as log:
-        return subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=log or output,
-            start_new_session=True,
-            preexec_fn=in_child,
-            pass_fds=() if store.listener is None else (store.listener,),
-        )
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=here.workers_output,
+        stderr=here.workers_output,
+        start_new_session=True,
+        preexec_fn=in_child,
+    )
 
 
 def no_command(problem: OSError, name: str) -> tuple[int, str]:

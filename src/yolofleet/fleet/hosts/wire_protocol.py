@@ -3,8 +3,9 @@
 From the launcher:
 
 - ``beat``: a heartbeat
-- ``ask``: ``id``, ``request``, ``arguments``
-- ``start``: ``job``
+- ``ask``: ``id``, ``request``, ``arguments``; the request ``warm_up`` with a ``job`` loads torch for it,
+  ``save_state`` writes the state in memory to the disk
+- ``start``: ``job``; again after ``exit``, for another attempt
 - ``stop``: ``grace_s``
 
 From the host agent (``messages.py`` has the fields):
@@ -14,12 +15,12 @@ From the host agent (``messages.py`` has the fields):
 - ``reply``: ``id``, and ``value`` or ``error``
 - ``output``: text for the screen
 - ``log``: text of a rank's log; rank ``AGENT`` is torchrun's agent
-- ``exit``: the job has ended
+- ``exit``: the attempt has ended
 """
 
 from __future__ import annotations
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_MESSAGE_BYTES = 16 << 20
 HEARTBEAT_S = 2.0
 AGENT = -1  # in place of a rank

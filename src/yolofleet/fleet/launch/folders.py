@@ -8,7 +8,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,7 +39,9 @@ FETCHED = tuple(
     )
 )
 NAMED = 5  # names in a message about files that stay on a host
-LEFT_THERE = ("config.yaml", "logs/job.yaml", ".lock")  # every run has them; no message
+LEFT_THERE = re.compile(
+    r"config\.yaml|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.fleet-.*"
+)  # every run has them; no message
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name
 ASK_S = 5.0  # timeout at the end, when a host may be lost
@@ -67,11 +69,13 @@ class Folders:
     Attributes:
         sites: of the hosts, in their order.
         mark: name of the file that shows which hosts share a disk.
+        order: numbers of the hosts: first those that have the newest results. Empty: as in ``sites``.
     """
 
     here: RunFolder
     sites: list[Site]
     mark: str
+    order: list[int] = field(default_factory=list)
 
     @classmethod
     def claim(
@@ -135,7 +139,7 @@ class Folders:
     @property
     def states_are_elsewhere(self) -> bool:
         """Whether rank 0 writes checkpoints on a disk that this machine does not see."""
-        return self.sites[0].owner != LAUNCHER
+        return self.sites[self.order[0] if self.order else 0].owner != LAUNCHER
 
     def begin(self, config: str, remotes: Sequence[Remote], *, is_resumed: bool) -> None:
         """Write here what a resume needs, in case the launcher dies before it fetches the results.
@@ -162,9 +166,9 @@ class Folders:
     def _disks(self) -> dict[str, int]:
         """Return the first host on each disk that this machine does not see, in order: owner -> number of the host."""
         found: dict[str, int] = {}
-        for node, site in enumerate(self.sites):
-            if site.owner != LAUNCHER:
-                found.setdefault(site.owner, node)
+        for node in self.order or range(len(self.sites)):
+            if self.sites[node].owner != LAUNCHER:
+                found.setdefault(self.sites[node].owner, node)
         return found
 
     def log(self, node: int, rank: int, text: str) -> None:
@@ -212,14 +216,17 @@ class Folders:
                     taken |= fetch_folder(remotes[node], folder, self.here.path, without=taken)
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
-                say(f"warning: the results stay on {owner}, in {folder}: {words}")
+                if not (
+                    remotes[node].is_lost and taken
+                ):  # a host that the run went on without has only older ones
+                    say(f"warning: the results stay on {owner}, in {folder}: {words}")
             except KeyboardInterrupt:
                 raise Stopped(
                     "the run has ended, but its results are not copied: stopped on request",
                     hint=f"they are on {owner}, in {folder}",
                 ) from None
         if self.states_are_elsewhere and not discard:
-            site = self.sites[0]
+            site = self.sites[self.order[0] if self.order else 0]
             states = (
                 "" if saved is False else f"; states to resume from stay on {site.owner}, in {site.folder}"
             )
@@ -258,7 +265,7 @@ def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[
         if not parts or ".." in parts or PurePosixPath(name).is_absolute():
             raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
         if not _is_result(name, size):
-            left += [name] if name not in LEFT_THERE and not name.startswith(".fleet-") else []
+            left += [] if LEFT_THERE.fullmatch(name) else [name]
             continue
         if name in without:
             continue

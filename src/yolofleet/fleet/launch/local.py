@@ -11,18 +11,21 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.errors import ClusterError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.fleet.job import JobSpec, agent_argv, agent_environment
+from yolofleet.files.in_memory import MemoryFiles
+from yolofleet.fleet.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
+from yolofleet.fleet.launch.restarts import Failure, RestartRules, Restarts
+from yolofleet.fleet.served_agent import ServedAgent
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
-from yolofleet.system.children import die_with_parent, module_environment
+from yolofleet.system.children import module_environment
 from yolofleet.system.proc import end_descendants
 from yolofleet.system.signals import STOP_SIGNALS, interrupt
 from yolofleet.text import echo
@@ -38,6 +41,7 @@ EXIT_SIGNALS = {
     -15: "was ended by another process (SIGTERM)",
 }
 
+END_S = 10.0  # for the agent and its fork server to end; usually much less
 LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
 
 
@@ -80,70 +84,124 @@ def last_words(files: Iterable[Path]) -> list[LastWords]:
     return found
 
 
-def run_agent(job: JobSpec) -> int:
-    """Run a job to its end. Return the exit code.
+def run_agent(job: JobSpec, rules: RestartRules) -> int:
+    """Run a job to its end, again after a failure that may pass. Return the exit code.
 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
     """
     logs = job.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in logs.glob("error-rank-*.json"):
-        stale.unlink()
-    agent: subprocess.Popen[bytes] | None = None
-    before = oom_kills()
-    asked, at_once = "", False
+    restarts = Restarts(rules)
+    with LocalAgent(logs / "agent.log") as agent:
+        while True:
+            for stale in logs.glob("error-rank-*.json"):
+                stale.unlink()
+            before, log_offset = oom_kills(), agent.log.stat().st_size
+            code = agent.run(replace(job, restarts=restarts.count))
+            if code == 0:
+                return 0
+            if agent.ends_at_once:
+                stopped = Stopped(
+                    "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
+                )
+                echo(stopped.render(), to=sys.stderr)
+                return stopped.exit_code
+            ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
+            failure = failure_of([ending], agent.steps_done())
+            if agent.asked or not restarts.allow(failure):
+                if restarts.why_not:
+                    echo(f"\nnot started again: {restarts.why_not}", to=sys.stderr)
+                agent.save_state(job.folder)
+                return tell([ending], resume_command(job.folder), agent.asked)
+            restarts.count += 1
+            echo(f"\n{failure.text}\ngoing on with {job.processes} processes", to=sys.stderr)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal asked, at_once
+
+class LocalAgent:
+    """torchrun's agent on this machine: one process for all attempts on Linux, else one for each.
+
+    Attributes:
+        asked: the signal that asked the run to end; "" if there is none.
+        ends_at_once: Ctrl-C came twice.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.asked, self.ends_at_once = log, "", False
+        self._process: subprocess.Popen[bytes] | ServedAgent | None = None
+        self._memory: MemoryFiles | None = None
+        self._previous: dict[int, Any] = {}
+        self._environment = module_environment(agent_environment(os.environ))
+
+    def __enter__(self) -> LocalAgent:
+        self.log.touch()
+        if sys.platform == "linux":
+            with suppress(OSError):  # without memory, another attempt goes on from the disk
+                self._memory = MemoryFiles()
+                self._environment |= self._memory.environment
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {
+                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *STOP_SIGNALS)
+            }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if isinstance(self._process, ServedAgent):
+            self._process.close(END_S)
+        elif self._process is not None and self._process.poll() is None:
+            self._process.kill()
+        if self._memory is not None:
+            self._memory.close()
+
+    def run(self, job: JobSpec) -> int:
+        """Run an attempt to its end, and return its exit code."""
+        if sys.platform == "linux":
+            if not isinstance(self._process, ServedAgent) or not self._process.lives:
+                with open_append(self.log) as log:
+                    self._process = ServedAgent(self._environment, None, log)
+            self._process.begin(agent_arguments(job), StoreEnd())
+        else:
+            with open_append(self.log) as log:
+                self._process = subprocess.Popen(
+                    agent_argv(job),
+                    env=self._environment,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=os.name == "posix",
+                )
+        return self._process.wait()
+
+    def steps_done(self) -> int:
+        """Return the number of steps done; -1 if it is unknown."""
+        return self._memory.steps_done() if self._memory is not None else -1
+
+    def save_state(self, folder: Path) -> None:
+        """Write the state in memory to the disk, if it is newer, because the run ends."""
+        if self._memory is not None:
+            with suppress(OSError, StorageError):
+                self._memory.save_newest(folder / "checkpoints")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        agent = self._process
         if agent is None:
             interrupt(number, frame)
         elif agent.poll() is None:
-            at_once = at_once or (bool(asked) and number == signal.SIGINT)
+            self.ends_at_once = self.ends_at_once or (bool(self.asked) and number == signal.SIGINT)
             words = (
                 "ending at once"
-                if at_once
+                if self.ends_at_once
                 else "stopping after this step, then saving; Ctrl-C again ends at once"
             )
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
-            if at_once:
-                end_descendants(
-                    agent.pid, deadline_s=1.0
-                )  # on Linux; elsewhere the workers end when they lose each other
+            if self.ends_at_once:
+                # on Linux; elsewhere the workers end when they lose each other
+                end_descendants(agent.pid, deadline_s=1.0)
                 agent.kill()
-            elif not asked:
+            elif not self.asked:
                 agent.terminate()
-            asked = asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-
-    previous = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOP_SIGNALS)}
-        with open_append(logs / "agent.log") as agent_log:
-            started_at = agent_log.tell()
-            agent = subprocess.Popen(
-                agent_argv(job),
-                env=module_environment(agent_environment(os.environ)),
-                stderr=agent_log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=os.name == "posix",
-                preexec_fn=die_with_parent if sys.platform == "linux" else None,
-            )
-        code = agent.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if agent is not None and agent.poll() is None:
-            agent.kill()
-    if code == 0:
-        return 0
-    if at_once:
-        stopped = Stopped(
-            "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
-        )
-        echo(stopped.render(), to=sys.stderr)
-        return stopped.exit_code
-    return explain(job.folder, code, started_at, oom_kills().since(before), asked)
+            self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
 
 @dataclass(frozen=True)
@@ -169,11 +227,11 @@ class Ending:
     killed: OomKills = UNKNOWN
 
 
-def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN, asked: str = "") -> int:
-    """Print why the workers of this machine ended. Return the exit code of the launcher.
+def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> Ending:
+    """Return how the workers of this machine ended.
 
     Args:
-        asked: the signal that asked the launcher to stop; the workers got the agent's SIGTERM.
+        log_offset: where the agent's log of this attempt begins.
     """
     words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
     log_path = folder / "logs" / "agent.log"
@@ -183,7 +241,12 @@ def explain(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN
             log = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         log = ""
-    return tell([Ending(code, words, log, str(log_path), killed=killed)], resume_command(folder), asked)
+    return Ending(code, words, log, str(log_path), killed=killed)
+
+
+def explain(folder: Path, code: int, log_offset: int) -> int:
+    """Print why the workers of this machine ended. Return the exit code of the launcher."""
+    return tell([ending_of(folder, code, log_offset)], resume_command(folder))
 
 
 def resume_command(folder: Path) -> str:
@@ -198,14 +261,14 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
     Args:
         endings: the earliest first.
         resume: the command that resumes the run; "" if there is no checkpoint.
-        asked: see :func:`explain`.
+        asked: the signal that asked the launcher to stop; the workers got the agent's SIGTERM.
     """
     timed = [(w, w.time - ending.ahead_s) for ending in endings for w in ending.words]
     # The first failure is the cause. Ranks that lost their peers afterwards report only that.
-    words = [w for w, _ in sorted(timed, key=lambda one: (one[0].secondary, one[1]))]
+    words = [w for w, _ in sorted(timed, key=lambda one: (is_consequence(one[0], asked), one[1]))]
     ends = [(ending, *end) for ending in endings for end in reversed(ends_in(ending.log))]
     killed = next((end for end in ends if end[2] < 0 and end[2] != -signal.SIGTERM), None)
-    if words and not (killed and words[0].secondary):
+    if words and not (killed and is_consequence(words[0], asked)):
         first = words[0]
         said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
         echo(said, to=sys.stderr)
@@ -229,6 +292,51 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
         problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
     echo(problem.render(), to=sys.stderr)
     return problem.exit_code
+
+
+def is_consequence(words: LastWords, asked: str = "") -> bool:
+    """Return whether a worker failed because another one did: torchrun's agent asks the others to stop then."""
+    return words.secondary or (not asked and words.exit_code == Stopped.exit_code)
+
+
+def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
+    """Return the cause of the first end that nobody requested, to decide whether the run is started again.
+
+    Args:
+        endings: the earliest first.
+        steps: number of steps done; -1: none.
+    """
+    timed = [(w, w.time - ending.ahead_s, ending) for ending in endings for w in ending.words]
+    words = sorted(timed, key=lambda one: (is_consequence(one[0]), one[1]))
+    if not words or is_consequence(words[0][0]):  # no rank could say why
+        for ending in endings:
+            for rank, code in reversed(ends_in(ending.log)):
+                if code < 0 and code != -signal.SIGTERM:
+                    how = exit_text(code, ending.killed)
+                    on = f" on {ending.host}" if ending.host else ""
+                    return Failure(f"rank {rank}{on} {how}", f"exit code {code}", steps, True, ending.host)
+        for ending in endings:
+            if ending.code < 0 and ending.code != -signal.SIGTERM:
+                return agent_failure(ending, steps)
+    if words:
+        first, _, ending = words[0]
+        lines = first.message.strip().splitlines() or [""]
+        on = f" on {ending.host}" if ending.host else ""
+        is_bug = first.exit_code == 1  # a traceback; its last line is the exception
+        what = lines[-1] if is_bug else lines[0]
+        kind = what if is_bug else what.partition(":")[0]  # the class of our error
+        may_pass = first.exit_code in (1, ClusterError.exit_code)
+        return Failure(f"rank {first.rank}{on}: {what}", kind, steps, may_pass, ending.host)
+    return agent_failure(endings[0], steps)
+
+
+def agent_failure(ending: Ending, steps: int) -> Failure:
+    """Return the failure of torchrun's agent, which left no word of a worker."""
+    on = f" on {ending.host}" if ending.host else ""
+    what = f"torchrun's agent{on} ended with code {ending.code}"
+    if ending.code < 0:
+        what = f"torchrun's agent{on} {exit_text(ending.code, ending.killed)}"
+    return Failure(what, f"agent {ending.code}", steps, ending.code < 0, ending.host)
 
 
 def ends_in(log: str) -> list[tuple[int, int]]:

@@ -21,13 +21,16 @@ from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.fleet.launch.local import Ending, ends_in, tell
+from yolofleet.fleet.launch.local import Ending, ends_in, failure_of, tell
 from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
+from yolofleet.fleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import STOP_SIGNALS
 from yolofleet.text import RelayedText, echo
 
 SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
+SHORT_SETTLE_S = 0.5  # the same, if the run goes on
+NOTICE_S = 6.0  # a silence that is reported
 FAILED_GRACE_S = 8.0
 AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host that still runs processes
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
@@ -45,6 +48,7 @@ class Node:
     remote: Remote
     ending: Exit | None = None
     lost: str = ""  # why the launcher gave the host up
+    is_silent: bool = False
     ended_at_s: float = 0.0
 
     @property
@@ -59,6 +63,9 @@ class Watch:
     Attributes:
         log: takes (node, rank or AGENT, text).
         plain: a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint.
+        goes_on: another attempt follows a failure, so the processes that are left are killed at once.
+        joins: returns the name of a host that waits to take part in another attempt; "" if there is none.
+        joining: that name, once the hosts were asked to save and stop for it.
         stop_requests: number of requests to stop; two or more end the job at once.
         asked: the first of them: Ctrl-C, or the name of a signal.
         order: nodes in the order in which they ended.
@@ -68,6 +75,9 @@ class Watch:
     remotes: Sequence[Remote]
     log: Callable[[int, int, str], None]
     plain: bool = False
+    goes_on: bool = False
+    joins: Callable[[], str] = str
+    joining: str = ""
     nodes: list[Node] = field(init=False)
     stop_requests: int = 0
     asked: str = ""
@@ -90,7 +100,8 @@ class Watch:
             while not all(node.is_over for node in self.nodes):
                 with suppress(Empty):
                     remote, message = inbox.get(timeout=0.2)
-                    self._take(self.remotes.index(remote), message)
+                    if remote in self.remotes:  # not a host that waits
+                        self._take(self.remotes.index(remote), message)
                 self._look()
             self.stdout.close()
 
@@ -119,20 +130,39 @@ class Watch:
         """Stop the job if a host failed, is silent, or the user asked for it."""
         now = time.monotonic()
         for number, node in enumerate(self.nodes):
-            if not node.is_over and now - node.remote.heard_at_s > self.fleet.silence_s:
-                self._lose(number, f"no message from it for {self.fleet.silence_s:.0f} s")
+            if not node.is_over:
+                self._listen(number, now - node.remote.heard_at_s)
         failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
         lost = any(node.lost for node in failed)
         if self.stop_requests > 1:
             self._stop(0.0)
         elif self.stop_requests:
             self._stop(self.fleet.grace_s)
+        elif failed and self.goes_on:
+            if lost or now - min(node.ended_at_s for node in failed) > SHORT_SETTLE_S:
+                self._stop(0.0)
         elif failed and (lost or now - min(node.ended_at_s for node in failed) > SETTLE_S):
             self._stop(FAILED_GRACE_S)
+        elif not self.joining and (name := self.joins()):
+            self.joining = name
+            say(f"\n{name} is back: the others save after this step, and it takes part")
+            self._stop(self.fleet.grace_s)
         if now > self.give_up_at_s:
             for number, node in enumerate(self.nodes):
                 if not node.is_over:
                     self._lose(number, "it did not end its processes in time")
+
+    def _listen(self, number: int, silent_s: float) -> None:
+        """Report a host that is silent, or speaks again; give it up after ``silence_s``."""
+        node, most_s = self.nodes[number], self.fleet.silence_s
+        if silent_s > most_s:
+            self._lose(number, f"no message from it for {most_s:.0f} s")
+        elif silent_s > min(NOTICE_S, most_s / 2) and not node.is_silent:
+            node.is_silent = True
+            say(f"\n{node.remote.name} is silent since {silent_s:.0f} s; it is given up after {most_s:.0f} s")
+        elif node.is_silent and silent_s < min(NOTICE_S, most_s / 2):
+            node.is_silent = False
+            say(f"\n{node.remote.name} speaks again")
 
     def _stop(self, grace_s: float) -> None:
         """Ask the hosts that still run to end. A second call can only shorten the grace."""
@@ -206,6 +236,50 @@ class Watch:
             and any(known in words for known in BUSY_PORT)
         )
 
+    @property
+    def steps(self) -> int:
+        """The number of steps done, as far as the hosts told; -1 if none was done."""
+        return max([node.ending.step for node in self.nodes if node.ending], default=-1)
+
+    def failure(self) -> Failure | None:
+        """Return why the attempt failed; None if it succeeded, or was asked to stop."""
+        ended = [self.nodes[number] for number in self.order]
+        if self._is_asked or all(node.ending and node.ending.code == 0 for node in ended):
+            return None
+        for node in ended:
+            if node.lost:
+                ranks = self.fleet.ranks_text(self.nodes.index(node))
+                what = f"{node.remote.name} is lost"
+                return Failure(
+                    f"{what}, with {ranks}: {node.lost.splitlines()[0]}",
+                    what,
+                    self.steps,
+                    True,
+                    node.remote.name,
+                )
+        endings = [self._ending(node) for node in ended]
+        if self.made_room:
+            return None
+        return failure_of(endings, self.steps)
+
+    @property
+    def made_room(self) -> bool:
+        """Whether the ranks saved and stopped, so that a host can take part; not if the run has ended meanwhile."""
+        endings = [node.ending for node in self.nodes]
+        said = [words for ending in endings if ending is not None for words in ending.words]
+        return bool(
+            self.joining
+            and not self._is_asked
+            and any(ending is None or ending.code for ending in endings)
+            and all(words.exit_code == Stopped.exit_code for words in said)
+        )
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self.stop_requests) or any(
+            node.ending is not None and node.ending.why == STOPPED_ON_REQUEST for node in self.nodes
+        )
+
     def explain(self, resume: str) -> int:
         """Print why the run ended, unless it succeeded. Return the exit code."""
         if all(node.ending is not None and node.ending.code == 0 for node in self.nodes):
@@ -219,9 +293,6 @@ class Watch:
     def _explain(self, resume: str) -> int:
         ended = [self.nodes[number] for number in self.order]
         endings = [self._ending(node) for node in ended]
-        asked = bool(self.stop_requests) or any(
-            n.ending and n.ending.why == STOPPED_ON_REQUEST for n in ended
-        )
         causes = [w for ending in endings for w in ending.words if not w.secondary]
         causes = [w for w in causes if w.exit_code != Stopped.exit_code]
         problem: YolofleetError | None = None
@@ -235,7 +306,7 @@ class Watch:
                 )
                 for ending in endings
             ]
-        elif not asked:
+        elif not self._is_asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
         if problem is not None:
             say(problem.render())
@@ -278,13 +349,15 @@ class Watch:
 
     def _resume_without(self, lost: Node, resume: str) -> str:
         """Return ``resume`` for the remaining hosts, which have a copy of the states by default."""
-        number, name, words = self.nodes.index(lost), lost.remote.name, shlex.split(resume)
+        name, words = lost.remote.name, shlex.split(resume)
         if len(self.nodes) == 1:
             return f"{resume}   # once {name} is back: it has the states of the run"
         if "--hosts" not in words:
             return f"{resume}   # once {name} is back, or without it in that file"
         at = words.index("--hosts") + 1
-        words[at] = ",".join(entry for i, entry in enumerate(words[at].split(",")) if i != number)
+        words[at] = ",".join(
+            entry for entry in words[at].split(",") if entry.partition(":")[0].strip() != name
+        )
         return f"{shlex.join(words)}   # without {name}; with it again once it is back"
 
     def _ending(self, node: Node) -> Ending:

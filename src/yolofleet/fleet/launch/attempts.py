@@ -1,0 +1,364 @@
+"""Run a job on its hosts, and go on with those that are left when a process, a host or a link fails.
+
+The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
+of a few seconds before is in the memory of every host (``files/in_memory.py``), torch is loaded there already
+(``served_agent.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
+takes them back when they answer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from queue import Queue
+from typing import TYPE_CHECKING, Any
+
+from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.hosts.messages import Message
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import LAUNCHER, Folders
+from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port
+from yolofleet.fleet.launch.restarts import Failure, Restarts
+from yolofleet.fleet.launch.watch import Watch, say
+from yolofleet.report.folder import RESUME_COMMAND
+from yolofleet.text import listed
+
+if TYPE_CHECKING:
+    from yolofleet.fleet.launch.on_hosts import FleetJob
+
+PORT_TRIES = 3
+LOGIN_EVERY_S = 3.0  # to lost hosts
+LOGIN_S = 10.0
+SAVE_S = 60.0
+WARM_S = 120.0  # to load torch, on a busy machine
+RETURN_S = 600.0  # how long a run waits for hosts if too few are left
+
+
+@dataclass
+class Attempts:
+    """All attempts of one job.
+
+    Attributes:
+        remotes: connections to the hosts of ``fleet``, in their order; a host that came back has a new one.
+        resume: the command that resumes the run.
+        prepare: makes a host that came back ready; raises YolofleetError if it cannot.
+        members: numbers of the hosts of the next attempt, in the order of their ranks.
+        away: numbers of lost hosts.
+        joined: numbers of the hosts that the last attempt had, and the one before did not.
+    """
+
+    job: FleetJob
+    fleet: Fleet
+    remotes: list[Remote]
+    plan: Plan
+    folders: Folders
+    resume: str
+    prepare: Callable[[Remote], None]
+    members: list[int] = field(init=False)
+    away: set[int] = field(default_factory=set)
+    joined: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.members = list(range(len(self.fleet.active)))
+        self.restarts = Restarts(self.job.rules)
+        self.returns = Returns(self.remotes[0].inbox, self._prepare)
+        self._port_of = self.remotes[0]
+        self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
+        self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
+
+    def __enter__(self) -> Attempts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.returns.close()
+
+    def run(self) -> Watch:
+        """Run the job to its end, and return how its last attempt ended."""
+        for number in range(len(self.fleet.active), len(self.remotes)):
+            self.returns.warm(number, self.remotes[number])
+        tries_left = PORT_TRIES
+        while True:
+            watch = self._attempt()
+            if watch.met_busy_port and (tries_left := tries_left - 1):
+                first = self.remotes[self.members[0]].name
+                say(f"note: another process took port {self.plan.port} of {first}; trying another port")
+                self._choose_port(passed_over=[self.plan.port])
+            elif not self._goes_on(watch):
+                if watch.failure() is not None and self.resume:
+                    self._save_states()
+                return watch
+
+    # -- one attempt -------------------------------------------------------------------------------
+
+    def _attempt(self) -> Watch:
+        members = list(self.members)
+        fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
+        plan = Plan(tuple(self.plan.endpoints[number] for number in members), self.plan.port)
+        watch = Watch(
+            fleet,
+            [self.remotes[number] for number in members],
+            lambda node, rank, text: self.folders.log(members[node], rank, text),
+            goes_on=self.job.rules.restarts > 0,
+            joins=self.returns.any_ready,
+        )
+        parts = []
+        for node, number in enumerate(members):
+            part = self._part(number, fleet, plan, node)
+            part["meeting"]["secret"] = secret
+            parts.append({**part, "text": self.job.text(number, members), "restarts": self.restarts.count})
+        watch.follow(parts)
+        return watch
+
+    def _part(self, number: int, fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+        """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
+        site, there = self.folders.sites[number], place(fleet, plan, node)
+        part = {
+            "id": self._id,
+            "title": self._title,
+            "command": None,
+            "env": there["env"] | {RESUME_COMMAND: self.resume},
+            "folder": site.folder,
+            "number": number,
+            "streamed": site.owner != LAUNCHER,
+            "terminal": terminal_size() if node == 0 else None,
+        }
+        return {**there, **part}
+
+    def _prepare(self, number: int, remote: Remote) -> None:
+        """Make a host ready to take part: its folder, the package, torch loaded.
+
+        Raises:
+            YolofleetError: it cannot.
+        """
+        self.prepare(remote)
+        job = self._part(number, self.fleet, self.plan, number)
+        remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
+
+    def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
+        first = [self.remotes[self.members[0]]]
+        self.plan = replace(self.plan, port=free_port(self.fleet, first, passed_over))
+        self._port_of = first[0]
+
+    def _save_states(self) -> None:
+        """Let the hosts write the state in their memory to their disks, because the run ends here."""
+
+        def save(number: int) -> None:
+            try:
+                self.remotes[number].ask("save_state", SAVE_S)
+            except ClusterError as problem:
+                say(f"warning: the state in memory is not saved: {problem.what}")
+
+        left = [number for number in self.members if not self.remotes[number].is_lost]
+        with ThreadPoolExecutor(max(1, len(left))) as pool:
+            list(pool.map(save, left))
+
+    # -- between attempts --------------------------------------------------------------------------
+
+    def _goes_on(self, watch: Watch) -> bool:
+        """Prepare the next attempt; return False if the job has ended, or cannot go on."""
+        failure = watch.failure()
+        if failure is None and not watch.made_room:
+            return False
+        lost = [self.members[node] for node, part in enumerate(watch.nodes) if part.lost]
+        if failure is not None and self.joined and failure.step <= self._steps_before:
+            self._leave_out_joined(failure)
+        elif failure is not None and not self._allows(failure, lost):
+            return False
+        self._lose(lost)
+        before = set(self.members)
+        self._take_spares(len(lost))
+        self._take_back()
+        if not self._meet():
+            return False
+        self.restarts.count += 1
+        self.joined = [number for number in self.members if number not in before]
+        self._steps_before = max(self._steps_before, watch.steps)
+        self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
+        names = listed([self.remotes[number].name for number in self.members])
+        many = sum(self.fleet.hosts[number].processes for number in self.members)
+        say(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
+        return True
+
+    def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
+        """Say what failed, and leave out a host that fails again; return whether another attempt may follow."""
+        if not self.restarts.allow(failure):
+            if self.restarts.why_not:
+                say(f"\nnot started again: {self.restarts.why_not}")
+            return False
+        say(f"\n{failure.text}")
+        if not lost and len(self.members) > 1 and self.restarts.repeated(failure, same_host=True) > 1:
+            say(f"{failure.host} is left out: it failed there before, after the same step")
+            self.members = [number for number in self.members if self.remotes[number].name != failure.host]
+        return True
+
+    def _lose(self, lost: Sequence[int]) -> None:
+        """Go on without hosts, and begin to log in to them again."""
+        self.members = [number for number in self.members if number not in lost]
+        for number in lost:
+            self.away.add(number)
+            self.returns.wait_for(number, self.fleet.hosts[number])
+
+    def _meet(self) -> bool:
+        """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""
+        while self._are_enough():
+            try:
+                if self.remotes[self.members[0]] is not self._port_of:  # it has reserved the port
+                    self._choose_port()
+                return True
+            except ClusterError as problem:  # that host is lost as well
+                say(problem.what)
+                self._lose(self.members[:1])
+        return False
+
+    def _leave_out_joined(self, failure: Failure) -> None:
+        """Go on without the hosts that have just joined, because the attempt failed before its first step."""
+        names = listed([self.remotes[number].name for number in self.joined])
+        say(f"\n{names} cannot take part: {failure.text}")
+        for number in self.joined:
+            if number in self.members:
+                self.members.remove(number)
+            self.away.add(number)
+
+    def _take_spares(self, wanted: int) -> None:
+        spares = [
+            n
+            for n in range(len(self.fleet.active), len(self.remotes))
+            if n not in (*self.members, *self.away) and not self.remotes[n].is_lost
+        ]
+        for number in spares[:wanted]:
+            say(f"the spare host {self.remotes[number].name} takes part from now on")
+            self.members.append(number)
+
+    def _take_back(self) -> None:
+        """Let hosts that came back take part, after those that have the state."""
+        for number, remote in self.returns.take():
+            self.remotes[number] = remote
+            self.away.discard(number)
+            self.members.append(number)
+
+    def _are_enough(self) -> bool:
+        """Wait until enough hosts take part; return False if they do not come back."""
+        rules, gives_up_at_s, is_told = self.job.rules, time.monotonic() + RETURN_S, False
+        while True:
+            devices = sum(self.fleet.hosts[number].processes for number in self.members)
+            if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
+                return True
+            if time.monotonic() > gives_up_at_s or not self.away:
+                say("too few hosts are left (--min-hosts, --min-devices)")
+                return False
+            if not is_told:
+                away = listed([self.remotes[number].name for number in sorted(self.away)])
+                say(
+                    f"too few hosts are left: waiting {RETURN_S / 60:.0f} minutes for {away}; Ctrl-C ends the run"
+                )
+                is_told = True
+            time.sleep(0.2)
+            self._take_back()
+
+
+class Returns:
+    """Log in to lost hosts again, in the background.
+
+    Args:
+        inbox: gets the messages of their new connections.
+        prepare: makes a host ready, by its number.
+    """
+
+    def __init__(self, inbox: Queue[tuple[Remote, Message]], prepare: Callable[[int, Remote], None]) -> None:
+        self._inbox, self._prepare, self._lock = inbox, prepare, threading.Lock()
+        self._wanted: dict[int, Host] = {}
+        self._ready: dict[int, Remote] = {}
+        self._opened: list[Remote] = []
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def wait_for(self, number: int, host: Host) -> None:
+        """Begin to log in to a lost host."""
+        with self._lock:
+            self._wanted[number] = host
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._log_in, name="returns", daemon=True)
+            self._thread.start()
+
+    def warm(self, number: int, remote: Remote) -> None:
+        """Make a spare host ready in the background; one that cannot is found out when it takes part."""
+
+        def prepare() -> None:
+            with suppress(YolofleetError):
+                self._prepare(number, remote)
+
+        threading.Thread(target=prepare, daemon=True).start()
+
+    def any_ready(self) -> str:
+        """Return the name of a host that is back; "" if there is none."""
+        with self._lock:
+            return next((remote.name for remote in self._ready.values()), "")
+
+    def take(self) -> list[tuple[int, Remote]]:
+        """Return the hosts that are back, by their numbers."""
+        with self._lock:
+            found, self._ready = sorted(self._ready.items()), {}
+            self._wanted |= {number: remote.host for number, remote in found if remote.is_lost}
+        return [(number, remote) for number, remote in found if not remote.is_lost]
+
+    def close(self) -> None:
+        """End all connections that this object has made."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(LOGIN_S)
+        for remote in self._opened:
+            remote.close()
+
+    def _log_in(self) -> None:
+        while not self._closed.wait(LOGIN_EVERY_S):
+            with self._lock:
+                wanted = dict(self._wanted)
+            for number, host in wanted.items():
+                remote = Remote(host, self._inbox)
+                try:
+                    remote.open(LOGIN_S)
+                    self._opened.append(remote)
+                    self._prepare(number, remote)
+                except YolofleetError:
+                    remote.close()
+                    continue
+                with self._lock:
+                    del self._wanted[number]
+                    self._ready[number] = remote
+
+
+def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+    """Return the fields of the message ``start`` that differ between hosts."""
+    host = fleet.hosts[node]
+    return {
+        "meeting": {
+            "node": node,
+            "nodes": len(fleet.hosts),
+            "address": plan.endpoints[0].address,
+            "port": plan.port,
+            "card": "" if plan.endpoints[node] == ALONE else plan.endpoints[node].interface,
+        },
+        "first_rank": fleet.first_rank(node),
+        "processes": host.processes,
+        # The host agent already has all variables of its host. These override the interface that we choose.
+        "env": {name: value for name, value in host.env.items() if name.endswith("_SOCKET_IFNAME")},
+        "silence_s": fleet.silence_s,
+        "grace_s": fleet.grace_s,
+    }
+
+
+def terminal_size() -> dict[str, Any] | None:
+    """Return rows, columns and type of the terminal on standard output; None for a file or a pipe."""
+    if not sys.stdout.isatty():
+        return None
+    columns, rows = shutil.get_terminal_size()
+    return {"rows": rows, "columns": columns, "term": os.environ.get("TERM", "dumb")}

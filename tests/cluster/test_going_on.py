@@ -1,0 +1,136 @@
+"""A run that goes on by itself after it lost a process, a host or a link, with the weights of a quiet run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, small_shapes, yolofleet
+from desk import Command, agent_of, nothing_left, worker_of
+from machines import Lab, machines
+
+ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
+EPOCHS = ("--epochs", "24")
+HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
+TWO = ("--hosts", "m1:cpu:1,m2:cpu:1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("going-on")
+    (made / "tmp").mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def quiet_sha256(folder: Path) -> str:
+    """Of the weights of one process that nothing disturbs."""
+    yolofleet(
+        folder, "train", "--data", small_shapes(folder), *ARGS, *EPOCHS, "--device", "cpu", "--name", "quiet"
+    )
+    return str(json.loads((folder / "runs/train/quiet/results.json").read_text())["weights_sha256"])
+
+
+@pytest.fixture
+def lab(folder: Path) -> Iterator[Lab]:
+    """Three machines, each with its own disk."""
+    own, env = folder / "own", environment(folder)
+    own.mkdir(exist_ok=True)
+    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
+    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
+    with machines(3, private=[own], environment=session) as made:
+        yield made
+
+
+def begun(lab: Lab, folder: Path, *more: str) -> Command:
+    data = small_shapes(folder)
+    hosts = () if "--hosts" in more else HOSTS
+    command = Command(lab, folder / "own", "train", "--data", data, *ARGS, *EPOCHS, *hosts, *more)
+    command.wait_for("^epoch 3/")
+    return command
+
+
+def ended_as_quiet(lab: Lab, folder: Path, command: Command, quiet_sha256: str) -> None:
+    assert command.end() == 0, command.said
+    found = json.loads(lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout)
+    assert found["weights_sha256"] == quiet_sha256, command.said
+    rows = lab.desk.run("cat", folder / "own/runs/train/exp/results.csv").stdout.splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, 25)]
+    nothing_left(lab, 30)
+
+
+def test_a_killed_worker(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+    command = begun(lab, folder)
+    os.kill(worker_of(lab.hosts[1]), signal.SIGKILL)
+    command.wait_for("started again as 3 processes")
+    assert re.search(r"rank 1 on m2 was killed \(SIGKILL\)", command.said), command.said
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_lost_host(lab: Lab, folder: Path, quiet_sha256: str, number: int) -> None:
+    command = begun(lab, folder)
+    lab.hosts[number].power_off()
+    command.wait_for("started again as 2 processes")
+    assert re.search(rf"m{number + 1} is lost, with rank {number}", command.said), command.said
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(
+    lab: Lab, folder: Path, quiet_sha256: str
+) -> None:
+    command = begun(lab, folder, "--host-timeout", "5")
+    lab.hosts[2].unplug()
+    command.wait_for("started again as 2 processes")
+    lab.hosts[2].plug()
+    command.wait_for("started again as 3 processes")
+    assert "m3 is silent" in command.said and "m3 is back" in command.said
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_a_link_that_is_down_for_ten_seconds_costs_no_restart(
+    lab: Lab, folder: Path, quiet_sha256: str
+) -> None:
+    command = begun(lab, folder)
+    lab.hosts[1].unplug()
+    time.sleep(10)
+    lab.hosts[1].plug()
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+    assert "started again" not in command.said and "m2 speaks again" in command.said
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+    command = begun(lab, folder, *TWO, "--spares", "m3:cpu:1,m4:cpu:1", "--host-timeout", "5")
+    assert "warning: the spare host m4 is left out" in command.said
+    lab.hosts[0].power_off()
+    command.wait_for("started again as 2 processes")
+    assert "the spare host m3 takes part" in command.said
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_a_run_waits_for_the_hosts_that_it_needs(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+    command = begun(lab, folder, *TWO, "--min-hosts", "2", "--host-timeout", "5")
+    lab.hosts[1].unplug()
+    command.wait_for("too few hosts are left: waiting 10 minutes for m2")
+    lab.hosts[1].plug()
+    command.wait_for("started again as 2 processes")
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_the_agents_on_two_hosts_are_killed_one_after_the_other(
+    lab: Lab, folder: Path, quiet_sha256: str
+) -> None:
+    """torchrun's agent on one host, then the host agent, which the launcher talks to, on another."""
+    command = begun(lab, folder)
+    os.kill(agent_of(lab.hosts[1]), signal.SIGKILL)
+    command.wait_for("started again as 3 processes")
+    command.wait_for("^epoch 5/")
+    os.kill(next(p for p, c in lab.hosts[2].processes().items() if "hosts.host_agent" in c), signal.SIGKILL)
+    command.wait_for("started again as 2 processes")
+    ended_as_quiet(lab, folder, command, quiet_sha256)

@@ -1,0 +1,147 @@
+"""A run of several processes on one machine that goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, SMALL, environment, small_shapes, yolofleet
+
+from yolofleet.system.proc import descendants, rank_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0"]
+
+
+@contextmanager
+def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    args = ["train", "--data", small_shapes(folder), *ARGS, *more]
+    command = [sys.executable, "-m", "yolofleet", *map(str, args)]
+    run = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def read_until(run: subprocess.Popen[str], words: str) -> str:
+    assert run.stdout
+    said = ""
+    for line in run.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said)
+
+
+def rank_1(run: subprocess.Popen[str]) -> int:
+    return next(pid for pid in descendants(run.pid) if rank_of(pid) == 1)
+
+
+def test_a_killed_rank_changes_nothing_in_the_result(tmp_path: Path) -> None:
+    epochs = ("--epochs", "12")
+    yolofleet(
+        tmp_path,
+        "train",
+        "--data",
+        small_shapes(tmp_path),
+        *ARGS,
+        *epochs,
+        "--device",
+        "cpu",
+        "--name",
+        "quiet",
+    )
+    runs = tmp_path / "runs/train"
+    with started(tmp_path, *epochs, "--device", "cpu:2", "--name", "killed") as run:
+        read_until(run, "epoch 2/")
+        os.kill(rank_1(run), signal.SIGKILL)
+        said = read_until(run, "started again as 2 processes")
+        # torchrun's agent reports the first end that it sees, and rank 0 ends as soon as it loses rank 1
+        assert "rank 1 was killed (SIGKILL)" in said or "rank 0 lost the other ranks" in said, said
+        said += run.communicate(timeout=DEADLINE_S)[0]
+        assert run.returncode == 0, said
+    quiet, killed = (json.loads((runs / name / "results.json").read_text()) for name in ("quiet", "killed"))
+    assert killed["weights_sha256"] == quiet["weights_sha256"], said
+    rows = (runs / "killed/results.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, 13)]
+
+
+def test_a_rank_that_fails_in_the_same_way_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """It is killed as soon as it exists, so no step is done in between."""
+    with started(tmp_path, "--epochs", "100000", "--device", "cpu:2") as run:
+        said = read_until(run, "epoch 1/")
+        for _ in range(3):
+            gives_up_at_s = time.monotonic() + DEADLINE_S
+            while not (found := [pid for pid in descendants(run.pid) if rank_of(pid) == 1]):
+                assert run.poll() is None and time.monotonic() < gives_up_at_s
+                time.sleep(0.01)
+            os.kill(found[0], signal.SIGKILL)
+            while Path(f"/proc/{found[0]}").exists():
+                time.sleep(0.01)
+        said += run.communicate(timeout=DEADLINE_S)[0]
+    assert run.returncode == 4 and "not started again: it failed in the same way 3 times" in said, said
+    assert "ClusterError: rank 1 was killed (SIGKILL)" in said
+
+
+@pytest.mark.slow
+def test_a_torchrun_of_the_user_that_restarts_its_workers_continues_the_run(tmp_path: Path) -> None:
+    epochs = ("--epochs", "12")
+    data = small_shapes(tmp_path)
+    yolofleet(tmp_path, "train", "--data", data, *ARGS, *epochs, "--device", "cpu", "--name", "quiet")
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        "-m",
+        "yolofleet",
+    ]
+    args = [
+        "train",
+        "--data",
+        data,
+        *ARGS,
+        *epochs,
+        "--device",
+        "cpu",
+        "--save-steps",
+        "1",
+        "--name",
+        "restarted",
+    ]
+    with subprocess.Popen(
+        [sys.executable, *torchrun, *map(str, args)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        said = read_until(run, "epoch 3/")
+        os.kill(rank_1(run), signal.SIGKILL)
+        said += run.communicate(timeout=DEADLINE_S)[0]
+    assert run.returncode == 0 and "started again as 2 processes" in said, said
+    assert sorted(path.name for path in (tmp_path / "runs/train").iterdir()) == ["quiet", "restarted"]
+    quiet, found = (
+        json.loads((tmp_path / "runs/train" / name / "results.json").read_text())
+        for name in ("quiet", "restarted")
+    )
+    assert found["weights_sha256"] == quiet["weights_sha256"], said
