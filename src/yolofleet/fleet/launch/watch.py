@@ -159,10 +159,12 @@ class Watch:
             self._lose(number, f"no message from it for {most_s:.0f} s")
         elif silent_s > min(NOTICE_S, most_s / 2) and not node.is_silent:
             node.is_silent = True
-            say(f"\n{node.remote.name} is silent since {silent_s:.0f} s; it is given up after {most_s:.0f} s")
+            say(
+                f"\n{node.remote.name} has sent nothing for {silent_s:.0f} s; it is given up after {most_s:.0f} s"
+            )
         elif node.is_silent and silent_s < min(NOTICE_S, most_s / 2):
             node.is_silent = False
-            say(f"\n{node.remote.name} speaks again")
+            say(f"\n{node.remote.name} answers again")
 
     def _stop(self, grace_s: float) -> None:
         """Ask the hosts that still run to end. A second call can only shorten the grace."""
