@@ -42,7 +42,7 @@ class StateMemory:
         os.pwrite(self._progress, NUMBER.pack(step), 0)
 
     def step(self) -> int:
-        """Return the step of the newest whole state; -1 if there is none."""
+        """Return the step of the newest whole state, or -1 without any."""
         return max(map(number_in, self._slots))
 
     @property
@@ -82,7 +82,7 @@ class StateMemory:
         self.write_s = time.monotonic() - began_s
 
     def newest(self) -> bytes:
-        """Return the newest whole state as a checkpoint's bytes; b"" if there is none."""
+        """Return the newest whole state as the bytes of a checkpoint, or b"" without any."""
         slot = max(self._slots, key=number_in)
         if number_in(slot) < 0:
             return b""

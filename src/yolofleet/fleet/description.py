@@ -107,7 +107,8 @@ class Fleet:
         Raises:
             ConfigError: a host is named twice.
         """
-        return _fleet([*self.hosts, *spares.hosts], self.source, **_numbers(self), spares=len(spares.hosts))
+        hosts = _fleet([*self.hosts, *spares.hosts], self.source).hosts
+        return replace(self, hosts=hosts, spares=len(spares.hosts))
 
     def first_rank(self, node: int) -> int:
         """Return the lowest rank on a host. Ranks are numbered host by host."""
@@ -183,10 +184,6 @@ def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | Non
     if file:
         return load_fleet(Path(file), device)
     return parse_hosts(hosts, device) if hosts else None
-
-
-def _numbers(fleet: Fleet) -> dict[str, Any]:
-    return {"port": fleet.port, "silence_s": fleet.silence_s, "grace_s": fleet.grace_s}
 
 
 def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:

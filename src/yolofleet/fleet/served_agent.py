@@ -18,6 +18,8 @@ from yolofleet.fleet.job import StoreEnd
 from yolofleet.system.children import die_with_parent, module_argv
 from yolofleet.system.proc import children
 
+END_S = 10.0  # for the process and its fork server to end; usually much less
+
 
 class ServedAgent:
     """The process that runs torchrun's agent for one attempt after another (``parallel/agent.py --serve``).
@@ -87,7 +89,7 @@ class ServedAgent:
 
     def read(self) -> None:
         """Take the messages of the process."""
-        with suppress(OSError):  # BlockingIOError: there is none now
+        with suppress(OSError):  # BlockingIOError: no message has arrived
             while answer := self._channel.recv(1 << 10):
                 message = json.loads(answer)
                 self.is_ready = self.is_ready or "ready" in message
@@ -117,10 +119,10 @@ class ServedAgent:
         """Return this process and those that it keeps for the next attempt: the fork server and its tracker."""
         return [self.pid, *children(self.pid)] if self.lives else []
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         """End the process."""
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+            self._process.wait(END_S)
         self.kill()
         self._process.wait()

@@ -68,7 +68,7 @@ def _folder_before(world: World, settings: TrainConfig | ValConfig) -> RunFolder
 
 
 def torchrun_agent() -> str:
-    """Return what identifies the torchrun agent of a user that started this process; "" if there is none."""
+    """Return a text that identifies the user's torchrun agent above this process, or ""."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID)
     return "" if run_id == RUN_ID else f"{run_id} {os.getppid()} {started_at(os.getppid())}"
 

@@ -36,7 +36,6 @@ from yolofleet.fleet.job import (
     agent_environment,
     rendezvous_environment,
 )
-from yolofleet.fleet.launch.local import END_S
 from yolofleet.fleet.served_agent import ServedAgent
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills
@@ -130,7 +129,7 @@ class JobHere:
         return cls(output, workers_output, logs, bool(job["streamed"]), environment, memory)
 
     def served_agent(self, log: Path) -> ServedAgent:
-        """Return the process for the next attempt; start it if there is none."""
+        """Return the process for the next attempt. Start it if it does not run."""
         if self.agent is None or not self.agent.lives:
             with open_append(log) as file:
                 self.agent = ServedAgent(self.environment, self.workers_output, file)
@@ -165,7 +164,7 @@ class JobHere:
         for descriptor in (self.output, self.workers_output):
             os.close(descriptor)
         if self.agent is not None:
-            self.agent.close(END_S)
+            self.agent.close()
         if self.memory is not None:
             self.memory.close()
 

@@ -299,7 +299,7 @@ class Returns:
         threading.Thread(target=prepare, daemon=True).start()
 
     def any_ready(self) -> str:
-        """Return the name of a host that is back; "" if there is none."""
+        """Return the name of a host that is back, or ""."""
         with self._lock:
             return next((remote.name for remote in self._ready.values()), "")
 

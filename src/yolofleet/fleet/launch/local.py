@@ -41,7 +41,6 @@ EXIT_SIGNALS = {
     -15: "was ended by another process (SIGTERM)",
 }
 
-END_S = 10.0  # for the agent and its fork server to end; usually much less
 LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
 
 
@@ -121,7 +120,7 @@ class LocalAgent:
     """torchrun's agent on this machine: one process for all attempts on Linux, else one for each.
 
     Attributes:
-        asked: the signal that asked the run to end; "" if there is none.
+        asked: the signal that asked the run to end, or "".
         ends_at_once: Ctrl-C came twice.
     """
 
@@ -148,7 +147,7 @@ class LocalAgent:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if isinstance(self._process, ServedAgent):
-            self._process.close(END_S)
+            self._process.close()
         elif self._process is not None and self._process.poll() is None:
             self._process.kill()
         if self._memory is not None:

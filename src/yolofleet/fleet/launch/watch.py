@@ -64,7 +64,7 @@ class Watch:
         log: takes (node, rank or AGENT, text).
         plain: a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint.
         goes_on: another attempt follows a failure, so the processes that are left are killed at once.
-        joins: returns the name of a host that waits to take part in another attempt; "" if there is none.
+        joins: returns the name of a host that waits to take part in another attempt, or "".
         joining: that name, once the hosts were asked to save and stop for it.
         stop_requests: number of requests to stop; two or more end the job at once.
         asked: the first of them: Ctrl-C, or the name of a signal.
