@@ -130,7 +130,7 @@ def leaks(before: State, root: Path) -> list[str]:
     gives_up_at_s = time.monotonic() + LEAVES_S
     for key in new:
         if key[0] == "thread":
-            key[1].join(max(gives_up_at_s - time.monotonic(), 0))
+            _await_thread(key[1], gives_up_at_s)
         elif key[0] == "process":
             _await_end(key[1], gives_up_at_s)
     now = state(root)
@@ -140,6 +140,13 @@ def leaks(before: State, root: Path) -> list[str]:
     if "PYTEST_XDIST_WORKER" in os.environ and any(key[0] == "entry" for key in left):
         words.append("(a test that ran at the same time in another worker may have made it in the checkout)")
     return sorted(words)
+
+
+def _await_thread(thread: threading.Thread, gives_up_at_s: float) -> None:
+    while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < gives_up_at_s:
+        time.sleep(0.01)  # it is about to start, and join() refuses it until then
+    if thread.is_alive():
+        thread.join(max(gives_up_at_s - time.monotonic(), 0))
 
 
 def _without_fixtures(now: State) -> State:

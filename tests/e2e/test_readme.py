@@ -52,6 +52,7 @@ FLAGS_OF_OTHERS = {
         "--log-dir",
         "--standalone",
         "--rdzv-backend",
+        "--max-restarts",
     ),  # torchrun
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd

@@ -233,9 +233,10 @@ def test_what_a_job_logged_last_comes_although_the_channel_is_full(
         command=None,
         folder=str(tmp_path / "run"),
         streamed=True,
+        silence_s=DEADLINE_S,
         env=in_place_of_torchrun(tmp_path, MANY_WORDS),
     )
-    wait_for((tmp_path / "run/ended").exists)
+    wait_for(lambda: (tmp_path / "run/ended").exists() or host_agent.poll() is not None)
     time.sleep(1.0)
     assert host_agent.stdout
     got = 0
