@@ -54,6 +54,7 @@ FLAGS_OF_OTHERS = {
         "--rdzv-backend",
         "--max-restarts",
     ),  # torchrun
+    *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait"),  # SLURM
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
     *("--eval", "--syncBN"),  # of the other trainers

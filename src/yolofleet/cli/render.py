@@ -29,7 +29,7 @@ def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) ->
     say([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
     run = scheduled_run(
-        config, given, config_file, machines=settings.nodes, gpus=settings.gpu_count, option="--slurm"
+        config, given, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
     )
     return slurm.render(settings, run)
 
@@ -51,7 +51,12 @@ def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) 
     say([*config.notes, *recipe.notes])
     settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
     run = scheduled_run(
-        config, given, config_file, machines=settings.nodes, gpus=settings.gpus, option="--kubernetes"
+        config,
+        given,
+        config_file,
+        machines=(settings.nodes, settings.nodes),
+        gpus=settings.gpus,
+        option="--kubernetes",
     )
     _write(kubernetes.render(settings, run))
     return 0

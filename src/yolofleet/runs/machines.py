@@ -93,7 +93,7 @@ def scheduled_run(
     given: Mapping[str, Any],
     config_file: str,
     *,
-    machines: int,
+    machines: tuple[int, int],
     gpus: int,
     option: str,
 ) -> ScheduledRun:
@@ -102,7 +102,7 @@ def scheduled_run(
     Args:
         config: the checked settings.
         given, config_file: the options and the file that they were made from; the job repeats them.
-        machines: number of machines that the job asks for.
+        machines: the least and the largest number of machines that the job asks for.
         gpus: GPUs of each machine.
         option: the scheduler's option, as the user typed it.
     Raises:
@@ -113,6 +113,7 @@ def scheduled_run(
         resume=config.value.resume,
         arguments=_arguments(given, config_file),
         processes=_processes_per_machine(config, machines, gpus, option),
+        restarts=config.value.restarts,
     )
 
 
@@ -136,7 +137,9 @@ def _size_of(fleet: Fleet) -> str:
     return f"nodes={len(fleet.hosts)}" + (f",gpus={max(gpus)}" if any(gpus) else "")
 
 
-def _processes_per_machine(config: Resolved[TrainConfig], machines: int, gpus: int, option: str) -> int:
+def _processes_per_machine(
+    config: Resolved[TrainConfig], machines: tuple[int, int], gpus: int, option: str
+) -> int:
     """Return one process for each GPU; without GPUs, as many as ``--device cpu:N`` names."""
     device = config.value.device
     fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))
@@ -162,6 +165,14 @@ def _processes_per_machine(config: Resolved[TrainConfig], machines: int, gpus: i
             source=config.sources["device"],
             hint=f"gpus={here}",
         )
-    if config.value.shares != "auto":
-        Partition.parse(config.value.shares, machines * (gpus or here))
+    if config.value.shares not in ("", "auto"):
+        least, most = machines
+        if least != most:
+            raise ConfigError(
+                f"--shares {config.value.shares} has a number for each process, and {option} nodes={least}-{most} does not fix "
+                "how many there are",
+                source=config.sources["shares"],
+                hint=f"leave out --shares, or {option} nodes={most}",
+            )
+        Partition.parse(config.value.shares, most * (gpus or here))
     return 1 if config.value.parallel == "dp" else gpus or here

@@ -35,7 +35,9 @@ def manifest(settings: str = JOB, **given: Any) -> str:
     given = {"data": "/data/coco.yaml", "model": "yolov5n"} | given
     config, _ = resolve_train(given)
     job = read_settings(KubernetesSettings, [settings], "--kubernetes")
-    run = scheduled_run(config, given, "", machines=job.nodes, gpus=job.gpus, option="--kubernetes")
+    run = scheduled_run(
+        config, given, "", machines=(job.nodes, job.nodes), gpus=job.gpus, option="--kubernetes"
+    )
     return render(job, run)
 
 
@@ -84,7 +86,8 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert container["command"] == [
         "python", "-m", "yolofleet.fleet.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--master-addr=cats-2-0.cats-2", "--master-port=29400", "--nproc-per-node=8", "-m", "yolofleet", "train",
-        "--data=/data/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)", "--resume=auto",
+        "--data=/data/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)",
+        "--exist-ok", "--resume=auto",
     ]  # fmt: skip
     pod = job["spec"]["template"]
     assert service["metadata"]["name"] == pod["spec"]["subdomain"] == job["metadata"]["name"] == "cats-2"
@@ -113,6 +116,7 @@ def test_hostile_names_stay_words(hostile: str) -> None:
         f"--project={hostile}",
         f"--weights={hostile}",
         f"--name={hostile}-7f",
+        "--exist-ok",
         "--resume=auto",
     ]
     assert "--node-rank=1" in words

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from yolofleet.config.schema import Frozen, Natural, setting
-from yolofleet.errors import ConfigError, DataError, NumericsError, Stopped
-from yolofleet.fleet.schedulers.scheduler import ScheduledRun
+from yolofleet.errors import ConfigError, Stopped
+from yolofleet.fleet.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 from yolofleet.text import shown
 
@@ -23,7 +23,6 @@ LONGEST_NAME = 52  # a pod's host name has 63 characters: the job's name, a hyph
 QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SERVICE = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # names of services begin with a letter
-GOES_WRONG_AGAIN = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
 
 
 class KubernetesSettings(Frozen):
@@ -90,7 +89,7 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
             "backoffLimit": settings.retries,
             "podFailurePolicy": {
                 "rules": [
-                    _rule("FailJob", GOES_WRONG_AGAIN),
+                    _rule("FailJob", PERMANENT_CODES),
                     _rule("Ignore", (Stopped.exit_code,)),
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]
@@ -177,7 +176,7 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
     words = [*run.arguments, *([f"--resume={run.resume}"] if run.resume else [])]
     literal = [word.replace("$", "$$") for word in words]
     if not run.resume:
-        literal += [f"--name={run.name.replace('$', '$$')}-$(JOB_UID)", "--resume=auto"]
+        literal += [f"--name={run.name.replace('$', '$$')}-$(JOB_UID)", "--exist-ok", "--resume=auto"]
     meeting = [
         f"--nnodes={settings.nodes}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",

@@ -11,10 +11,15 @@ from typing import TypeVar
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Frozen
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, DataError, NumericsError
 from yolofleet.text import shown
 
 T = TypeVar("T", bound=Frozen)
+PERMANENT_CODES = (
+    ConfigError.exit_code,
+    DataError.exit_code,
+    NumericsError.exit_code,
+)  # another start repeats the error
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,14 @@ class ScheduledRun:
         resume: the run folder that ``--resume`` names; "" for a new run.
         arguments: of ``yolofleet train``, without the name and ``--resume``.
         processes: on each machine.
+        restarts: how often it may fail within an hour and go on.
     """
 
     name: str
     resume: str
     arguments: list[str]
     processes: int
+    restarts: int
 
 
 def read_settings(model: type[T], texts: Iterable[str], option: str) -> T:
