@@ -140,7 +140,7 @@ def started(
     if processes > 1:
         argv = agent_argv(JobSpec(folder.path, processes))
     else:
-        argv = module_argv("yolofleet.worker", str(folder.path))
+        argv = module_argv("yolofleet.worker", str(folder.path), str(folder.job), "0")
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
         return subprocess.Popen(
             argv,
