@@ -99,6 +99,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
         2,
         "Indexed",
     )
+    assert job["spec"]["backoffLimit"] == 2 * 20, "a failure of the run fails both pods"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "32", "memory": "64Gi"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["spec"]["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]

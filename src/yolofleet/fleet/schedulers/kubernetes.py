@@ -2,6 +2,7 @@
 
 Every pod is one machine with an agent (``fleet/agent.py``); the rendezvous is on pod 0. If a pod is evicted or its node
 drained, its preStop hook sends SIGUSR1: the run saves, all pods end, Kubernetes starts them again, and the run resumes.
+If a pod fails, the others lose their connections to it and end, and Kubernetes starts all of them again.
 The project folder must be on a volume that all pods share.
 """
 
@@ -43,7 +44,7 @@ class KubernetesSettings(Frozen):
     claim: str = setting("", "persistent volume claim for data and results, shared by all pods", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
     mount: str = setting("/data", "where the claim is mounted; the working folder", pattern=r"^/[^:]*$")
     grace_s: int = setting(120, "seconds to save in when a pod is asked to end", ge=10, le=86400)
-    retries: int = setting(20, "failed pods after which the job is given up", ge=0)
+    retries: int = setting(20, "failures of the run after which the job is given up", ge=0)
     python: str = setting("python", "the Python of the image")
 
 
@@ -86,7 +87,7 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
             "completionMode": "Indexed",
             "completions": settings.nodes,
             "parallelism": settings.nodes,
-            "backoffLimit": settings.retries,
+            "backoffLimit": settings.retries * settings.nodes,  # a failure of the run fails all its pods
             "podFailurePolicy": {
                 "rules": [
                     _rule("FailJob", PERMANENT_CODES),
