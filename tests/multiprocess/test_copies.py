@@ -106,6 +106,7 @@ def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines
         assert not list(machines.runs[name].glob(".disk-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "copies"), [((), "ab"), (("--checkpoint-copies", "1"), "a")])
 def test_how_many_machines_keep_states(
     tmp_path: Path, machines: Machines, more: tuple[str, ...], copies: str

@@ -83,6 +83,7 @@ def test_a_killed_rank_changes_nothing_in_the_result(tmp_path: Path) -> None:
     assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, 13)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_the_same_way_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """It is killed as soon as it exists, so no step is done in between."""
     with started(tmp_path, "--epochs", "100000", "--device", "cpu:2") as run:

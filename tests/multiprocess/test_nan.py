@@ -85,6 +85,7 @@ def test_steps_that_a_rollback_left_out_stay_left_out_after_a_resume(folder: Pat
     assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_rollback_without_a_checkpoint_ends_the_run(folder: Path, data: Path) -> None:
     args = [*EDGE, "--save-steps", "0", "--save-period", "0", "--save-minutes", "0", "--name", "none"]
     said = yolofleet(folder, *train_args(data, *args, "--on-nan", "rollback"), code=5).err

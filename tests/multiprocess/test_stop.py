@@ -34,7 +34,8 @@ def rows(run: Path) -> list[tuple[str, str, str]]:
         return [(row["epoch"], row["train/box_loss"], row["metrics/mAP50-95"]) for row in found]
 
 
-@pytest.mark.parametrize("epochs", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", ["1", "2"])
 def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repeats_it(
     tmp_path: Path, epochs: str
 ) -> None:

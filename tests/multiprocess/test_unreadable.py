@@ -75,6 +75,7 @@ def test_more_broken_images_than_are_allowed_end_the_run_with_their_names(
     assert said.count("images/train/0000") >= 4 and "--decode" in said
 
 
+@pytest.mark.slow
 def test_a_broken_image_of_the_validation_ends_the_run(tmp_path: Path) -> None:
     data = shapes_that_break(tmp_path, "val")
     said = yolofleet(tmp_path, *train_args(data, "--device", "cpu", "--max-steps", "1"), code=3).err

@@ -32,8 +32,8 @@ def test_the_largest_size_that_fits_is_found_and_other_errors_pass() -> None:
         largest_that_fits([16, 8], fault, CPU)
 
 
-@pytest.mark.parametrize("model", ["yolov3-narrow", "ppyoloe-narrow"])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("model", ["yolov3-narrow", pytest.param("ppyoloe-narrow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_trial_changes_no_bit_of_the_run(model: str, exact: bool) -> None:
     plain, tried = (small_run(model, exact=exact) for _ in range(2))
     LargestPass(tried.state, tried.loss, "fp32", 96, 5).run(3)
