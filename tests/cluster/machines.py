@@ -258,7 +258,8 @@ def _start_sshd(
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     config = folder / f"{name}.sshd_config"
-    settings = " ".join(f'"{key}={value}"' for key, value in environment.items())
+    # bash reads ~/.bashrc in a session of ssh, which may take a second or hang, but not below another shell
+    settings = " ".join(f'"{key}={value}"' for key, value in {"SHLVL": "2", **environment}.items())
     config.write_text(
         f"""HostKey {folder}/{name}
 AuthorizedKeysFile {folder}/user.pub
@@ -269,7 +270,7 @@ PasswordAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
 UseDNS no
-{f"SetEnv {settings}" if settings else ""}
+SetEnv {settings}
 """
     )
     boot = folder / f"{name}.boot_id"  # processes of other boots are not looked for in /proc
