@@ -271,7 +271,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
         first = words[0]
         said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
         echo(said, to=sys.stderr)
-        if not first.of_all and any(w.message != first.message for w in words):
+        if not first.of_all and (len(words) == 1 or any(w.message != first.message for w in words)):
             echo(f"  on   : rank {first.rank}, host {first.host}", to=sys.stderr)
         return first.exit_code
     hint = resume or "give the same command again"
