@@ -20,14 +20,14 @@ AGENT = "yolofleet.parallel.agent"  # in the command line of a torchrun agent of
 
 
 class Command:
-    """A command that somebody gives at the desk, and the lines that they see, as they come."""
+    """A command that somebody gives at the desk, or at another machine, and the lines that they see, as they come."""
 
-    def __init__(self, lab: Lab, folder: Path, *args: str | Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, *args: str | Path, machine: Machine | None = None) -> None:
         os.chdir(folder)  # the machines take over this process's folder
         self.began_s = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
-            lab.desk.argv(sys.executable, "-m", "yolofleet", *args),
+            (machine or lab.desk).argv(sys.executable, "-m", "yolofleet", *args),
             env=environment(folder),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

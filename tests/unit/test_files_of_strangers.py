@@ -19,7 +19,8 @@ MAY_OPEN = {
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "fleet/hosts/host_agent.py:main"),
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "fleet/hosts/host_agent.py:main",
+         "fleet/detached/deputy.py:leave_session"),
         "os.devnull",
     ),
     **dict.fromkeys(

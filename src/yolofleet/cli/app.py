@@ -80,6 +80,8 @@ FLEET = Verbs(
         "check": ("yolofleet.cli.fleet:check_command", "check that hosts can work together"),
         "run": ("yolofleet.cli.fleet:run_command", "run a command on every host"),
         "ps": ("yolofleet.cli.fleet:ps_command", "list jobs on the hosts"),
+        "attach": ("yolofleet.cli.fleet:attach_command", "show a run that was started with --detach"),
+        "add": ("yolofleet.cli.fleet:add_command", "add a host to a running training"),
         "logs": ("yolofleet.cli.fleet:logs_command", "show the logs of a job"),
         "stop": ("yolofleet.cli.fleet:stop_command", "stop a job on all hosts"),
         "render": (RENDER, "write a run as a job for SLURM or Kubernetes"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,16 +20,15 @@ if TYPE_CHECKING:
     from yolofleet.fleet.hosts.messages import Job as JobRecord
     from yolofleet.fleet.hosts.messages import JobEnd
     from yolofleet.fleet.hosts.remote import Remote
+    from yolofleet.fleet.hosts.remote_log import Log
     from yolofleet.fleet.hosts.unreachable import Unreachable
     from yolofleet.fleet.launch.preflight import Plan
 
 T = TypeVar("T")
 
 FOLLOW_S = 1.0
+TAKEN_S = 30.0  # for a launcher to take a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything
-LAST_BYTES = 64 << 10  # of a log, that its last lines are looked for in at first
-PIECE_BYTES = 1 << 20  # and then, piece by piece, before that
-LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 EVERY_LINE = -1
 HOSTS = [
     click.Option(["--hosts"], metavar="TEXT", help="hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
@@ -230,6 +228,8 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
 def logs(
     hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
 ) -> int:
+    from yolofleet.fleet.hosts.remote_log import Log
+
     def show(found: list[Job]) -> int:
         name = logged_job(found, job)
         parts = [(remote, record) for remote, record in found if record.job == name]
@@ -282,6 +282,47 @@ def logs(
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
+def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:
+    from yolofleet.fleet.detached import attach
+
+    return attach.attach(asked_fleet(hosts, fleet_file), job)
+
+
+def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
+    from yolofleet.fleet.description import parse_hosts
+
+    added = [f"{one.name}:{devices_text(one.device)}" for one in parse_hosts(host, source="HOST").hosts]
+
+    def note(found: list[Job]) -> int:
+        running = [entry for entry in found if entry[1].runs and entry[1].folder]
+        names = names_of(running)
+        if not job and len(names) != 1:
+            raise ConfigError(
+                f"which run? {', '.join(names)}" if names else "no run runs there", hint="--job NAME"
+            )
+        name = named_job(job, names, "runs") if job else names[0]
+        remote = next(remote for remote, record in running if record.job == name)
+        for text in added:
+            remote.ask("add_host", job=name, host=text)
+        gives_up_at_s = time.monotonic() + TAKEN_S
+        while remote.ask("has_added", job=name):
+            if time.monotonic() > gives_up_at_s:
+                raise ClusterError(
+                    f"the launcher of {name} takes no hosts",
+                    hint="only a training that goes on after failures does (--restarts)",
+                )
+            time.sleep(FOLLOW_S)
+        echo(f"the launcher of {name} logs in to {host} now, and says whether it takes part")
+        return 0
+
+    return with_jobs(asked_fleet(hosts, fleet_file), note)
+
+
+def devices_text(device: str) -> str:
+    """Return the devices of ``--device`` as ``--hosts`` spells them."""
+    return device if device.startswith("cpu") else "+" + device.replace(",", "+")
+
+
 def logged_job(found: list[Job], asked: str) -> str:
     """The job that ``asked`` means, or the newest that has logs: commands of `fleet run` have none.
 
@@ -302,73 +343,6 @@ def logged_job(found: list[Job], asked: str) -> str:
             "no run is known there", hint="commands of `fleet run` have no logs; a run on these hosts has"
         )
     return logged[0]
-
-
-@dataclass
-class Log:
-    """What a rank writes on its host, line by line, of which a few pieces are in memory at a time.
-
-    Attributes:
-        offset: bytes that have been read or skipped.
-        half: the begin of a line that is not whole yet.
-    """
-
-    remote: Remote
-    file: str
-    offset: int = 0
-    half: bytes = b""
-
-    def skip_to_last(self, lines: int) -> bool:
-        """Go to the begin of the last ``lines`` lines; whether something lies before it."""
-        begin, piece = self._piece(-LAST_BYTES)
-        ends = lines + piece.endswith(b"\n")  # of lines, counted from the end of the file
-        while begin and piece.count(b"\n") < ends:
-            ends -= piece.count(b"\n")
-            begin, piece = self._before(begin)
-        if ends:
-            parts = piece.rsplit(b"\n", ends)
-            piece = piece[: len(parts[0]) + 1] if len(parts) > ends else b""
-        self.offset = begin + len(piece)
-        return self.offset > 0
-
-    def _before(self, end: int) -> tuple[int, bytes]:
-        """The piece that ends there: its begin, and what it has."""
-        begin = max(0, end - PIECE_BYTES)
-        found = b""
-        while len(found) < end - begin and (piece := self._piece(begin + len(found))[1]):
-            found += piece
-        return begin, found[: end - begin]
-
-    def lines(self, *, to_end: bool) -> Iterator[bytes]:
-        """Those that have become whole since the last time, as they come.
-
-        Args:
-            to_end: what has not become whole is one, too: it will not.
-        """
-        while piece := self._piece(self.offset)[1]:
-            self.offset += len(piece)
-            *whole, self.half = (self.half + piece).split(b"\n")
-            yield from whole
-            if len(self.half) > LONGEST_LINE:
-                yield self.half
-                self.half = b""
-        if to_end and self.half:
-            yield self.half
-            self.half = b""
-
-    def _piece(self, offset: int) -> tuple[int, bytes]:
-        """What lies from ``offset`` on, and where that is; a negative one counts from the end of the file.
-
-        Raises:
-            ClusterError: the host is lost.
-        """
-        from yolofleet.fleet.hosts.remote import Refused
-
-        try:
-            answer = self.remote.ask("read_piece", file=self.file, offset=offset)
-        except Refused:  # there is none yet
-            return 0, b""
-        return answer.offset, answer.content
 
 
 class LineCount(click.IntRange):
@@ -440,4 +414,22 @@ logs_command = Command(
     ],
     callback=logs,
     help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
+)
+attach_command = Command(
+    "attach",
+    params=[*HOSTS, JOB],
+    callback=attach,
+    help="Show a run that was started with --detach, from any machine that reaches its hosts, and copy its results here when "
+    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C leaves the run alone.",
+)
+add_command = Command(
+    "add",
+    params=[
+        click.Argument(["host"], metavar="HOST"),
+        *HOSTS,
+        click.Option(["--job"], default="", metavar="NAME", help="the run, if several run there"),
+    ],
+    callback=add,
+    help="Add HOST (as in --hosts: d:8) to a training that runs on --hosts. It loads torch while the others train; then they "
+    "save after their step, and all go on together.",
 )

@@ -43,7 +43,12 @@ def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[st
         rehearse(config, recipe)
         return 0
     offer_download(config.value, ("train", "val"), agreed=download)
-    return start(plan_run(config, recipe))[0]
+    planned = plan_run(config, recipe)
+    if config.value.detach:
+        from yolofleet.runs.on_hosts import start_detached_run
+
+        return start_detached_run(planned)
+    return start(planned)[0]
 
 
 def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:

@@ -280,6 +280,13 @@ class TrainConfig(FleetSettings):
         in_files=False,
     )
 
+    detach: bool = setting(
+        False,
+        "supervise the run on its hosts, and return when it has begun; `yolofleet fleet attach` shows it",
+        group="execution",
+        in_files=False,
+    )
+
     # after a failure
     restarts: int = setting(
         10,

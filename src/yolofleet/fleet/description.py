@@ -44,6 +44,7 @@ class Host:
         folder: the working folder; "" = the same path as here.
         data: the data set there; "" = as ``--data``.
         env: environment variables of all processes there. The list of processes shows them, so no secrets.
+        is_here: this process runs there, so it needs no ssh.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Host:
     folder: str = ""
     data: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    is_here: bool = False
 
     @property
     def processes(self) -> int:
@@ -63,11 +65,12 @@ class Host:
 @dataclass(frozen=True)
 class Fleet:
     """Attributes:
-    hosts: rank 0 runs on the first; the last ``spares`` of them wait to replace a lost one.
+    hosts: rank 0 runs on the first.
     source: the option or file that names the fleet.
     port: of the rendezvous on the first host, or the next free one.
     silence_s: timeout of heartbeats, after which a host ends everything.
     grace_s: seconds from a request to stop until processes are killed.
+    starts_on: a run starts on so many of the hosts; the others wait to replace a lost one. 0: on all.
     """
 
     hosts: tuple[Host, ...]
@@ -75,17 +78,17 @@ class Fleet:
     port: int = FIRST_PORT
     silence_s: float = 20.0
     grace_s: float = 30.0
-    spares: int = 0
+    starts_on: int = 0
 
     @property
     def active(self) -> tuple[Host, ...]:
         """The hosts that a run starts on."""
-        return self.hosts[: len(self.hosts) - self.spares]
+        return self.hosts[: self.starts_on or None]
 
     @property
     def spare(self) -> tuple[Host, ...]:
         """The hosts that wait."""
-        return self.hosts[len(self.hosts) - self.spares :]
+        return self.hosts[len(self.active) :]
 
     @property
     def processes(self) -> int:
@@ -95,11 +98,11 @@ class Fleet:
     def without(self, spares: Collection[str]) -> Fleet:
         """Return the fleet without spares of these names."""
         kept = tuple(host for host in self.spare if host.name not in spares)
-        return replace(self, hosts=(*self.active, *kept), spares=len(kept))
+        return replace(self, hosts=(*self.active, *kept), starts_on=len(self.active))
 
     def of(self, numbers: Sequence[int]) -> Fleet:
         """Return the fleet of the hosts with these numbers, in this order."""
-        return replace(self, hosts=tuple(self.hosts[number] for number in numbers), spares=0)
+        return replace(self, hosts=tuple(self.hosts[number] for number in numbers), starts_on=0)
 
     def with_spares(self, spares: Fleet) -> Fleet:
         """Return the fleet with other hosts as spares.
@@ -108,7 +111,7 @@ class Fleet:
             ConfigError: a host is named twice.
         """
         hosts = _fleet([*self.hosts, *spares.hosts], self.source).hosts
-        return replace(self, hosts=hosts, spares=len(spares.hosts))
+        return replace(self, hosts=hosts, starts_on=len(self.active))
 
     def first_rank(self, node: int) -> int:
         """Return the lowest rank on a host. Ranks are numbered host by host."""

@@ -10,7 +10,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import Fleet, named_fleet, parse_hosts
+from yolofleet.fleet.description import HERE, Fleet, named_fleet, parse_hosts
 from yolofleet.fleet.launch.restarts import RestartRules
 from yolofleet.fleet.schedulers.scheduler import ScheduledRun
 from yolofleet.parallel.partition import Partition
@@ -32,7 +32,7 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
         settings.device,
     )
     if found is None:
-        for name in ("sync_code", *WITH_HOSTS):
+        for name in ("sync_code", "detach", *WITH_HOSTS):
             if name in config.sources and config.is_given(name):
                 raise ConfigError(
                     f"{config.spelled(name)} has no effect without --hosts or --fleet",
@@ -50,7 +50,27 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
             source=config.sources["device"],
             hint="leave it out; it counts for hosts that are named without devices",
         )
-    return with_failure_settings(found, settings) if isinstance(settings, TrainConfig) else found
+    if not isinstance(settings, TrainConfig):
+        return found
+    if settings.detach:
+        check_detach(found, settings)
+    return with_failure_settings(found, settings)
+
+
+def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
+    """Raise ConfigError if a setting contradicts ``--detach``."""
+    if any(host.name == HERE for host in fleet.hosts):
+        raise ConfigError(
+            f"--detach: the other hosts cannot log in to {HERE}",
+            source=fleet.source,
+            hint="name this machine as the other hosts know it",
+        )
+    for flag, given in (("--sync-code", settings.sync_code), ("--json", settings.json_out)):
+        if given:
+            raise ConfigError(
+                f"{flag} needs a launcher that stays, and --detach ends it",
+                hint=f"leave out {flag} or --detach",
+            )
 
 
 def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:

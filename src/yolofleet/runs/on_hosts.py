@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,30 +15,47 @@ from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.files.atomic import write_bytes
 from yolofleet.fleet.description import Fleet
+from yolofleet.fleet.detached.renewal import Supervision
+from yolofleet.fleet.detached.start import start_detached
 from yolofleet.fleet.launch.on_hosts import FleetJob, run_job
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import WITH_HOSTS, restart_rules
 from yolofleet.runs.plan import RunPlan
 
 OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
-    *("hosts", "fleet", "sync_code", "restarts"),
+    *("hosts", "fleet", "sync_code", "detach", "restarts"),
     *WITH_HOSTS,
 )
 
 
-def run_on_hosts(plan: RunPlan) -> tuple[int, RunFolder]:
+def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple[int, RunFolder]:
     """Run a plan on its hosts. Return the exit code and the run's folder on this machine.
 
+    Args:
+        supervision: of a detached run, if this process supervises it.
     Raises:
         YolofleetError: the run cannot be started, or the file of ``--json`` cannot be written.
     """
     assert plan.fleet is not None
     settings = plan.config.value
-    code, folder = run_job(job_of(plan), plan.fleet)
+    code, folder = run_job(replace(job_of(plan), supervision=supervision), plan.fleet)
     if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
         # Without that file, the launcher has printed why it is missing.
         write_bytes(Path(settings.json_out), folder.results_json.read_bytes(), into_special=True)
     return code, folder
+
+
+def start_detached_run(plan: RunPlan) -> int:
+    """Start a plan on its hosts, with a supervisor on one of them. Return 0 when it has begun, else its exit code.
+
+    Raises:
+        YolofleetError: the run cannot be started.
+    """
+    assert plan.fleet is not None
+    config = dump_config(plan.config, plan.recipe)
+    run = {"config": config, "resumed": str(plan.resumed) if plan.resumed is not None else ""}
+    name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
+    return start_detached(job_of(plan), plan.fleet, name, "yolofleet.runs.supervisor", run)
 
 
 def job_of(plan: RunPlan) -> FleetJob:
@@ -50,7 +68,7 @@ def job_of(plan: RunPlan) -> FleetJob:
     settings, is_resumed = plan.config.value, plan.resumed is not None
     return FleetJob(
         verb=settings.verb,
-        text=partial(text_for_host, plan.config, plan.recipe, plan.fleet),
+        text=partial(text_for_host, plan.config, plan.recipe),
         resources=resources_of(settings),
         make_folder=plan.folder,
         files=files_read(settings),

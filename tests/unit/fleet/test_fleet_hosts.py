@@ -21,7 +21,7 @@ from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.fleet.description import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.fleet.hosts.messages import Exit, LastWords, answer_of
 from yolofleet.fleet.hosts.messages import Log as LogMessage
-from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, host_agent_argv
+from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, argv_on
 from yolofleet.fleet.hosts.requests import claim
 from yolofleet.fleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.fleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
@@ -193,7 +193,7 @@ def test_figures_that_cannot_be_written_are_no_success(
 
 
 def test_ssh_is_asked_for_nothing_but_the_host_agent() -> None:
-    argv = host_agent_argv(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
+    argv = argv_on(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
     assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
     command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.fleet.hosts.host_agent"]
     assert shlex.split(argv[-1]) == ["exec", *command]

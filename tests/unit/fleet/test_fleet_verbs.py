@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from yolofleet.cli import main
-from yolofleet.cli.fleet import Log, jobs_of, named_job
+from yolofleet.cli.fleet import jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.fleet.description import Fleet, Host
 from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.messages import Exit, JobEnd, answer_of
 from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.remote_log import Log
 from yolofleet.fleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
@@ -298,8 +299,8 @@ def test_a_log_is_read_in_whole_lines_and_to_its_end() -> None:
 def test_the_last_lines_of_a_log_are_found_however_long_they_are(
     monkeypatch: pytest.MonkeyPatch, wanted: int, end: str
 ) -> None:
-    monkeypatch.setattr("yolofleet.cli.fleet.LAST_BYTES", 7)
-    monkeypatch.setattr("yolofleet.cli.fleet.PIECE_BYTES", 17)  # in several pieces of the host's
+    monkeypatch.setattr("yolofleet.fleet.hosts.remote_log.LAST_BYTES", 7)
+    monkeypatch.setattr("yolofleet.fleet.hosts.remote_log.PIECE_BYTES", 17)  # in several pieces of the host's
     lines = ["", "b" * 30, "c", "", "d" * 5, "e" * 18, "f", "g" * 17, "", "h"]
     log = Log(FakeHost("a", file=("\n".join(lines) + end).encode()), "log")
     assert log.skip_to_last(wanted) == (wanted < 10)

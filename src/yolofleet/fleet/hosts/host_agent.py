@@ -1,4 +1,4 @@
-"""The host agent: the process that runs a job on one host of a fleet. ``remote.host_agent_argv`` starts it through ssh.
+"""The host agent: the process that runs a job on one host of a fleet. ``remote.argv_on`` starts it through ssh.
 
 It exchanges lines of JSON with the launcher on standard input and output (``wire_protocol.py``). It ends everything that
 it started when its standard input ends, or when it hears nothing for ``silence_s``. No process that it started outlives

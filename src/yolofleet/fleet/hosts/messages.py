@@ -185,6 +185,29 @@ class JobEnd(Model):
     left: bool
 
 
+class Vote(Model):
+    """See ``lease.vote``."""
+
+    granted: bool
+    term: Whole
+    voters: Annotated[list[Annotated[list[Text], Few]], Few]
+    version: Whole
+    code: Ending | None
+
+
+class LeaseThere(Model):
+    """The lease of a run on a host; see ``lease.Lease`` and ``lease.list_leases``."""
+
+    job: Text
+    title: Text
+    term: Whole
+    holder: Text
+    version: Whole
+    folder: PathText
+    code: Ending | None
+    console: PathText
+
+
 _ANSWERS: dict[str, Any] = {
     "enter": PathText,
     "claim": Claimed,
@@ -198,6 +221,14 @@ _ANSWERS: dict[str, Any] = {
     "read_piece": Piece,
     "list_jobs": Annotated[list[Job], Few],
     "end_job": JobEnd,
+    "add_host": bool,
+    "has_added": bool,
+    "take_added": Annotated[list[Text], Few],
+    "refused_logins": Annotated[dict[Text, Text], Few],
+    "renew_lease": bool,
+    "vote": Vote | None,
+    "end_lease": None,
+    "list_leases": Annotated[list[LeaseThere], Few],
 }
 _STRICT = ConfigDict(strict=True)
 ANSWERS: dict[str, TypeAdapter[Any]] = {

@@ -31,11 +31,11 @@ from yolofleet.fleet.hosts.messages import (
     message_of,
     values_of,
 )
+from yolofleet.fleet.hosts.ssh import SSH_OPTIONS
 from yolofleet.fleet.hosts.unreachable import SAME_VERSION, Unreachable, not_started, unreachable
 from yolofleet.fleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
 from yolofleet.system.children import module_argv, with_this_package
 
-CONNECT_S = 10
 OPEN_S = 30.0
 ASK_S = 30.0
 MOST_NOISE_LINES = 50  # output of a login shell before the first message
@@ -43,18 +43,6 @@ MOST_NOISE_BYTES = 2000  # of one such line
 MOST_WAITING = 64  # messages of all hosts; then they are read no faster than they are processed
 HANG_UP_S = 1.0  # for ssh to end after SIGTERM
 STRANGER = "unexpected protocol message"
-SSH_OPTIONS = (
-    *("-T", "-a", "-x"),  # no terminal, no agent, no X11
-    "-oBatchMode=yes",
-    f"-oConnectTimeout={CONNECT_S}",
-    "-oServerAliveInterval=5",
-    "-oServerAliveCountMax=3",
-    "-oClearAllForwardings=yes",
-    "-oControlMaster=no",
-    "-oControlPath=none",  # its own connection, of which nothing stays
-    "-oRemoteCommand=none",
-    "-oLogLevel=ERROR",
-)
 
 
 class Refused(ClusterError):
@@ -102,7 +90,7 @@ class Remote:
         """
         try:
             self._process = subprocess.Popen(
-                host_agent_argv(self.host),
+                argv_on(self.host),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -303,11 +291,11 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return process.returncode is not None
 
 
-def host_agent_argv(host: Host) -> list[str]:
-    """Return the command that starts a host agent on a host."""
-    command = module_argv("yolofleet.fleet.hosts.host_agent", python=host.python)
+def argv_on(host: Host, module: str = "yolofleet.fleet.hosts.host_agent") -> list[str]:
+    """Return the command that starts a module on a host."""
+    command = module_argv(module, python=host.python)
     if host.env:
         command = ["env", *(f"{name}={value}" for name, value in host.env.items()), *command]
-    if host.name == HERE:
+    if host.name == HERE or host.is_here:
         return command
     return ["ssh", *SSH_OPTIONS, host.name, f"exec {shlex.join(command)}"]

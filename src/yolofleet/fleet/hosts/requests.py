@@ -13,14 +13,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import write_text
+from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
+from yolofleet.fleet.detached import lease
 from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.package_sync import take
+from yolofleet.fleet.hosts.ssh import refused_login
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import signal_all
 
@@ -169,6 +172,48 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
     return {"found": bool(wanted), "left": any(record.runs for record in wanted)}
 
 
+def add_host(arguments: Arguments) -> bool:
+    """Note a host that ``job`` shall get, for its launcher; return whether the job runs here.
+
+    Args:
+        arguments: ``host``: as in ``--hosts``.
+    """
+    job = str(arguments["job"])
+    if not any(record.job == job and record.runs for record in jobs.records()):
+        return False
+    with open_append(_added(job)) as file:
+        file.write(f"{arguments['host']}\n".encode())
+    return True
+
+
+def take_added(arguments: Arguments) -> list[str]:
+    """Return the hosts of :func:`add_host` that no launcher has taken yet."""
+    file = _added(str(arguments["job"]))
+    try:
+        lines = read_foreign_text(file, limit_bytes=PIECE_BYTES, follow=False).splitlines()
+    except FileNotFoundError:
+        return []
+    file.unlink()
+    return lines
+
+
+def has_added(arguments: Arguments) -> bool:
+    """Return whether :func:`add_host` has noted hosts that no launcher has taken yet."""
+    return _added(str(arguments["job"])).exists()
+
+
+def _added(job: str) -> Path:
+    return jobs.folder() / f"{Path(job).name}.added"
+
+
+def refused_logins(arguments: Arguments) -> dict[str, str]:
+    """Return why this host cannot log in to ``hosts``, by name, for those where it cannot."""
+    names = [str(name) for name in arguments["hosts"]]
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        found = zip(names, pool.map(refused_login, names), strict=True)
+    return {name: words for name, words in found if words}
+
+
 REQUESTS: dict[str, Callable[[Arguments], Any]] = {
     "enter": enter,
     "claim": claim,
@@ -180,6 +225,14 @@ REQUESTS: dict[str, Callable[[Arguments], Any]] = {
     "read_piece": read_piece,
     "list_jobs": list_jobs,
     "end_job": end_job,
+    "add_host": add_host,
+    "take_added": take_added,
+    "has_added": has_added,
+    "refused_logins": refused_logins,
+    "renew_lease": lease.renew_lease,
+    "vote": lease.vote,
+    "end_lease": lease.end_lease,
+    "list_leases": lease.list_leases,
 }
 
 

@@ -22,11 +22,14 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.fleet.description import Fleet, Host
+from yolofleet.files.atomic import write_text
+from yolofleet.fleet.description import Fleet, Host, parse_hosts
+from yolofleet.fleet.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.launch.folders import LAUNCHER, Folders
-from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port
+from yolofleet.fleet.hosts.unreachable import Unreachable
+from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
+from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, inspect, raise_faults
 from yolofleet.fleet.launch.restarts import Failure, Restarts
 from yolofleet.fleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND
@@ -54,6 +57,7 @@ class Attempts:
         members: numbers of the hosts of the next attempt, in the order of their ranks.
         away: numbers of lost hosts.
         joined: numbers of the hosts that the last attempt had, and the one before did not.
+        renewal: of the lease, if the run is detached.
     """
 
     job: FleetJob
@@ -70,19 +74,44 @@ class Attempts:
     def __post_init__(self) -> None:
         self.members = list(range(len(self.fleet.active)))
         self.restarts = Restarts(self.job.rules)
-        self.returns = Returns(self.remotes[0].inbox, self._prepare)
+        self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
         self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
         self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
+        self._planning = threading.Lock()
+        self.renewal: LeaseRenewal | None = None
+        if (supervision := self.job.supervision) is not None:
+            self._id = supervision.job
+            self.renewal = LeaseRenewal(
+                supervision,
+                self._title,
+                self.fleet.silence_s,
+                lambda: self.remotes,
+                lambda number: self.folders.sites[number].folder,
+            )
 
     def __enter__(self) -> Attempts:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.returns.close()
+        if self.renewal is not None:
+            self.renewal.close()
 
     def run(self) -> Watch:
-        """Run the job to its end, and return how its last attempt ended."""
+        """Run the job to its end, and return how its last attempt ended.
+
+        Raises:
+            LeaseLost: this process must not supervise the run.
+        """
+        if self.job.supervision is not None:
+            write_text(self.folders.here.path / JOB, self._id)
+            for host in self.job.supervision.absent:
+                self.returns.await_new(host)
+        if not self._may_supervise():
+            raise LeaseLost(self.renewal.why_lost if self.renewal else "")
+        if self.job.rules.restarts:
+            self.returns.start()
         for number in range(len(self.fleet.active), len(self.remotes)):
             self.returns.warm(number, self.remotes[number])
         tries_left = PORT_TRIES
@@ -109,12 +138,15 @@ class Attempts:
             lambda node, rank, text: self.folders.log(members[node], rank, text),
             goes_on=self.job.rules.restarts > 0,
             joins=self.returns.any_ready,
+            must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
         )
         parts = []
         for node, number in enumerate(members):
             part = self._part(number, fleet, plan, node)
             part["meeting"]["secret"] = secret
-            parts.append({**part, "text": self.job.text(number, members), "restarts": self.restarts.count})
+            parts.append(
+                {**part, "text": self.job.text(self.fleet, number, members), "restarts": self.restarts.count}
+            )
         watch.follow(parts)
         return watch
 
@@ -143,10 +175,54 @@ class Attempts:
         job = self._part(number, self.fleet, self.plan, number)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
+    def _may_supervise(self) -> bool:
+        """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
+        names = [self.remotes[number].name for number in self.members]
+        return self.renewal is None or self.renewal.take_members(names)
+
     def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
         first = [self.remotes[self.members[0]]]
-        self.plan = replace(self.plan, port=free_port(self.fleet, first, passed_over))
+        port = free_port(self.fleet, first, passed_over)
+        with self._planning:
+            self.plan = replace(self.plan, port=port)
         self._port_of = first[0]
+
+    # -- new hosts ---------------------------------------------------------------------------------
+
+    def _added_hosts(self) -> list[Host]:
+        """Return hosts that ``yolofleet fleet add`` named since the last call."""
+        found: list[Host] = []
+        for number in list(self.members):
+            with suppress(YolofleetError):
+                for text in self.remotes[number].ask("take_added", LOGIN_S, job=self._id):
+                    found += parse_hosts(text, source="fleet add").hosts
+        return found
+
+    def _admit(self, remote: Remote) -> int:
+        """Check a host that the run did not have, and return its number.
+
+        Raises:
+            YolofleetError: it cannot take part.
+        """
+        if any(host.name == remote.name for host in self.fleet.hosts):
+            raise ClusterError(f"{remote.name} is one of the hosts of this run already")
+        self.prepare(remote)
+        there = [number for number, known in enumerate(self.remotes) if not known.is_lost]
+        others = [self.remotes[number] for number in there]
+        fleet = self.fleet.with_spares(replace(self.fleet, hosts=(remote.host,), starts_on=0))
+        findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
+        raise_faults([finding for finding in findings if remote.name in finding.where])
+        self.folders.add(remote, others, may_link=self.job.may_link)
+        endpoints = dict(enumerate(self.plan.endpoints)) | dict(
+            zip([*there, len(self.remotes)], plan.endpoints, strict=True)
+        )
+        with self._planning:
+            self.plan = replace(self.plan, endpoints=tuple(endpoints.values()))
+        number = len(self.remotes)
+        self.away.add(number)
+        self.remotes.append(remote)
+        self.fleet = fleet
+        return number
 
     def _save_states(self) -> None:
         """Let the hosts write the state in their memory to their disks, because the run ends here."""
@@ -177,7 +253,7 @@ class Attempts:
         before = set(self.members)
         self._take_spares(len(lost))
         self._take_back()
-        if not self._meet():
+        if not self._meet() or not self._may_supervise():
             return False
         self.restarts.count += 1
         self.joined = [number for number in self.members if number not in before]
@@ -265,29 +341,58 @@ class Attempts:
             self._take_back()
 
 
-class Returns:
-    """Log in to lost hosts again, in the background.
+@dataclass(frozen=True)
+class Wanted:
+    """A host that shall take part.
 
-    Args:
-        inbox: gets the messages of their new connections.
-        prepare: makes a host ready, by its number.
+    Attributes:
+        number: of a lost host; None: the run did not have it.
+        is_asked: a person waits for an answer.
     """
 
-    def __init__(self, inbox: Queue[tuple[Remote, Message]], prepare: Callable[[int, Remote], None]) -> None:
+    host: Host
+    number: int | None = None
+    is_asked: bool = False
+
+
+class Returns:
+    """Log in to lost and new hosts, in the background.
+
+    Args:
+        inbox: gets the messages of their connections.
+        prepare: makes a host ready, by its number.
+        admit: checks a new host, and returns its number.
+        added: returns hosts that a person wants to add.
+    """
+
+    def __init__(
+        self,
+        inbox: Queue[tuple[Remote, Message]],
+        prepare: Callable[[int, Remote], None],
+        admit: Callable[[Remote], int],
+        added: Callable[[], list[Host]],
+    ) -> None:
         self._inbox, self._prepare, self._lock = inbox, prepare, threading.Lock()
-        self._wanted: dict[int, Host] = {}
+        self._admit, self._added_hosts = admit, added
+        self._wanted: list[Wanted] = []
         self._ready: dict[int, Remote] = {}
         self._opened: list[Remote] = []
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._log_in, name="returns", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for hosts."""
+        self._thread.start()
 
     def wait_for(self, number: int, host: Host) -> None:
-        """Begin to log in to a lost host."""
+        """Log in to a lost host when it is back."""
         with self._lock:
-            self._wanted[number] = host
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._log_in, name="returns", daemon=True)
-            self._thread.start()
+            self._wanted.append(Wanted(host, number))
+
+    def await_new(self, host: Host) -> None:
+        """Log in to a host that the run does not have yet, when it can be reached."""
+        with self._lock:
+            self._wanted.append(Wanted(host))
 
     def warm(self, number: int, remote: Remote) -> None:
         """Make a spare host ready in the background; one that cannot is found out when it takes part."""
@@ -299,41 +404,55 @@ class Returns:
         threading.Thread(target=prepare, daemon=True).start()
 
     def any_ready(self) -> str:
-        """Return the name of a host that is back, or ""."""
+        """Return the name of a host that is ready, or ""."""
         with self._lock:
             return next((remote.name for remote in self._ready.values()), "")
 
     def take(self) -> list[tuple[int, Remote]]:
-        """Return the hosts that are back, by their numbers."""
+        """Return the hosts that are ready, by their numbers."""
         with self._lock:
             found, self._ready = sorted(self._ready.items()), {}
-            self._wanted |= {number: remote.host for number, remote in found if remote.is_lost}
+            self._wanted += [Wanted(remote.host, number) for number, remote in found if remote.is_lost]
         return [(number, remote) for number, remote in found if not remote.is_lost]
 
     def close(self) -> None:
         """End all connections that this object has made."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(LOGIN_S)
         for remote in self._opened:
             remote.close()
 
     def _log_in(self) -> None:
         while not self._closed.wait(LOGIN_EVERY_S):
+            added = [Wanted(host, is_asked=True) for host in self._added_hosts()]
             with self._lock:
-                wanted = dict(self._wanted)
-            for number, host in wanted.items():
-                remote = Remote(host, self._inbox)
+                self._wanted += added
+                wanted = list(self._wanted)
+            for one in wanted:
+                remote, number = Remote(one.host, self._inbox), one.number
                 try:
                     remote.open(LOGIN_S)
                     self._opened.append(remote)
+                    if number is None:
+                        number = self._admit(remote)
+                        self._forget(one)
+                        one = Wanted(one.host, number)
+                        self.wait_for(number, one.host)
                     self._prepare(number, remote)
-                except YolofleetError:
+                except YolofleetError as problem:
                     remote.close()
+                    if number is None and (one.is_asked or not isinstance(problem, Unreachable)):
+                        say(f"\nwarning: {one.host.name} does not take part: {problem.what}")
+                        self._forget(one)
                     continue
+                self._forget(one)
                 with self._lock:
-                    del self._wanted[number]
                     self._ready[number] = remote
+
+    def _forget(self, one: Wanted) -> None:
+        with self._lock:
+            self._wanted.remove(one)
 
 
 def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
 
+JOB = ".job"  # in the folder of a detached run: the name of its job
 LAUNCHER = "(this machine)"  # no host has such a name
 NOT_FETCHED = ("checkpoints",)
 # Files that a run leaves in its folder, and their largest sizes. Not config.yaml: this machine knows the settings, and
@@ -40,7 +41,7 @@ FETCHED = tuple(
 )
 NAMED = 5  # names in a message about files that stay on a host
 LEFT_THERE = re.compile(
-    r"config\.yaml|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.fleet-.*"
+    r"config\.yaml|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
 )  # every run has them; no message
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name
@@ -135,6 +136,20 @@ class Folders:
             if isinstance(problem, OSError):
                 raise storage_error(problem, self.here.path) from None
             raise
+
+    def add(self, remote: Remote, others: Sequence[Remote], *, may_link: bool) -> None:
+        """Make the folder on one more host.
+
+        Args:
+            others: hosts that have it.
+        Raises:
+            ClusterError, ConfigError, StorageError: as :meth:`claim`.
+        """
+        found = Folders(RunFolder(self.here.path), [], self.mark)
+        every = [*others, remote]
+        found._claim_on(every, {"mark": self.mark, "used": True, "may_link": may_link})
+        found.give_back(every, discard=False)
+        self.sites.append(found.sites[-1])
 
     @property
     def states_are_elsewhere(self) -> bool:

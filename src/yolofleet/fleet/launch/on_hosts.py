@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from yolofleet.config.resources import RunResources
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.fleet.description import Fleet
+from yolofleet.fleet.detached.lease import LEASE_LOST
+from yolofleet.fleet.detached.renewal import Supervision
 from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.package_sync import packed
 from yolofleet.fleet.hosts.remote import Remote
@@ -37,7 +40,8 @@ class FleetJob:
 
     Attributes:
         verb: for the job's title.
-        text: returns the configuration that a host gets, from its number and the numbers of all hosts of the attempt.
+        text: returns the configuration that a host gets, from all hosts, its number, and the numbers of those that take
+            part.
         resources: what the run asks of each host.
         files: names of files that every rank reads; the launcher compares them between hosts.
         make_folder: makes the run's folder on this machine, with the next free name at each call.
@@ -48,10 +52,11 @@ class FleetJob:
         rules: when the run goes on after a failure.
         resume_options: options of ``yolofleet train --resume FOLDER`` that name the hosts; None if the run writes no
             states that it could resume from.
+        supervision: this process supervises a detached run; None: it is the launcher that a person started.
     """
 
     verb: str
-    text: Callable[[int, Sequence[int]], str]
+    text: Callable[[Fleet, int, Sequence[int]], str]
     resources: RunResources
     make_folder: Callable[[], RunFolder]
     files: Sequence[str] = ()
@@ -61,6 +66,7 @@ class FleetJob:
     syncs_package: bool = False
     rules: RestartRules = field(default_factory=RestartRules)
     resume_options: Sequence[str] | None = None
+    supervision: Supervision | None = None
 
 
 def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
@@ -70,12 +76,7 @@ def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
         YolofleetError: the job cannot be started.
     """
     can_resume = job.resume_options is not None
-    left_out: list[Unreachable] = []
-    active = range(len(fleet.active))
-    config, *_ = [job.text(number, active) for number in active]  # raises before anything is made
-    with stoppable(), logged_in(fleet, lost=left_out if fleet.spares else None) as remotes:
-        fleet = without_spares(fleet, left_out)
-        plan, fleet, remotes = check(job, fleet, remotes)
+    with stoppable(), checked(job, fleet) as (plan, fleet, remotes, config):
         code: int | None = None
         saved: bool | None = False
         folders = Folders.claim(
@@ -96,10 +97,27 @@ def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
                 watch = attempts.run()
                 saved = folders.has_states(attempts.remotes)
                 code = watch.explain("" if saved is False else resume)
+                if attempts.renewal is not None and attempts.renewal.why_lost:
+                    say(attempts.renewal.why_lost)
+                    code = LEASE_LOST
             finally:
                 discard = saved is False and code in (None, *USER_ERRORS)
                 folders.fetch(attempts.remotes, saved=saved, discard=discard, config=config)
     return code, folders.here
+
+
+@contextmanager
+def checked(job: FleetJob, fleet: Fleet) -> Iterator[tuple[Plan, Fleet, list[Remote], str]]:
+    """Log in to the hosts, and check them. Yield where they meet, the hosts without unfit spares, and the configuration.
+
+    Raises:
+        YolofleetError: the job cannot be started.
+    """
+    left_out: list[Unreachable] = []
+    active = range(len(fleet.active))
+    config, *_ = [job.text(fleet, number, active) for number in active]  # raises before anything is made
+    with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
+        yield *check(job, without_spares(fleet, left_out), remotes), config
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:

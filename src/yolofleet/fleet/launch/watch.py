@@ -65,6 +65,7 @@ class Watch:
         plain: a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint.
         goes_on: another attempt follows a failure, so the processes that are left are killed at once.
         joins: returns the name of a host that waits to take part in another attempt, or "".
+        must_end: returns why this launcher must end the run at once, or "".
         joining: that name, once the hosts were asked to save and stop for it.
         stop_requests: number of requests to stop; two or more end the job at once.
         asked: the first of them: Ctrl-C, or the name of a signal.
@@ -77,6 +78,7 @@ class Watch:
     plain: bool = False
     goes_on: bool = False
     joins: Callable[[], str] = str
+    must_end: Callable[[], str] = str
     joining: str = ""
     nodes: list[Node] = field(init=False)
     stop_requests: int = 0
@@ -134,7 +136,7 @@ class Watch:
                 self._listen(number, now - node.remote.heard_at_s)
         failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
         lost = any(node.lost for node in failed)
-        if self.stop_requests > 1:
+        if self.stop_requests > 1 or self.must_end():
             self._stop(0.0)
         elif self.stop_requests:
             self._stop(self.fleet.grace_s)
@@ -145,7 +147,7 @@ class Watch:
             self._stop(FAILED_GRACE_S)
         elif not self.joining and (name := self.joins()):
             self.joining = name
-            say(f"\n{name} is back: the others save after this step, and it takes part")
+            say(f"\n{name} is ready: the others save after this step, and it takes part")
             self._stop(self.fleet.grace_s)
         if now > self.give_up_at_s:
             for number, node in enumerate(self.nodes):

@@ -1,0 +1,251 @@
+"""The deputy: the process on each host of a detached run that supervises it, or takes over from the host that does.
+
+``start.py`` starts it through ssh on every host, with an order (:class:`Order`) on standard input. It leaves the ssh
+session, and lives until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the
+supervisor, which is a launcher like any other. When the lease is over, the deputies of the other hosts ask for votes;
+the one that gets them resumes the run on the hosts that are left. Linux.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.files.atomic import open_append
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.detached import lease
+from yolofleet.fleet.detached.lease import Lease, is_majority
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.messages import Vote
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.system.children import die_with_parent, module_argv, module_environment, name_process
+from yolofleet.text import echo
+
+POLL_S = 0.5
+TURN_S = (
+    2.0  # each host waits so much longer than the one before it, so that they do not ask at the same time
+)
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a deputy gets.
+
+    Attributes:
+        here: name of its host.
+        fleet: all hosts.
+        supervisor: the module that runs the supervisor.
+        run: what the supervisor needs besides, which this package does not know.
+        folder: the working folder.
+    """
+
+    job: str
+    title: str
+    here: str
+    fleet: Fleet
+    supervisor: str
+    run: Mapping[str, Any]
+    folder: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Order:
+        """Return the order of the values that :func:`dataclasses.asdict` makes."""
+        hosts = tuple(Host(**host) for host in values["fleet"]["hosts"])
+        return cls(**{**values, "fleet": Fleet(**{**values["fleet"], "hosts": hosts})})
+
+
+@dataclass
+class Term:
+    """A lease that this host holds: the hosts that granted it, and how the run starts."""
+
+    number: int
+    voters: Sequence[Sequence[str]]
+    version: int
+    present: Sequence[str]
+    resumes: bool
+
+
+@dataclass
+class Deputy:
+    """The deputy of this host."""
+
+    order: Order
+    child: subprocess.Popen[bytes] | None = None
+    began_s: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """Supervise, or wait to take over, until the run has ended."""
+        order = self.order
+        names = [host.name for host in order.fleet.active]
+        first = Lease(order.job, order.title, 1, names[0], (tuple(names),), 0, order.fleet.silence_s)
+        lease.write(first, is_new=True)
+        if names[0] == order.here:
+            self._supervise(Term(1, [names], 0, [host.name for host in order.fleet.hosts], resumes=False))
+        while (known := lease.read(order.job)) is not None and known.code is None:
+            time.sleep(POLL_S)
+            if self._is_my_turn(known):
+                term = self._ask_for_votes()
+                if term is not None:
+                    self._supervise(term)
+                else:
+                    time.sleep(TURN_S)
+
+    def _is_my_turn(self, known: Lease) -> bool:
+        """Return whether this host should ask for votes: its own supervisor has died, or another's lease is over."""
+        if known.holder == self.order.here or not known.is_over:
+            return known.holder == self.order.here
+        names = [host.name for host in self.order.fleet.hosts]
+        waited_s = lease.clock() - known.renewed_s - known.lasts_s - lease.MARGIN_S
+        return waited_s > TURN_S * names.index(self.order.here)
+
+    def _ask_for_votes(self) -> Term | None:
+        """Ask all hosts whether this one may supervise; return None if it may not."""
+        with logged_in(self._fleet(), lost=[]) as remotes:
+            votes = self._votes(remotes, 0)
+            codes = [vote.code for vote in votes.values() if vote.code is not None]
+            if codes:
+                lease.end_lease({"job": self.order.job, "code": codes[0]})
+                return None
+            if not votes:
+                return None
+            newest = max(votes.values(), key=lambda vote: (vote.version, vote.term))
+            if not is_majority(newest.voters, granted(votes)):
+                return None
+            term = max(vote.term for vote in votes.values()) + 1
+            present = granted(self._votes(remotes, term))
+            if not is_majority(newest.voters, present):
+                return None
+            self._await_end(remotes)
+        first = [self.order.here, *(name for name in newest.voters[-1] if name in present)]
+        return Term(
+            term, newest.voters, newest.version, list(dict.fromkeys([*first, *present])), resumes=True
+        )
+
+    def _votes(self, remotes: Sequence[Remote], term: int) -> dict[str, Vote]:
+        """Ask for votes, by the names of the hosts that know the run."""
+        found = {}
+        for remote in remotes:
+            with suppress(ClusterError):
+                vote = remote.ask("vote", job=self.order.job, holder=self.order.here, term=term)
+                if vote is not None:
+                    found[remote.name] = vote
+        return found
+
+    def _await_end(self, remotes: Sequence[Remote]) -> None:
+        """Wait until the processes of the last attempt have ended on the hosts that answer."""
+        gives_up_at_s = time.monotonic() + self.order.fleet.silence_s
+        for remote in remotes:
+            with suppress(ClusterError):
+                while time.monotonic() < gives_up_at_s and any(
+                    job.runs and job.job == self.order.job for job in remote.ask("list_jobs")
+                ):
+                    time.sleep(POLL_S)
+
+    def _fleet(self) -> Fleet:
+        """Return all hosts; this one needs no ssh."""
+        hosts = [replace(host, is_here=host.name == self.order.here) for host in self.order.fleet.hosts]
+        return replace(self.order.fleet, hosts=tuple(hosts))
+
+    def _supervise(self, term: Term) -> None:
+        """Run the supervisor to its end; if the run has ended, tell all hosts."""
+        known = lease.read(self.order.job)
+        folder = known.folder if known is not None else ""
+        by_name = {host.name: host for host in self._fleet().hosts}
+        starts = len(self.order.fleet.active)
+        message = {
+            "run": dict(self.order.run),
+            "hosts": [asdict(by_name[name]) for name in term.present],
+            "absent": [asdict(host) for name, host in by_name.items() if name not in term.present],
+            "fleet": asdict(replace(self.order.fleet, hosts=(), starts_on=min(starts, len(term.present)))),
+            "supervision": {
+                "job": self.order.job,
+                "holder": self.order.here,
+                "term": term.number,
+                "voters": term.voters,
+                "version": term.version,
+            },
+            "folder": folder if term.resumes else "",
+        }
+        code = self._run_supervisor(json.dumps(message).encode())
+        if code >= 0 and code != lease.LEASE_LOST:
+            self._tell_the_end(code)
+
+    def _run_supervisor(self, message: bytes) -> int:
+        parent = os.getpid()
+
+        def in_child() -> None:
+            die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with open_append(lease.file_of(self.order.job, "console")) as console:
+            self.child = subprocess.Popen(
+                module_argv(self.order.supervisor),
+                stdin=subprocess.PIPE,
+                stdout=console,
+                stderr=console,
+                env=module_environment(os.environ),
+                preexec_fn=in_child,
+            )
+        with suppress(OSError):  # it has ended
+            self.child.communicate(message)
+        return self.child.wait()
+
+    def _tell_the_end(self, code: int) -> None:
+        job = self.order.job
+        lease.end_lease({"job": job, "code": code})
+        with suppress(YolofleetError), logged_in(self._fleet(), lost=[]) as remotes:
+            for remote in remotes:
+                with suppress(ClusterError):
+                    remote.ask("end_lease", job=job, code=code)
+
+
+def granted(votes: Mapping[str, Vote]) -> Collection[str]:
+    """Return the names of the hosts that vote for this one."""
+    return [name for name, vote in votes.items() if vote.granted]
+
+
+def leave_session(log: Path) -> None:
+    """Let the process live when its ssh session ends. The first process ends, and says that the deputy is ready."""
+    output = open_append(log)
+    if os.fork():
+        echo(READY)
+        sys.stdout.flush()
+        os._exit(0)
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+
+
+def main() -> int:
+    order = Order.of(json.load(sys.stdin))
+    try:
+        os.chdir(Path(order.folder).expanduser())
+        lease.forget_old()
+        log = lease.file_of(order.job, "console")
+        log.unlink(missing_ok=True)
+        leave_session(log)
+    except (OSError, YolofleetError) as problem:
+        echo(str(problem), to=sys.stderr)
+        return 1
+    name_process("yolofleet-deputy")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    Deputy(order).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

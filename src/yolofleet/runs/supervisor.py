@@ -1,0 +1,62 @@
+"""The supervisor of a detached run: the launcher, started by the deputy of its host (``fleet/detached/deputy.py``)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from yolofleet.config.load import Job, load_job
+from yolofleet.errors import YolofleetError
+from yolofleet.files.atomic import write_text
+from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.detached.renewal import Supervision
+from yolofleet.runs.on_hosts import run_on_hosts
+from yolofleet.runs.plan import RunPlan
+from yolofleet.text import echo
+
+
+def plan_of(message: Mapping[str, Any]) -> RunPlan:
+    """Return the plan of a deputy's message.
+
+    Raises:
+        ConfigError: its configuration is not valid.
+    """
+    fleet = Fleet(**{**message["fleet"], "hosts": tuple(Host(**host) for host in message["hosts"])})
+    resumed, job = message["folder"] or message["run"]["resumed"], job_of(message["run"]["config"])
+    config = job.config
+    if message["folder"]:  # this supervisor is not the first
+        config = replace(config, value=config.value.model_copy(update={"resume": relative(resumed)}))
+    return RunPlan(config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
+
+
+def job_of(text: str) -> Job:
+    """Return the configuration that ``dump_config`` wrote."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        write_text(file, text)
+        return load_job(file)
+
+
+def relative(folder: str) -> str:
+    """Return a folder as seen from the working folder, which may have another path on other hosts."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def main() -> int:
+    message = json.load(sys.stdin)
+    absent = tuple(Host(**host) for host in message["absent"])
+    try:
+        return run_on_hosts(plan_of(message), Supervision(**message["supervision"], absent=absent))[0]
+    except YolofleetError as problem:
+        echo(problem.render(), to=sys.stderr)
+        return problem.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
