@@ -89,7 +89,12 @@ class NumericsError(YolofleetError):
 
 
 class Stopped(YolofleetError):
-    """The run got a stop request; its state is saved and ``--resume`` continues it."""
+    """The run got a stop request; its state is saved and ``--resume`` continues it.
+
+    Attributes:
+        machine_goes: the request was a notice that this machine will be taken away.
+    """
 
     exit_code = 75
+    machine_goes = False
     usual_hint = "run the same command again"

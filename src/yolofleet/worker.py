@@ -176,7 +176,8 @@ def main(argv: list[str]) -> int:
     def on_failure(problem: BaseException) -> int:
         if isinstance(problem, YolofleetError):
             is_secondary = isinstance(problem, ClusterError)  # usually the end of another rank caused it
-            return write_failure(problem.render(), problem.exit_code, secondary=is_secondary)
+            leaves = isinstance(problem, Stopped) and problem.machine_goes
+            return write_failure(problem.render(), problem.exit_code, secondary=is_secondary, leaves=leaves)
         if isinstance(problem, KeyboardInterrupt):
             return write_failure("interrupted", 128 + signal.SIGINT)
         text = "".join(traceback.format_exception(problem))

@@ -114,6 +114,18 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(lab: Lab, folder: Path, quie
     ended_as_quiet(lab, folder, command, quiet_sha256)
 
 
+def test_a_host_that_will_be_taken_away_leaves_the_others_to_it(
+    lab: Lab, folder: Path, quiet_sha256: str
+) -> None:
+    flag = folder / "own/notice"
+    command = begun(lab, folder, "--preempt-notice", f"test -e {flag}")
+    lab.hosts[0].run("touch", flag)
+    command.wait_for("started again as 2 processes")
+    assert "m1 will be taken away" in command.said
+    lab.hosts[0].power_off()
+    ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
 def test_a_run_waits_for_the_hosts_that_it_needs(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     command = begun(lab, folder, *TWO, "--min-hosts", "2", "--host-timeout", "5")
     lab.hosts[1].unplug()

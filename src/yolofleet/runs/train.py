@@ -63,6 +63,7 @@ from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
+from yolofleet.train.stop import NOTICE
 
 
 def train(
@@ -81,7 +82,7 @@ def train(
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
         preempt_notices(
             resolved.value.preempt_notice if world.local_rank == 0 else "",
-            notice=lambda: request_stop(f"--preempt-notice on {world.host}"),
+            notice=lambda: request_stop(f"{NOTICE}{world.host}"),
             log=lambda text: NullConsole.note(console, text),  # to the log only
             warn=console.warn,
         ),

@@ -451,11 +451,13 @@ class TrainingRun:
             self.report.console.note(f"{stop.source}: the state was saved {took} after the request")
         # this also keeps every rank from exiting before the state is written
         sources = [source.decode() for source in self.world.all_gather_bytes(stop.source.encode())]
-        raise Stopped(
+        stopped = Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
             source=next(filter(None, sources), None),
             hint=self.report.folder.resume_command,
         )
+        stopped.machine_goes = stop.machine_goes
+        raise stopped
 
     def _share_by_speed(self, probe: SpeedProbe) -> None:
         """Give each rank micro-batches in proportion to its measured speed (``--shares auto``).

@@ -12,6 +12,8 @@ from typing import Any
 from yolofleet.parallel.activity import Activity
 from yolofleet.system.signals import stop_source
 
+NOTICE = "--preempt-notice on "
+
 
 class StopRequest:
     """Records SIGTERM, SIGUSR1 or Ctrl-C; the loop then finishes the step, saves the state and stops.
@@ -34,6 +36,11 @@ class StopRequest:
     def __bool__(self) -> bool:
         """Return whether this rank knows of a request, its own or another rank's."""
         return self._activity.stop_requested
+
+    @property
+    def machine_goes(self) -> bool:
+        """Whether this rank was asked because its machine will be taken away."""
+        return self.source.startswith(NOTICE)
 
     def __enter__(self) -> StopRequest:
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):

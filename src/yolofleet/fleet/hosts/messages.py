@@ -63,6 +63,7 @@ class LastWords(Model):
     Attributes:
         secondary: it failed because another rank did.
         of_all: all ranks report the same failure.
+        leaves: it stopped because its machine will be taken away.
     """
 
     rank: Whole
@@ -72,6 +73,7 @@ class LastWords(Model):
     time: Number
     secondary: bool = False
     of_all: bool = False
+    leaves: bool = False
 
 
 class Killed(Model):

@@ -204,7 +204,10 @@ class Attempts:
         Raises:
             YolofleetError: it cannot take part.
         """
-        if any(host.name == remote.name for host in self.fleet.hosts):
+        known = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
+        if known in self.away:
+            return known
+        if known is not None:
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
         self.prepare(remote)
         there = [number for number, known in enumerate(self.remotes) if not known.is_lost]
@@ -241,17 +244,23 @@ class Attempts:
 
     def _goes_on(self, watch: Watch) -> bool:
         """Prepare the next attempt; return False if the job has ended, or cannot go on."""
-        failure = watch.failure()
-        if failure is None and not watch.made_room:
-            return False
+        failure, leaving = watch.failure(), [self.members[node] for node in watch.leaving]
         lost = [self.members[node] for node, part in enumerate(watch.nodes) if part.lost]
+        if self.job.rules.restarts and 0 < len(leaving) < len(self.members):
+            failure = None
+            names = listed([self.remotes[number].name for number in leaving])
+            say(f"\n{names} will be taken away")
+            self.members = [number for number in self.members if number not in leaving]
+            self.away.update(leaving)
+        elif failure is None and not watch.made_room:
+            return False
         if failure is not None and self.joined and failure.step <= self._steps_before:
             self._leave_out_joined(failure)
         elif failure is not None and not self._allows(failure, lost):
             return False
         self._lose(lost)
         before = set(self.members)
-        self._take_spares(len(lost))
+        self._take_spares(len(lost) + len(leaving))
         self._take_back()
         if not self._meet() or not self._may_supervise():
             return False

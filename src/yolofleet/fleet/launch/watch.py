@@ -245,6 +245,14 @@ class Watch:
         """The number of steps done, as far as the hosts told; -1 if none was done."""
         return max([node.ending.step for node in self.nodes if node.ending], default=-1)
 
+    @property
+    def leaving(self) -> list[int]:
+        """Nodes whose machines will be taken away (``--preempt-notice``); none if the run was asked to stop."""
+        endings = [] if self._is_asked else [node.ending for node in self.nodes]
+        return [
+            n for n, ending in enumerate(endings) if ending and any(words.leaves for words in ending.words)
+        ]
+
     def failure(self) -> Failure | None:
         """Return why the attempt failed; None if it succeeded, or was asked to stop."""
         ended = [self.nodes[number] for number in self.order]
