@@ -174,9 +174,10 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
         for remote, job in found:
             if job.runs or every:
                 first, count = job.ranks
-                ranks = str(first) if count == 1 else f"{first}-{first + count - 1}"
+                ranks = "-" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"
                 lasted_s = (job.ended_s or time.time() + remote.ahead_s) - job.began_s
-                state = "runs" if job.runs else "lost" if job.code is None else f"exit {job.code}"
+                state = "lost" if job.code is None else f"exit {job.code}"
+                state = ("runs" if count else "waits") if job.runs else state
                 rows.append((job.job, remote.name, ranks, state, duration(lasted_s), shown(job.title)))
         if rows:
             table = [("job", "host", "ranks", "state", "time", "what"), *rows]
@@ -231,6 +232,7 @@ def logs(
     from yolofleet.fleet.hosts.remote_log import Log
 
     def show(found: list[Job]) -> int:
+        found = [entry for entry in found if entry[1].ranks[1]]  # a detached run that waits has no processes
         name = logged_job(found, job)
         parts = [(remote, record) for remote, record in found if record.job == name]
         ranks = {

@@ -12,6 +12,7 @@ import pytest
 
 from yolofleet.fleet.detached import lease
 from yolofleet.fleet.detached.lease import Lease, is_majority
+from yolofleet.fleet.hosts import requests
 from yolofleet.fleet.hosts.messages import answer_of
 
 FIRST = Lease("exp-1", "train exp", 1, "a", (("a", "b", "c"),), 0, 20.0)
@@ -55,6 +56,16 @@ def test_a_run_that_has_ended_gets_no_supervisor() -> None:
     vote = answered("vote", job="exp-1", holder="a", term=2)
     assert vote.code == 0 and not vote.granted
     assert not lease.renew_lease(asdict(FIRST))
+
+
+def test_a_run_without_processes_is_listed_and_can_be_ended() -> None:
+    lease.write(FIRST)
+    (job,) = answer_of("list_jobs", json.loads(json.dumps(requests.list_jobs({}))))
+    assert (job.job, job.runs, job.ranks) == ("exp-1", True, (0, 0))
+    assert not requests.end_job({"job": "exp-1", "deadline_s": 1})["left"]
+    ended = lease.read("exp-1")
+    assert ended is not None and ended.code == 75
+    assert requests.list_jobs({}) == []
 
 
 def test_a_host_that_was_started_again_knows_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:

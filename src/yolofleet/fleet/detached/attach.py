@@ -41,7 +41,7 @@ class Hosts:
     def log_in(self) -> None:
         """Log in to all hosts again."""
         self._stack.close()
-        self.remotes = self._stack.enter_context(logged_in(self._fleet, lost=[]))
+        self.remotes = self._stack.enter_context(logged_in(self._fleet, lost=[], tells=False))
 
     def leases(self) -> list[tuple[Remote, LeaseThere]]:
         """Return what the hosts know of detached runs, the newest knowledge of each run first."""
@@ -86,14 +86,12 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     fitting = [
         lease for name, lease in newest.items() if name.startswith(job) and (job or lease.code is None)
     ]
-    if len(fitting) != 1:
-        names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
-        raise ConfigError(
-            f"which run? {names}"
-            if fitting
-            else f"no detached run {shown(job)} is known there".replace(" ''", ""),
-            hint=f"yolofleet fleet attach {fitting[0].job}" if fitting else f"known: {names or 'none'}",
-        )
+    names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
+    if len(fitting) > 1:
+        raise ConfigError(f"which run? {names}", hint=f"yolofleet fleet attach {fitting[0].job}")
+    if not fitting:
+        what = f"no detached run {shown(job)} is known there" if job else "no detached run runs there"
+        raise ConfigError(what, hint=f"known: {names or 'none'}")
     return fitting[0]
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,21 @@ class Deputy:
     """The deputy of this host."""
 
     order: Order
-    child: subprocess.Popen[bytes] | None = None
-    began_s: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """Supervise, or wait to take over, until the run has ended."""
         order = self.order
         names = [host.name for host in order.fleet.active]
-        first = Lease(order.job, order.title, 1, names[0], (tuple(names),), 0, order.fleet.silence_s)
+        first = Lease(
+            order.job,
+            order.title,
+            1,
+            names[0],
+            (tuple(names),),
+            0,
+            order.fleet.silence_s,
+            began_s=time.time(),
+        )
         lease.write(first, is_new=True)
         if names[0] == order.here:
             self._supervise(Term(1, [names], 0, [host.name for host in order.fleet.hosts], resumes=False))
@@ -111,7 +118,7 @@ class Deputy:
 
     def _ask_for_votes(self) -> Term | None:
         """Ask all hosts whether this one may supervise; return None if it may not."""
-        with logged_in(self._fleet(), lost=[]) as remotes:
+        with logged_in(self._fleet(), lost=[], tells=False) as remotes:
             votes = self._votes(remotes, 0)
             codes = [vote.code for vote in votes.values() if vote.code is not None]
             if codes:
@@ -190,7 +197,7 @@ class Deputy:
                 os._exit(1)
 
         with open_append(lease.file_of(self.order.job, "console")) as console:
-            self.child = subprocess.Popen(
+            supervisor = subprocess.Popen(
                 module_argv(self.order.supervisor),
                 stdin=subprocess.PIPE,
                 stdout=console,
@@ -199,13 +206,13 @@ class Deputy:
                 preexec_fn=in_child,
             )
         with suppress(OSError):  # it has ended
-            self.child.communicate(message)
-        return self.child.wait()
+            supervisor.communicate(message)
+        return supervisor.wait()
 
     def _tell_the_end(self, code: int) -> None:
         job = self.order.job
         lease.end_lease({"job": job, "code": code})
-        with suppress(YolofleetError), logged_in(self._fleet(), lost=[]) as remotes:
+        with suppress(YolofleetError), logged_in(self._fleet(), lost=[], tells=False) as remotes:
             for remote in remotes:
                 with suppress(ClusterError):
                     remote.ask("end_lease", job=job, code=code)

@@ -47,6 +47,7 @@ class Lease:
         voters: lists of names of hosts, in the order of their ranks; a majority of each list is needed. Usually one.
         version: number of these lists.
         lasts_s: how long the lease lasts without renewal.
+        began_s: when the run began, in seconds since 1970.
         renewed_s: when it was renewed, on this machine's clock (:func:`clock`).
         folder: of the run, on this host; "" = not made yet.
         code: exit code of the run; None while it runs.
@@ -60,6 +61,7 @@ class Lease:
     voters: tuple[tuple[str, ...], ...]
     version: int
     lasts_s: float
+    began_s: float = 0.0
     renewed_s: float = 0.0
     folder: str = ""
     code: int | None = None
@@ -149,7 +151,7 @@ def renew_lease(arguments: Arguments) -> bool:
     with locked(asked.job) as known:
         if known is not None and (known.term > asked.term or known.code is not None):
             return False
-        write(asked)
+        write(replace(asked, began_s=known.began_s if known is not None else time.time()))
     return True
 
 
@@ -183,12 +185,11 @@ def end_lease(arguments: Arguments) -> None:
             write(replace(known, code=int(arguments["code"])))
 
 
+def leases() -> list[Lease]:
+    """Return the leases of this host."""
+    return [found for file in jobs.folder().glob("*.lease") if (found := read(file.stem)) is not None]
+
+
 def list_leases(_: Arguments) -> list[dict[str, Any]]:
     """Return the leases of this host, with the name of the file with the console of a supervisor here."""
-    found = []
-    for file in jobs.folder().glob("*.lease"):
-        lease = read(file.stem)
-        if lease is not None:
-            console = str(file_of(lease.job, "console"))
-            found.append({**asdict(lease), "console": console})
-    return found
+    return [{**asdict(lease), "console": str(file_of(lease.job, "console"))} for lease in leases()]

@@ -22,11 +22,14 @@ NOTICE_AFTER_S = 2.0  # print a notice when logins take longer
 
 
 @contextmanager
-def logged_in(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterator[list[Remote]]:
+def logged_in(
+    fleet: Fleet, *, lost: list[Unreachable] | None = None, tells: bool = True
+) -> Iterator[list[Remote]]:
     """Log in to all hosts at the same time. Everything that is started there ends with the block.
 
     Args:
         lost: if given, takes one error per unreachable host, and the block gets the other hosts.
+        tells: print a notice when it takes long.
     Raises:
         Unreachable: a host is unreachable and ``lost`` is None. The source names all other unreachable hosts.
         ConfigError: this machine runs Windows.
@@ -40,7 +43,7 @@ def logged_in(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterato
     remotes = [Remote(host, inbox) for host in fleet.hosts]
     _allow_open_files(FILES_PER_HOST * len(remotes) + OTHER_FILES)
     try:
-        problems = _log_in(remotes)
+        problems = _log_in(remotes, NOTICE_AFTER_S if tells else None)
         if problems and lost is None:
             first, others = problems[0], problems[1:]
             if others:
@@ -55,7 +58,7 @@ def logged_in(fleet: Fleet, *, lost: list[Unreachable] | None = None) -> Iterato
             list(pool.map(Remote.close, remotes))
 
 
-def _log_in(remotes: Sequence[Remote]) -> list[Unreachable]:
+def _log_in(remotes: Sequence[Remote], notice_after_s: float | None) -> list[Unreachable]:
     """Log in to all hosts. Return one error per unreachable host. After Ctrl-C the caller's close ends the logins."""
 
     def login(remote: Remote) -> Unreachable | None:
@@ -68,7 +71,7 @@ def _log_in(remotes: Sequence[Remote]) -> list[Unreachable]:
     pool = ThreadPoolExecutor(min(LOGINS_AT_ONCE, len(remotes)))
     try:
         logins = [pool.submit(login, remote) for remote in remotes]
-        if wait(logins, NOTICE_AFTER_S).not_done:
+        if wait(logins, notice_after_s).not_done:
             echo(f"logging in to {len(remotes)} host{'s' if len(remotes) > 1 else ''} ...", to=sys.stderr)
         return [problem for done in logins if (problem := done.result()) is not None]
     finally:

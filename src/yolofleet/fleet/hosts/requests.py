@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from yolofleet.errors import Stopped
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
 from yolofleet.fleet.detached import lease
@@ -153,12 +154,23 @@ def read_piece(arguments: Arguments) -> dict[str, Any]:
 
 
 def list_jobs(_: Arguments) -> list[dict[str, Any]]:
-    """Return the jobs of this host, the newest first."""
-    return [record.to_dict() for record in jobs.records()]
+    """Return the jobs of this host, the newest first; also detached runs that run no processes here now."""
+    records = jobs.records()
+    running = {record.job for record in records if record.runs}
+    found = [record.to_dict() for record in records]
+    for known in lease.leases():
+        if known.code is None and known.job not in running:
+            waiting = jobs.Record(
+                known.job, known.title, known.holder, known.folder, 0, (0, 0), (0, ""), known.began_s
+            )
+            found.append(waiting.to_dict() | {"runs": True})
+    return found
 
 
 def end_job(arguments: Arguments) -> dict[str, Any]:
     """Ask the host agent of ``job`` to end it, and wait until it has ended.
+
+    A detached run is not resumed by another host then.
 
     Returns:
         ``found``: it ran here; ``left``: it still runs after ``deadline_s``.
@@ -169,7 +181,10 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
     gives_up_at_s = time.monotonic() + float(arguments["deadline_s"])
     while any(record.runs for record in wanted) and time.monotonic() < gives_up_at_s:
         time.sleep(0.1)
-    return {"found": bool(wanted), "left": any(record.runs for record in wanted)}
+    is_left = any(record.runs for record in wanted)
+    if not is_left:
+        lease.end_lease({"job": arguments["job"], "code": Stopped.exit_code})
+    return {"found": bool(wanted), "left": is_left}
 
 
 def add_host(arguments: Arguments) -> bool:
