@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster contract fuzz lint bench clean
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster soak contract fuzz lint bench clean
 
 env: $(VENV)/.made
 
@@ -56,6 +56,12 @@ test-cluster: env
 	-$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"  # without it, its test skips
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
 
+MINUTES ?= 10
+
+# random faults on three machines while small trainings run: make soak MINUTES=30 SEED=1
+soak: env
+	OMP_NUM_THREADS=1 $(PY) tests/cluster/soak.py --minutes $(MINUTES) --seed $(or $(SEED),1)
+
 # converters that need environments of their own (TensorFlow Lite, Core ML): built in a temporary folder, gigabytes
 test-export: env
 	OMP_NUM_THREADS=1 $(PY) tests/export/environments.py tflite coreml
@@ -65,7 +71,6 @@ contract: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/multiprocess/test_contract.py -s --timeout 3600
 
 # broken and hostile files for every reader: make fuzz MINUTES=30 SEED=1 (without SEED: a new one, which is shown)
-MINUTES ?= 10
 fuzz: env
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 

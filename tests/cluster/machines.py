@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -37,7 +38,7 @@ def missing() -> str:
     return f"{', '.join(absent)} missing (apt-get install iproute2 openssh-server)" if absent else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
     """One host.
 
@@ -46,6 +47,7 @@ class Machine:
         namespace: of its network, as ``ip netns`` knows it.
         port: its end at the switch.
         sshd: the process whose namespaces are the machine's.
+        start_sshd: starts it again, with empty disks of its own and a new boot.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Machine:
     hub: str
     port: str
     sshd: subprocess.Popen[bytes]
+    start_sshd: Callable[[], subprocess.Popen[bytes]]
 
     def argv(self, *command: str | Path) -> list[str]:
         """``command`` on this machine; it is the process that is started, not a child of it."""
@@ -95,6 +98,11 @@ class Machine:
         self.unplug()
         _end_all(self.namespace)
         self.sshd.wait()
+
+    def power_on(self) -> None:
+        """Start it again, with empty disks of its own."""
+        self.sshd = self.start_sshd()
+        self.plug()
 
     @property
     def hosts_file(self) -> Path:
@@ -167,7 +175,7 @@ def machines(
     addresses = [*(f"{NETWORK}.{i + 1}" for i in range(count)), f"{NETWORK}.254"]
     namespaces = [f"{mark}-{name}" for name in names]
     known = "".join(f"{address} {name}\n" for address, name in zip(addresses, names, strict=True))
-    sshds: list[subprocess.Popen[bytes]] = []
+    found: list[Machine] = []
     before = {}
     with TemporaryDirectory(prefix="yf-machines-") as temporary:
         try:
@@ -183,22 +191,18 @@ def machines(
                 (etc / "ssh").mkdir(parents=True)
                 (etc / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
                 (etc / "ssh" / "ssh_config").write_text(_client_config(Path(temporary)))
-                sshd = _start_sshd(Path(temporary), name, namespace, shm, private, environment or {})
-                sshds.append(sshd)
-            found = [
-                Machine(name, address, namespace, hub, f"port{i}", sshd)
-                for i, (name, address, namespace, sshd) in enumerate(
-                    zip(names, addresses, namespaces, sshds, strict=True)
+                start = partial(
+                    _start_sshd, Path(temporary), name, namespace, shm, private, environment or {}
                 )
-            ]
+                found.append(Machine(name, address, namespace, hub, f"port{i}", start(), start))
             for machine in found:
                 _wait_for_sshd(machine, Path(temporary))
             yield Lab(found[:-1], found[-1])
         finally:
             for namespace in namespaces:
                 _end_all(namespace)
-            for sshd in sshds:
-                sshd.wait()
+            for machine in found:
+                machine.sshd.wait()
             for namespace in (hub, *namespaces):
                 _remove(namespace)
             for number, handler in before.items():
