@@ -50,7 +50,7 @@ MAY_OPEN = {
     **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
     "fleet/launch/folders.py:_claim_on": "a new file with a random name",
     "fleet/hosts/login.py:login": "opens a connection, not a file",
-    "fleet/launch/attempts.py:_log_in": "the same",
+    "fleet/launch/returns.py:_log_in": "the same",
     "checkpoint/memory.py:__init__": "files in memory of the launcher, which named them",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip

@@ -296,7 +296,7 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
     added = [f"{one.name}:{devices_text(one.device)}" for one in parse_hosts(host, source="HOST").hosts]
 
     def note(found: list[Job]) -> int:
-        running = [entry for entry in found if entry[1].runs and entry[1].folder]
+        running = [entry for entry in found if entry[1].runs and entry[1].folder and entry[1].ranks[1]]
         names = names_of(running)
         if not job and len(names) != 1:
             raise ConfigError(
@@ -304,8 +304,8 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
             )
         name = named_job(job, names, "runs") if job else names[0]
         remote = next(remote for remote, record in running if record.job == name)
-        for text in added:
-            remote.ask("add_host", job=name, host=text)
+        if not all(remote.ask("add_host", job=name, host=text) for text in added):
+            raise ClusterError(f"{name} does not run on {remote.name} any longer")
         gives_up_at_s = time.monotonic() + TAKEN_S
         while remote.ask("has_added", job=name):
             if time.monotonic() > gives_up_at_s:

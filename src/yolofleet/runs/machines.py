@@ -65,6 +65,11 @@ def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
             source=fleet.source,
             hint="name this machine as the other hosts know it",
         )
+    if settings.shares not in ("", "auto"):
+        raise ConfigError(
+            "--shares has one number for each rank, and the ranks of a detached run may change",
+            hint="leave it out, or --shares auto",
+        )
     for flag, given in (("--sync-code", settings.sync_code), ("--json", settings.json_out)):
         if given:
             raise ConfigError(

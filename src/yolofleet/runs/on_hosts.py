@@ -38,7 +38,10 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
     """
     assert plan.fleet is not None
     settings = plan.config.value
-    code, folder = run_job(replace(job_of(plan), supervision=supervision), plan.fleet)
+    job = replace(job_of(plan), supervision=supervision)
+    if supervision is not None and supervision.term > 1:  # the folder is this run's own
+        job = replace(job, may_link=True)
+    code, folder = run_job(job, plan.fleet)
     if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
         # Without that file, the launcher has printed why it is missing.
         write_bytes(Path(settings.json_out), folder.results_json.read_bytes(), into_special=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +13,8 @@ from yolofleet.config.load import Job, load_job
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.fleet.description import Fleet, Host
-from yolofleet.fleet.detached.renewal import Supervision
+from yolofleet.fleet.detached.lease import NOT_BEGUN
+from yolofleet.fleet.detached.renewal import LeaseLost, Supervision
 from yolofleet.runs.on_hosts import run_on_hosts
 from yolofleet.runs.plan import RunPlan
 from yolofleet.text import echo
@@ -28,10 +28,7 @@ def plan_of(message: Mapping[str, Any]) -> RunPlan:
     """
     fleet = Fleet(**{**message["fleet"], "hosts": tuple(Host(**host) for host in message["hosts"])})
     resumed, job = message["folder"] or message["run"]["resumed"], job_of(message["run"]["config"])
-    config = job.config
-    if message["folder"]:  # this supervisor is not the first
-        config = replace(config, value=config.value.model_copy(update={"resume": relative(resumed)}))
-    return RunPlan(config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
+    return RunPlan(job.config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
 
 
 def job_of(text: str) -> Job:
@@ -55,7 +52,8 @@ def main() -> int:
         return run_on_hosts(plan_of(message), Supervision(**message["supervision"], absent=absent))[0]
     except YolofleetError as problem:
         echo(problem.render(), to=sys.stderr)
-        return problem.exit_code
+        takes_over = message["supervision"]["term"] > 1
+        return NOT_BEGUN if takes_over and not isinstance(problem, LeaseLost) else problem.exit_code
 
 
 if __name__ == "__main__":

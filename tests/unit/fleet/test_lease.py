@@ -58,10 +58,14 @@ def test_a_run_that_has_ended_gets_no_supervisor() -> None:
     assert not lease.renew_lease(asdict(FIRST))
 
 
-def test_a_run_without_processes_is_listed_and_can_be_ended() -> None:
+def test_a_run_without_processes_is_listed_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     lease.write(FIRST)
     (job,) = answer_of("list_jobs", json.loads(json.dumps(requests.list_jobs({}))))
     assert (job.job, job.runs, job.ranks) == ("exp-1", True, (0, 0))
+    requests.end_job({"job": "exp-1", "deadline_s": 1})  # on a host where it runs no process
+    assert (known := lease.read("exp-1")) is not None and known.code is None
+    now_s = lease.clock() + FIRST.lasts_s + lease.MARGIN_S + 1
+    monkeypatch.setattr(lease, "clock", lambda: now_s)
     assert not requests.end_job({"job": "exp-1", "deadline_s": 1})["left"]
     ended = lease.read("exp-1")
     assert ended is not None and ended.code == 75

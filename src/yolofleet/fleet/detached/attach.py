@@ -97,15 +97,27 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
 
 def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
     console: Log | None = None
+    awaited = ""
     heard_at_s = time.monotonic()
     while True:
         there = [(remote, lease) for remote, lease in hosts.leases() if lease.job == known.job]
         if there:
-            heard_at_s, known = time.monotonic(), there[0][1]
+            known = there[0][1]
+        if any(lease.code is not None or not lease.is_over for _, lease in there):
+            heard_at_s = time.monotonic()
         elif time.monotonic() - heard_at_s > SILENT_S:
-            raise ClusterError(f"no host has answered for {SILENT_S:.0f} s about {known.job}")
+            raise ClusterError(
+                f"{known.job} has had no supervisor for {SILENT_S:.0f} s, as far as these hosts know",
+                hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
+            )
         holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)
+        if holder is None and known.code is not None:
+            take_results(*there[0])
+            return known.code
         if holder is None:
+            if awaited != known.holder:
+                awaited = known.holder
+                say(f"\n{awaited} supervises the run, and does not answer")
             time.sleep(LOOK_S)
             hosts.log_in()
             continue

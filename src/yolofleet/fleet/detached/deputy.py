@@ -32,9 +32,10 @@ from yolofleet.system.children import die_with_parent, module_argv, module_envir
 from yolofleet.text import echo
 
 POLL_S = 0.5
-TURN_S = (
-    2.0  # each host waits so much longer than the one before it, so that they do not ask at the same time
-)
+MOST_TRIES = 5  # to take over, if a start fails
+GIVES_UP_S = 24 * 3600.0  # after the lease was renewed for the last time
+AFTER_GRACE_S = 10.0  # until processes that were asked to end have ended
+TURN_S = 2.0  # each host waits so much longer than the one before it
 READY = "ready"
 
 
@@ -78,9 +79,14 @@ class Term:
 
 @dataclass
 class Deputy:
-    """The deputy of this host."""
+    """The deputy of this host.
+
+    Attributes:
+        tries: number of starts in a row that have failed.
+    """
 
     order: Order
+    tries: int = 0
 
     def run(self) -> None:
         """Supervise, or wait to take over, until the run has ended."""
@@ -101,12 +107,17 @@ class Deputy:
             self._supervise(Term(1, [names], 0, [host.name for host in order.fleet.hosts], resumes=False))
         while (known := lease.read(order.job)) is not None and known.code is None:
             time.sleep(POLL_S)
-            if self._is_my_turn(known):
-                term = self._ask_for_votes()
-                if term is not None:
-                    self._supervise(term)
-                else:
+            if lease.clock() - known.renewed_s > GIVES_UP_S:
+                return
+            try:
+                if self._is_my_turn(known):
+                    term = self._ask_for_votes()
+                    if term is not None:
+                        self._supervise(term)
                     time.sleep(TURN_S)
+            except (OSError, YolofleetError) as problem:  # such as a full disk
+                echo(str(problem), to=sys.stderr)
+                time.sleep(TURN_S)
 
     def _is_my_turn(self, known: Lease) -> bool:
         """Return whether this host should ask for votes: its own supervisor has died, or another's lease is over."""
@@ -151,11 +162,12 @@ class Deputy:
 
     def _await_end(self, remotes: Sequence[Remote]) -> None:
         """Wait until the processes of the last attempt have ended on the hosts that answer."""
-        gives_up_at_s = time.monotonic() + self.order.fleet.silence_s
+        fleet = self.order.fleet
+        gives_up_at_s = time.monotonic() + max(fleet.silence_s, fleet.grace_s + AFTER_GRACE_S)
         for remote in remotes:
             with suppress(ClusterError):
                 while time.monotonic() < gives_up_at_s and any(
-                    job.runs and job.job == self.order.job for job in remote.ask("list_jobs")
+                    job.runs and job.ranks[1] and job.job == self.order.job for job in remote.ask("list_jobs")
                 ):
                     time.sleep(POLL_S)
 
@@ -180,13 +192,17 @@ class Deputy:
                 "holder": self.order.here,
                 "term": term.number,
                 "voters": term.voters,
+                "deputies": list(by_name),
                 "version": term.version,
             },
             "folder": folder if term.resumes else "",
         }
         code = self._run_supervisor(json.dumps(message).encode())
-        if code >= 0 and code != lease.LEASE_LOST:
-            self._tell_the_end(code)
+        self.tries = self.tries + 1 if code == lease.NOT_BEGUN else 0
+        if self.tries == MOST_TRIES:
+            code = ClusterError.exit_code
+        if code >= 0 and code not in (lease.LEASE_LOST, lease.NOT_BEGUN):
+            self._tell_the_end(code, term.number)
 
     def _run_supervisor(self, message: bytes) -> int:
         parent = os.getpid()
@@ -209,13 +225,13 @@ class Deputy:
             supervisor.communicate(message)
         return supervisor.wait()
 
-    def _tell_the_end(self, code: int) -> None:
+    def _tell_the_end(self, code: int, term: int) -> None:
         job = self.order.job
-        lease.end_lease({"job": job, "code": code})
+        lease.end_lease({"job": job, "code": code, "term": term})
         with suppress(YolofleetError), logged_in(self._fleet(), lost=[], tells=False) as remotes:
             for remote in remotes:
                 with suppress(ClusterError):
-                    remote.ask("end_lease", job=job, code=code)
+                    remote.ask("end_lease", job=job, code=code, term=term)
 
 
 def granted(votes: Mapping[str, Vote]) -> Collection[str]:
@@ -245,7 +261,7 @@ def main() -> int:
         log = lease.file_of(order.job, "console")
         log.unlink(missing_ok=True)
         leave_session(log)
-    except (OSError, YolofleetError) as problem:
+    except (OSError, ValueError, YolofleetError) as problem:
         echo(str(problem), to=sys.stderr)
         return 1
     name_process("yolofleet-deputy")

@@ -29,10 +29,11 @@ from yolofleet.files.lock import in_turn
 from yolofleet.fleet.hosts import jobs
 from yolofleet.system.proc import machine_id
 
-STARTING_S = 60.0  # for a new supervisor, until it renews its lease for the first time
+STARTING_S = 120.0  # for a new supervisor, until it renews its lease for the first time
 MARGIN_S = 5.0  # from the end of a lease until a host votes for another one
 MOST_LEASE_BYTES = 1 << 20
 LEASE_LOST = 86  # exit code of a supervisor that must not go on
+NOT_BEGUN = 87  # exit code of a supervisor that could not take over
 KEPT = 20  # leases of runs that have ended
 
 
@@ -151,6 +152,8 @@ def renew_lease(arguments: Arguments) -> bool:
     with locked(asked.job) as known:
         if known is not None and (known.term > asked.term or known.code is not None):
             return False
+        if known is not None and known.term == asked.term and known.version > asked.version:
+            asked = replace(asked, voters=known.voters, version=known.version)  # a request that came late
         write(replace(asked, began_s=known.began_s if known is not None else time.time()))
     return True
 
@@ -179,9 +182,13 @@ def vote(arguments: Arguments) -> dict[str, Any] | None:
 
 
 def end_lease(arguments: Arguments) -> None:
-    """Record the exit code of a run that has ended."""
+    """Record the exit code of a run that has ended.
+
+    Args:
+        arguments: ``job``, ``code``; ``term`` of the supervisor that says so, if there is one.
+    """
     with locked(str(arguments["job"])) as known:
-        if known is not None and known.code is None:
+        if known is not None and known.code is None and known.term <= int(arguments.get("term", known.term)):
             write(replace(known, code=int(arguments["code"])))
 
 
@@ -192,4 +199,7 @@ def leases() -> list[Lease]:
 
 def list_leases(_: Arguments) -> list[dict[str, Any]]:
     """Return the leases of this host, with the name of the file with the console of a supervisor here."""
-    return [{**asdict(lease), "console": str(file_of(lease.job, "console"))} for lease in leases()]
+    return [
+        {**asdict(lease), "console": str(file_of(lease.job, "console")), "is_over": lease.is_over}
+        for lease in leases()
+    ]

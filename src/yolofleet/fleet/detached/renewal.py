@@ -24,6 +24,7 @@ class Supervision:
         job: name of the job on all hosts.
         holder: name of this host.
         term, voters, version: of the lease.
+        deputies: names of the hosts that can take over; only these vote.
         absent: hosts of the run that cannot be reached now; they take part when they can.
     """
 
@@ -32,6 +33,7 @@ class Supervision:
     term: int
     voters: Sequence[Sequence[str]]
     version: int
+    deputies: Sequence[str]
     absent: tuple[Host, ...] = ()
 
 
@@ -71,7 +73,7 @@ class LeaseRenewal:
 
     def take_members(self, names: Sequence[str]) -> bool:
         """Let the votes of these hosts count from now on; return False if the lease is lost."""
-        before, after = self._lease.voters, (tuple(names),)
+        before, after = self._lease.voters, (tuple(names),) if names else self._lease.voters
         steps = [before] if before == after else [before + after, after]
         for voters in steps:
             version = self._lease.version + (voters != before)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ClusterError
@@ -16,7 +18,6 @@ from yolofleet.fleet.detached.attach import attach
 from yolofleet.fleet.detached.deputy import READY, Order
 from yolofleet.fleet.hosts.remote import Remote, argv_on
 from yolofleet.fleet.launch.on_hosts import FleetJob, checked
-from yolofleet.fleet.launch.preflight import on_each
 from yolofleet.fleet.launch.watch import say
 from yolofleet.system.signals import stoppable
 
@@ -33,10 +34,15 @@ def start_detached(job: FleetJob, fleet: Fleet, name: str, supervisor: str, run:
     Raises:
         YolofleetError: it cannot be started.
     """
-    job_name = f"{name}-{secrets.token_hex(3)}"
+    job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
     with stoppable(), checked(job, fleet) as (_, fleet, remotes, _config):
         check_logins(remotes)
         folders = [str(remote.ask("enter", folder=".")) for remote in remotes]
+        hosts = [  # as every host must see them: not "as on this machine"
+            replace(host, folder=folder, python=host.python or sys.executable)
+            for host, folder in zip(fleet.hosts, folders, strict=True)
+        ]
+        fleet = replace(fleet, hosts=tuple(hosts))
         orders = [
             Order(job_name, f"{job.verb} {name}", host.name, fleet, supervisor, run, folder)
             for host, folder in zip(fleet.hosts, folders, strict=True)
@@ -61,17 +67,17 @@ def check_logins(remotes: Sequence[Remote]) -> None:
         ClusterError: the first host, which supervises at first, cannot.
     """
     names = [remote.name for remote in remotes]
-    every = on_each(remotes, lambda remote: remote.ask("refused_logins", LOGINS_S, hosts=names))
-    for remote, refused in zip(remotes, every, strict=True):
-        for name, words in refused.items():
+    for remote in remotes:  # one after another: sshd refuses many logins at once
+        for name, words in remote.ask("refused_logins", LOGINS_S, hosts=names).items():
+            why = (words.strip().splitlines() or ["no reason was given"])[-1]
             what = f"{remote.name} cannot log in to {name}"
             if remote is remotes[0]:
                 raise ClusterError(
                     f"--detach: {what}",
-                    source=words.splitlines()[-1],
+                    source=why,
                     hint=f"on {remote.name}, `ssh {name} true` must work without a prompt",
                 )
-            say(f"warning: {what}, so it cannot take over the run: {words.splitlines()[-1]}")
+            say(f"warning: {what}, so it may not be able to take over the run: {why}")
 
 
 def appoint(host: Host, order: Order) -> None:
@@ -87,6 +93,6 @@ def appoint(host: Host, order: Order) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise ClusterError(f"{host.name}: the deputy of this run does not start: {problem}") from None
-    if READY.encode() not in done.stdout:
+    if done.returncode or READY.encode() not in done.stdout.splitlines():
         words = done.stderr.decode("utf-8", "replace").strip()
         raise ClusterError(f"{host.name}: the deputy of this run does not start", source=words or None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from yolofleet.fleet.hosts.wire_protocol import MOST_MESSAGE_BYTES
-from yolofleet.fleet.strict import Few, FromList, Model, Number, PathText, Text, Whole, text
+from yolofleet.fleet.strict import MOST_ITEMS, Few, FromList, Model, Number, PathText, Text, Whole, text
 
 MOST_RANKS = 100_000
 MOST_FILES = 1_000_000  # of a run's folder: a validation writes one for each image
@@ -187,12 +187,15 @@ class JobEnd(Model):
     left: bool
 
 
+Some = Field(min_length=1, max_length=MOST_ITEMS)
+
+
 class Vote(Model):
     """See ``lease.vote``."""
 
     granted: bool
     term: Whole
-    voters: Annotated[list[Annotated[list[Text], Few]], Few]
+    voters: Annotated[list[Annotated[list[Text], Some]], Some]
     version: Whole
     code: Ending | None
 
@@ -208,6 +211,7 @@ class LeaseThere(Model):
     folder: PathText
     code: Ending | None
     console: PathText
+    is_over: bool
 
 
 _ANSWERS: dict[str, Any] = {

@@ -182,7 +182,8 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
     while any(record.runs for record in wanted) and time.monotonic() < gives_up_at_s:
         time.sleep(0.1)
     is_left = any(record.runs for record in wanted)
-    if not is_left:
+    known = lease.read(str(arguments["job"]))
+    if not is_left and known is not None and (wanted or known.is_over):  # else its supervisor goes on
         lease.end_lease({"job": arguments["job"], "code": Stopped.exit_code})
     return {"found": bool(wanted), "left": is_left}
 

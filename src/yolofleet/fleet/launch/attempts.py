@@ -9,6 +9,7 @@ takes them back when they answer.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -18,19 +19,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.fleet.description import Fleet, Host, parse_hosts
 from yolofleet.fleet.detached.renewal import LeaseLost, LeaseRenewal
-from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, inspect, raise_faults
 from yolofleet.fleet.launch.restarts import Failure, Restarts
+from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import listed
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from yolofleet.fleet.launch.on_hosts import FleetJob
 
 PORT_TRIES = 3
-LOGIN_EVERY_S = 3.0  # to lost hosts
-LOGIN_S = 10.0
 SAVE_S = 60.0
 WARM_S = 120.0  # to load torch, on a busy machine
 RETURN_S = 600.0  # how long a run waits for hosts if too few are left
@@ -82,6 +79,7 @@ class Attempts:
         self.renewal: LeaseRenewal | None = None
         if (supervision := self.job.supervision) is not None:
             self._id = supervision.job
+            self.restarts.count = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
                 supervision,
                 self._title,
@@ -177,8 +175,10 @@ class Attempts:
 
     def _may_supervise(self) -> bool:
         """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
+        if self.renewal is None or self.job.supervision is None:
+            return True
         names = [self.remotes[number].name for number in self.members]
-        return self.renewal is None or self.renewal.take_members(names)
+        return self.renewal.take_members([name for name in names if name in self.job.supervision.deputies])
 
     def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
         first = [self.remotes[self.members[0]]]
@@ -214,8 +214,9 @@ class Attempts:
         others = [self.remotes[number] for number in there]
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(remote.host,), starts_on=0))
         findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
-        raise_faults([finding for finding in findings if remote.name in finding.where])
-        self.folders.add(remote, others, may_link=self.job.may_link)
+        own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
+        raise_faults([finding for finding in findings if own.search(finding.where)])
+        site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
         endpoints = dict(enumerate(self.plan.endpoints)) | dict(
             zip([*there, len(self.remotes)], plan.endpoints, strict=True)
         )
@@ -224,6 +225,7 @@ class Attempts:
         number = len(self.remotes)
         self.away.add(number)
         self.remotes.append(remote)
+        self.folders.sites.append(site)
         self.fleet = fleet
         return number
 
@@ -337,131 +339,18 @@ class Attempts:
             devices = sum(self.fleet.hosts[number].processes for number in self.members)
             if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
                 return True
-            if time.monotonic() > gives_up_at_s or not self.away:
+            awaited = self.returns.awaited()
+            if time.monotonic() > gives_up_at_s or not awaited:
                 say("too few hosts are left (--min-hosts, --min-devices)")
                 return False
             if not is_told:
-                away = listed([self.remotes[number].name for number in sorted(self.away)])
                 say(
-                    f"too few hosts are left: waiting {RETURN_S / 60:.0f} minutes for {away}; Ctrl-C ends the run"
+                    f"too few hosts are left: waiting {RETURN_S / 60:.0f} minutes for {listed(awaited)}; "
+                    "Ctrl-C ends the run"
                 )
                 is_told = True
             time.sleep(0.2)
             self._take_back()
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A host that shall take part.
-
-    Attributes:
-        number: of a lost host; None: the run did not have it.
-        is_asked: a person waits for an answer.
-    """
-
-    host: Host
-    number: int | None = None
-    is_asked: bool = False
-
-
-class Returns:
-    """Log in to lost and new hosts, in the background.
-
-    Args:
-        inbox: gets the messages of their connections.
-        prepare: makes a host ready, by its number.
-        admit: checks a new host, and returns its number.
-        added: returns hosts that a person wants to add.
-    """
-
-    def __init__(
-        self,
-        inbox: Queue[tuple[Remote, Message]],
-        prepare: Callable[[int, Remote], None],
-        admit: Callable[[Remote], int],
-        added: Callable[[], list[Host]],
-    ) -> None:
-        self._inbox, self._prepare, self._lock = inbox, prepare, threading.Lock()
-        self._admit, self._added_hosts = admit, added
-        self._wanted: list[Wanted] = []
-        self._ready: dict[int, Remote] = {}
-        self._opened: list[Remote] = []
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._log_in, name="returns", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look for hosts."""
-        self._thread.start()
-
-    def wait_for(self, number: int, host: Host) -> None:
-        """Log in to a lost host when it is back."""
-        with self._lock:
-            self._wanted.append(Wanted(host, number))
-
-    def await_new(self, host: Host) -> None:
-        """Log in to a host that the run does not have yet, when it can be reached."""
-        with self._lock:
-            self._wanted.append(Wanted(host))
-
-    def warm(self, number: int, remote: Remote) -> None:
-        """Make a spare host ready in the background; one that cannot is found out when it takes part."""
-
-        def prepare() -> None:
-            with suppress(YolofleetError):
-                self._prepare(number, remote)
-
-        threading.Thread(target=prepare, daemon=True).start()
-
-    def any_ready(self) -> str:
-        """Return the name of a host that is ready, or ""."""
-        with self._lock:
-            return next((remote.name for remote in self._ready.values()), "")
-
-    def take(self) -> list[tuple[int, Remote]]:
-        """Return the hosts that are ready, by their numbers."""
-        with self._lock:
-            found, self._ready = sorted(self._ready.items()), {}
-            self._wanted += [Wanted(remote.host, number) for number, remote in found if remote.is_lost]
-        return [(number, remote) for number, remote in found if not remote.is_lost]
-
-    def close(self) -> None:
-        """End all connections that this object has made."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(LOGIN_S)
-        for remote in self._opened:
-            remote.close()
-
-    def _log_in(self) -> None:
-        while not self._closed.wait(LOGIN_EVERY_S):
-            added = [Wanted(host, is_asked=True) for host in self._added_hosts()]
-            with self._lock:
-                self._wanted += added
-                wanted = list(self._wanted)
-            for one in wanted:
-                remote, number = Remote(one.host, self._inbox), one.number
-                try:
-                    remote.open(LOGIN_S)
-                    self._opened.append(remote)
-                    if number is None:
-                        number = self._admit(remote)
-                        self._forget(one)
-                        one = Wanted(one.host, number)
-                        self.wait_for(number, one.host)
-                    self._prepare(number, remote)
-                except YolofleetError as problem:
-                    remote.close()
-                    if number is None and (one.is_asked or not isinstance(problem, Unreachable)):
-                        say(f"\nwarning: {one.host.name} does not take part: {problem.what}")
-                        self._forget(one)
-                    continue
-                self._forget(one)
-                with self._lock:
-                    self._ready[number] = remote
-
-    def _forget(self, one: Wanted) -> None:
-        with self._lock:
-            self._wanted.remove(one)
 
 
 def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
