@@ -16,6 +16,7 @@ from machines import Lab, Machine
 from yolofleet.system.proc import rank_of
 
 DEADLINE_S = 240
+SESSION = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
 AGENT = "yolofleet.parallel.agent"  # in the command line of a torchrun agent of ours
 
 
@@ -60,6 +61,12 @@ class Command:
         code = self.process.wait(DEADLINE_S)
         self._reader.join(5)
         return code
+
+
+def session_of(folder: Path) -> dict[str, str]:
+    """Return what a login on a machine finds in its environment."""
+    env = environment(folder)
+    return {name: env[name] for name in SESSION} | {"TMPDIR": str(folder / "tmp")}
 
 
 def nothing_left(lab: Lab, within_s: float) -> float:

@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from commands import SMALL, environment, small_shapes, yolofleet  # noqa: E402
-from desk import Command, agent_of, nothing_left, worker_of  # noqa: E402
+from commands import SMALL, small_shapes, yolofleet  # noqa: E402
+from desk import Command, agent_of, nothing_left, session_of, worker_of  # noqa: E402
 from machines import Lab, Machine, machines, missing  # noqa: E402
 
 EPOCHS = 80
@@ -167,12 +167,10 @@ class Soak:
 @contextmanager
 def three_machines(folder: Path) -> Iterator[Lab]:
     """Each with its own disk."""
-    own, env = folder / "own", environment(folder)
+    own = folder / "own"
     for made in (own, folder / "tmp"):
         made.mkdir(exist_ok=True)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(3, private=[own], environment=session) as lab:
+    with machines(3, private=[own], environment=session_of(folder)) as lab:
         yield lab
 
 

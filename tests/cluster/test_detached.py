@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, small_shapes, yolofleet
-from desk import Command, nothing_left
+from commands import SMALL, small_shapes, yolofleet
+from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 
 from yolofleet.system.proc import rank_of
@@ -37,11 +37,9 @@ def quiet_sha256(folder: Path) -> str:
 @pytest.fixture
 def lab(folder: Path) -> Iterator[Lab]:
     """Four machines, each with its own disk. The last one is not in the fleet at first."""
-    own, env = folder / "own", environment(folder)
+    own = folder / "own"
     own.mkdir(exist_ok=True)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(4, private=[own], environment=session) as made:
+    with machines(4, private=[own], environment=session_of(folder)) as made:
         yield made
 
 

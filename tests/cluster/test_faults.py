@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, small_shapes, yolofleet
-from desk import AGENT, Command, agent_of, nothing_left, worker_of
+from commands import SMALL, small_shapes, yolofleet
+from desk import AGENT, Command, agent_of, nothing_left, session_of, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 
 from yolofleet.datasets.shapes import make_shapes
@@ -48,10 +48,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def lab(folder: Path) -> Iterator[Lab]:
     """Machines of its own for every test: some die."""
-    env = environment(folder)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(2, environment=session) as made:
+    with machines(2, environment=session_of(folder)) as made:
         yield made
 
 
@@ -99,15 +96,13 @@ def test_a_host_that_dies(
 
 def test_the_first_host_and_its_disk_are_lost_and_the_run_ends_with_the_same_weights(folder: Path) -> None:
     """By the command that the launcher shows. Each machine has its own disk."""
-    own, env = folder / "own", environment(folder)
+    own = folder / "own"
     own.mkdir()
     data = small_shapes(folder)
     args = [*SMALL, "--epochs", "6", "--threads", "1", "--reduce", "exact"]
     yolofleet(folder, "train", "--data", data, *args, "--device", "cpu", "--name", "whole")
     whole = json.loads((folder / "runs/train/whole/results.json").read_text())
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(3, private=[own], environment=session) as lab:
+    with machines(3, private=[own], environment=session_of(folder)) as lab:
         everywhere = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--save-steps", "1", "--restarts", "0")
         command = Command(lab, own, "train", "--data", data, *args, *everywhere)
         command.wait_for("epoch 3/")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, small_shapes, yolofleet
-from desk import AGENT, DEADLINE_S, Command, agent_of, nothing_left, worker_of
+from desk import AGENT, DEADLINE_S, Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, Machine, machines
 
 import yolofleet as yolofleet_package
@@ -48,10 +48,7 @@ def data(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(folder: Path, data: Path) -> Iterator[Lab]:
-    env = environment(folder)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(3, private=[folder / "own"], environment=session) as made:
+    with machines(3, private=[folder / "own"], environment=session_of(folder)) as made:
         yield made
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, small_shapes, yolofleet
-from desk import Command, agent_of, nothing_left, worker_of
+from commands import SMALL, small_shapes, yolofleet
+from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
@@ -40,11 +40,9 @@ def quiet_sha256(folder: Path) -> str:
 @pytest.fixture
 def lab(folder: Path) -> Iterator[Lab]:
     """Three machines, each with its own disk."""
-    own, env = folder / "own", environment(folder)
+    own = folder / "own"
     own.mkdir(exist_ok=True)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(3, private=[own], environment=session) as made:
+    with machines(3, private=[own], environment=session_of(folder)) as made:
         yield made
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import attack
 import pytest
-from commands import SMALL, environment, small_shapes
-from desk import Command, nothing_left
+from commands import SMALL, small_shapes
+from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 
 from yolofleet.errors import Stopped
@@ -31,10 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(folder: Path) -> Iterator[Lab]:
-    env = environment(folder)
-    names = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-    session = {name: env[name] for name in names} | {"TMPDIR": str(folder / "tmp")}
-    with machines(3, environment=session) as made:
+    with machines(3, environment=session_of(folder)) as made:
         yield made
 
 

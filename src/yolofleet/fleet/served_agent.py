@@ -12,10 +12,11 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO
 
 from yolofleet.fleet.job import StoreEnd
-from yolofleet.system.children import die_with_parent, module_argv
+from yolofleet.system.children import die_with, module_argv
 from yolofleet.system.proc import children
 
 END_S = 10.0  # for the process and its fork server to end; usually much less
@@ -37,13 +38,6 @@ class ServedAgent:
         self._channel, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )  # keeps messages apart
-        parent = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent()
-            if os.getppid() != parent:  # it died before the call above
-                os._exit(1)
-
         with theirs:
             self._process = subprocess.Popen(
                 module_argv("yolofleet.parallel.agent", "--serve", str(theirs.fileno())),
@@ -52,7 +46,7 @@ class ServedAgent:
                 stdout=output,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=in_child,
+                preexec_fn=partial(die_with, os.getpid()),
                 pass_fds=(theirs.fileno(),),
             )
         self._channel.setblocking(False)

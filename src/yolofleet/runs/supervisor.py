@@ -12,7 +12,7 @@ from typing import Any
 from yolofleet.config.load import Job, load_job
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import write_text
-from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached.lease import NOT_BEGUN
 from yolofleet.fleet.detached.renewal import LeaseLost, Supervision
 from yolofleet.runs.on_hosts import run_on_hosts
@@ -26,7 +26,7 @@ def plan_of(message: Mapping[str, Any]) -> RunPlan:
     Raises:
         ConfigError: its configuration is not valid.
     """
-    fleet = Fleet(**{**message["fleet"], "hosts": tuple(Host(**host) for host in message["hosts"])})
+    fleet = Fleet.of_values(message["fleet"])
     resumed, job = message["folder"] or message["run"]["resumed"], job_of(message["run"]["config"])
     return RunPlan(job.config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
 
@@ -47,9 +47,8 @@ def relative(folder: str) -> str:
 
 def main() -> int:
     message = json.load(sys.stdin)
-    absent = tuple(Host(**host) for host in message["absent"])
     try:
-        return run_on_hosts(plan_of(message), Supervision(**message["supervision"], absent=absent))[0]
+        return run_on_hosts(plan_of(message), Supervision.of_values(message["supervision"]))[0]
     except YolofleetError as problem:
         echo(problem.render(), to=sys.stderr)
         takes_over = message["supervision"]["term"] > 1

@@ -82,6 +82,13 @@ def die_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def die_with(parent: int) -> None:
+    """As :func:`die_with_parent`, between fork and exec; also if the process ``parent`` has died before this call."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def name_process(name: str) -> None:
     """Set the name that ``ps -o comm`` and ``top`` show of this process (Linux; 15 characters, in the main thread)."""
     if _LIBC is not None:

@@ -80,7 +80,7 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     """Return the detached run that ``job`` names, or the only one that runs.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: no run fits, or several do.
     """
     newest = {lease.job: lease for _, lease in reversed(hosts.leases())}
     fitting = [

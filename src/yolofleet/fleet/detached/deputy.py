@@ -17,18 +17,20 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import open_append
-from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached import lease
 from yolofleet.fleet.detached.lease import Lease, is_majority
+from yolofleet.fleet.detached.renewal import Supervision
 from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.messages import Vote
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.system.children import die_with_parent, module_argv, module_environment, name_process
+from yolofleet.system.children import die_with, module_argv, module_environment, name_process
 from yolofleet.text import echo
 
 POLL_S = 0.5
@@ -62,19 +64,7 @@ class Order:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Order:
         """Return the order of the values that :func:`dataclasses.asdict` makes."""
-        hosts = tuple(Host(**host) for host in values["fleet"]["hosts"])
-        return cls(**{**values, "fleet": Fleet(**{**values["fleet"], "hosts": hosts})})
-
-
-@dataclass
-class Term:
-    """A lease that this host holds: the hosts that granted it, and how the run starts."""
-
-    number: int
-    voters: Sequence[Sequence[str]]
-    version: int
-    present: Sequence[str]
-    resumes: bool
+        return cls(**{**values, "fleet": Fleet.of_values(values["fleet"])})
 
 
 @dataclass
@@ -104,16 +94,16 @@ class Deputy:
         )
         lease.write(first, is_new=True)
         if names[0] == order.here:
-            self._supervise(Term(1, [names], 0, [host.name for host in order.fleet.hosts], resumes=False))
+            self._supervise(self._supervision(1, [names], 0), [host.name for host in order.fleet.hosts])
         while (known := lease.read(order.job)) is not None and known.code is None:
             time.sleep(POLL_S)
             if lease.clock() - known.renewed_s > GIVES_UP_S:
                 return
             try:
                 if self._is_my_turn(known):
-                    term = self._ask_for_votes()
-                    if term is not None:
-                        self._supervise(term)
+                    granted = self._ask_for_votes()
+                    if granted is not None:
+                        self._supervise(*granted)
                     time.sleep(TURN_S)
             except (OSError, YolofleetError) as problem:  # such as a full disk
                 echo(str(problem), to=sys.stderr)
@@ -127,8 +117,8 @@ class Deputy:
         waited_s = lease.clock() - known.renewed_s - known.lasts_s - lease.MARGIN_S
         return waited_s > TURN_S * names.index(self.order.here)
 
-    def _ask_for_votes(self) -> Term | None:
-        """Ask all hosts whether this one may supervise; return None if it may not."""
+    def _ask_for_votes(self) -> tuple[Supervision, Sequence[str]] | None:
+        """Ask all hosts whether this one may supervise; return None if it may not, else also the hosts that agree."""
         with logged_in(self._fleet(), lost=[], tells=False) as remotes:
             votes = self._votes(remotes, 0)
             codes = [vote.code for vote in votes.values() if vote.code is not None]
@@ -138,17 +128,16 @@ class Deputy:
             if not votes:
                 return None
             newest = max(votes.values(), key=lambda vote: (vote.version, vote.term))
-            if not is_majority(newest.voters, granted(votes)):
+            if not is_majority(newest.voters, granting(votes)):
                 return None
             term = max(vote.term for vote in votes.values()) + 1
-            present = granted(self._votes(remotes, term))
+            present = granting(self._votes(remotes, term))
             if not is_majority(newest.voters, present):
                 return None
             self._await_end(remotes)
         first = [self.order.here, *(name for name in newest.voters[-1] if name in present)]
-        return Term(
-            term, newest.voters, newest.version, list(dict.fromkeys([*first, *present])), resumes=True
-        )
+        supervision = self._supervision(term, newest.voters, newest.version)
+        return supervision, list(dict.fromkeys([*first, *present]))
 
     def _votes(self, remotes: Sequence[Remote], term: int) -> dict[str, Vote]:
         """Ask for votes, by the names of the hosts that know the run."""
@@ -176,42 +165,31 @@ class Deputy:
         hosts = [replace(host, is_here=host.name == self.order.here) for host in self.order.fleet.hosts]
         return replace(self.order.fleet, hosts=tuple(hosts))
 
-    def _supervise(self, term: Term) -> None:
-        """Run the supervisor to its end; if the run has ended, tell all hosts."""
+    def _supervision(self, term: int, voters: Sequence[Sequence[str]], version: int) -> Supervision:
+        deputies = [host.name for host in self.order.fleet.hosts]
+        return Supervision(self.order.job, self.order.here, term, voters, version, deputies)
+
+    def _supervise(self, supervision: Supervision, present: Sequence[str]) -> None:
+        """Run the supervisor to its end on the hosts ``present``; if the run has ended, tell all hosts."""
         known = lease.read(self.order.job)
-        folder = known.folder if known is not None else ""
         by_name = {host.name: host for host in self._fleet().hosts}
-        starts = len(self.order.fleet.active)
+        absent = tuple(host for name, host in by_name.items() if name not in present)
+        starts_on = min(len(self.order.fleet.active), len(present))
+        hosts = tuple(by_name[name] for name in present)
         message = {
             "run": dict(self.order.run),
-            "hosts": [asdict(by_name[name]) for name in term.present],
-            "absent": [asdict(host) for name, host in by_name.items() if name not in term.present],
-            "fleet": asdict(replace(self.order.fleet, hosts=(), starts_on=min(starts, len(term.present)))),
-            "supervision": {
-                "job": self.order.job,
-                "holder": self.order.here,
-                "term": term.number,
-                "voters": term.voters,
-                "deputies": list(by_name),
-                "version": term.version,
-            },
-            "folder": folder if term.resumes else "",
+            "fleet": asdict(replace(self.order.fleet, hosts=hosts, starts_on=starts_on)),
+            "supervision": asdict(replace(supervision, absent=absent)),
+            "folder": known.folder if known is not None and supervision.term > 1 else "",
         }
         code = self._run_supervisor(json.dumps(message).encode())
         self.tries = self.tries + 1 if code == lease.NOT_BEGUN else 0
         if self.tries == MOST_TRIES:
             code = ClusterError.exit_code
         if code >= 0 and code not in (lease.LEASE_LOST, lease.NOT_BEGUN):
-            self._tell_the_end(code, term.number)
+            self._tell_the_end(code, supervision.term)
 
     def _run_supervisor(self, message: bytes) -> int:
-        parent = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
-
         with open_append(lease.file_of(self.order.job, "console")) as console:
             supervisor = subprocess.Popen(
                 module_argv(self.order.supervisor),
@@ -219,7 +197,7 @@ class Deputy:
                 stdout=console,
                 stderr=console,
                 env=module_environment(os.environ),
-                preexec_fn=in_child,
+                preexec_fn=partial(die_with, os.getpid()),
             )
         with suppress(OSError):  # it has ended
             supervisor.communicate(message)
@@ -234,7 +212,7 @@ class Deputy:
                     remote.ask("end_lease", job=job, code=code, term=term)
 
 
-def granted(votes: Mapping[str, Vote]) -> Collection[str]:
+def granting(votes: Mapping[str, Vote]) -> Collection[str]:
     """Return the names of the hosts that vote for this one."""
     return [name for name, vote in votes.items() if vote.granted]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.description import Host
@@ -36,6 +37,11 @@ class Supervision:
     deputies: Sequence[str]
     absent: tuple[Host, ...] = ()
 
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> Supervision:
+        """Return the supervision of the values that :func:`dataclasses.asdict` makes."""
+        return cls(**{**values, "absent": tuple(Host(**host) for host in values["absent"])})
+
 
 class LeaseLost(ClusterError):
     """This process must not supervise the run any longer."""
@@ -64,7 +70,7 @@ class LeaseRenewal:
     ) -> None:
         self.why_lost = ""
         self._remotes, self._folder = remotes, folder
-        s = supervision
+        s, self._deputies = supervision, frozenset(supervision.deputies)
         self._lease = Lease(s.job, title, s.term, s.holder, tuple(map(tuple, s.voters)), s.version, lasts_s)
         self._renewed_s: dict[str, float] = {}  # when the request was sent that a host has answered
         self._closed = threading.Event()
@@ -72,8 +78,9 @@ class LeaseRenewal:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def take_members(self, names: Sequence[str]) -> bool:
-        """Let the votes of these hosts count from now on; return False if the lease is lost."""
-        before, after = self._lease.voters, (tuple(names),) if names else self._lease.voters
+        """Let the votes of those of these hosts that can take over count from now on; return False if the lease is lost."""
+        voting = tuple(name for name in names if name in self._deputies)
+        before, after = self._lease.voters, (voting,) if voting else self._lease.voters
         steps = [before] if before == after else [before + after, after]
         for voters in steps:
             version = self._lease.version + (voters != before)

@@ -18,6 +18,7 @@ MOST_FILES = 1_000_000  # of a run's folder: a validation writes one for each im
 LongText = Annotated[str, text(longest=MOST_MESSAGE_BYTES)]
 Ending = Annotated[int, Field(ge=-64, le=255)]  # what a process can end with: signals below 0
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+Some = Field(min_length=1, max_length=MOST_ITEMS)
 
 
 class Hello(Model):
@@ -185,9 +186,6 @@ class JobEnd(Model):
 
     found: bool
     left: bool
-
-
-Some = Field(min_length=1, max_length=MOST_ITEMS)
 
 
 class Vote(Model):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from yolofleet.fleet.hosts.remote import Refused, Remote
 
-LAST_BYTES = 64 << 10  # of a log, that its last lines are looked for in at first
-PIECE_BYTES = 1 << 20  # and then, piece by piece, before that
+LAST_BYTES = 64 << 10  # the search for the last lines begins with so much of the file's end,
+PIECE_BYTES = 1 << 20  # and goes back in pieces of this size
 LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 
 
@@ -18,7 +18,7 @@ class Log:
 
     Attributes:
         offset: bytes that have been read or skipped.
-        half: the begin of a line that is not whole yet.
+        half: the beginning of a line whose end has not been read.
     """
 
     remote: Remote
@@ -27,7 +27,7 @@ class Log:
     half: bytes = b""
 
     def skip_to_last(self, lines: int) -> bool:
-        """Go to the begin of the last ``lines`` lines; whether something lies before it."""
+        """Go to the beginning of the last ``lines`` lines. Return whether the file has more before it."""
         begin, piece = self._piece(-LAST_BYTES)
         ends = lines + piece.endswith(b"\n")  # of lines, counted from the end of the file
         while begin and piece.count(b"\n") < ends:
@@ -40,7 +40,7 @@ class Log:
         return self.offset > 0
 
     def _before(self, end: int) -> tuple[int, bytes]:
-        """The piece that ends there: its begin, and what it has."""
+        """Return the piece that ends at ``end``: its offset and its content."""
         begin = max(0, end - PIECE_BYTES)
         found = b""
         while len(found) < end - begin and (piece := self._piece(begin + len(found))[1]):
@@ -48,10 +48,10 @@ class Log:
         return begin, found[: end - begin]
 
     def lines(self, *, to_end: bool) -> Iterator[bytes]:
-        """Those that have become whole since the last time, as they come.
+        """Yield the lines that are complete now and were not at the last call.
 
         Args:
-            to_end: what has not become whole is one, too: it will not.
+            to_end: the file will not grow, so its last line counts without a line end too.
         """
         while piece := self._piece(self.offset)[1]:
             self.offset += len(piece)
@@ -65,13 +65,13 @@ class Log:
             self.half = b""
 
     def _piece(self, offset: int) -> tuple[int, bytes]:
-        """What lies from ``offset`` on, and where that is; a negative one counts from the end of the file.
+        """Return where the piece at ``offset`` begins, and its content. A negative offset counts from the file's end.
 
         Raises:
             ClusterError: the host is lost.
         """
         try:
             answer = self.remote.ask("read_piece", file=self.file, offset=offset)
-        except Refused:  # there is none yet
+        except Refused:  # the rank has not written yet
             return 0, b""
         return answer.offset, answer.content

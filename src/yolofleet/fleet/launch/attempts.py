@@ -175,10 +175,9 @@ class Attempts:
 
     def _may_supervise(self) -> bool:
         """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
-        if self.renewal is None or self.job.supervision is None:
+        if self.renewal is None:
             return True
-        names = [self.remotes[number].name for number in self.members]
-        return self.renewal.take_members([name for name in names if name in self.job.supervision.deputies])
+        return self.renewal.take_members([self.remotes[number].name for number in self.members])
 
     def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
         first = [self.remotes[self.members[0]]]
@@ -204,13 +203,13 @@ class Attempts:
         Raises:
             YolofleetError: it cannot take part.
         """
-        known = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
-        if known in self.away:
-            return known
-        if known is not None:
+        known_as = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
+        if known_as in self.away:
+            return known_as
+        if known_as is not None:
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
         self.prepare(remote)
-        there = [number for number, known in enumerate(self.remotes) if not known.is_lost]
+        there = [number for number, other in enumerate(self.remotes) if not other.is_lost]
         others = [self.remotes[number] for number in there]
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(remote.host,), starts_on=0))
         findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
