@@ -61,7 +61,8 @@ def weights_of(lab: Lab, machine: Machine, folder: Path) -> str:
     return str(json.loads(text)["weights_sha256"])
 
 
-def test_the_run_outlives_its_launcher_and_its_first_host(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+def test_the_run_outlives_its_launcher_and_two_supervisors(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+    """The second one hands over to the host that was lost first, and was started again."""
     detached(lab, folder, "--host-timeout", "5")
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS)
     seen.wait_for("^epoch 2/")
@@ -71,6 +72,14 @@ def test_the_run_outlives_its_launcher_and_its_first_host(lab: Lab, folder: Path
     elsewhere.wait_for("^epoch 4/")
     lab.hosts[0].power_off()
     elsewhere.wait_for("m2 supervises the run from now on")
+    lab.hosts[0].power_on()
+    elsewhere.wait_for("going on with 3 processes on m2, m3, m1")
+    gives_up_at_s = time.monotonic() + 60
+    while not any("detached.deputy" in command for command in lab.hosts[0].processes().values()):
+        assert time.monotonic() < gives_up_at_s, elsewhere.said
+        time.sleep(0.2)
+    lab.hosts[1].power_off()
+    elsewhere.wait_for("m1 supervises the run from now on")
     assert elsewhere.end() == 0, elsewhere.said
     assert weights_of(lab, lab.hosts[3], folder) == quiet_sha256
     nothing_left(lab, 30)

@@ -27,7 +27,8 @@ def plan_of(message: Mapping[str, Any]) -> RunPlan:
         ConfigError: its configuration is not valid.
     """
     fleet = Fleet.of_values(message["fleet"])
-    resumed, job = message["folder"] or message["run"]["resumed"], job_of(message["run"]["config"])
+    run = message["supervision"]["order"]["run"]
+    resumed, job = message["folder"] or run["resumed"], job_of(run["config"])
     return RunPlan(job.config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
 
 

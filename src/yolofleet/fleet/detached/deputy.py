@@ -1,7 +1,6 @@
 """The deputy: the process on each host of a detached run that supervises it, or takes over from the host that does.
 
-``start.py`` starts it through ssh on every host, with an order (:class:`Order`) on standard input. It leaves the ssh
-session, and lives until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the
+``order.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the
 supervisor, which is a launcher like any other. When the lease is over, the deputies of the other hosts ask for votes;
 the one that gets them resumes the run on the hosts that are left. Linux.
 """
@@ -15,17 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import open_append
+from yolofleet.files.lock import exclusive
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached import lease
 from yolofleet.fleet.detached.lease import Lease, is_majority
+from yolofleet.fleet.detached.order import READY, Order
 from yolofleet.fleet.detached.renewal import Supervision
 from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.messages import Vote
@@ -38,33 +38,6 @@ MOST_TRIES = 5  # to take over, if a start fails
 GIVES_UP_S = 24 * 3600.0  # after the lease was renewed for the last time
 AFTER_GRACE_S = 10.0  # until processes that were asked to end have ended
 TURN_S = 2.0  # each host waits so much longer than the one before it
-READY = "ready"
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a deputy gets.
-
-    Attributes:
-        here: name of its host.
-        fleet: all hosts.
-        supervisor: the module that runs the supervisor.
-        run: what the supervisor needs besides, which this package does not know.
-        folder: the working folder.
-    """
-
-    job: str
-    title: str
-    here: str
-    fleet: Fleet
-    supervisor: str
-    run: Mapping[str, Any]
-    folder: str
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Order:
-        """Return the order of the values that :func:`dataclasses.asdict` makes."""
-        return cls(**{**values, "fleet": Fleet.of_values(values["fleet"])})
 
 
 @dataclass
@@ -80,23 +53,11 @@ class Deputy:
 
     def run(self) -> None:
         """Supervise, or wait to take over, until the run has ended."""
-        order = self.order
-        names = [host.name for host in order.fleet.active]
-        first = Lease(
-            order.job,
-            order.title,
-            1,
-            names[0],
-            (tuple(names),),
-            0,
-            order.fleet.silence_s,
-            began_s=time.time(),
-        )
-        lease.write(first, is_new=True)
-        if names[0] == order.here:
-            self._supervise(self._supervision(1, [names], 0), [host.name for host in order.fleet.hosts])
-        while (known := lease.read(order.job)) is not None and known.code is None:
+        if self.order.begins:
+            self._begin()
+        while (known := lease.read(self.order.job)) is not None and known.code is None:
             time.sleep(POLL_S)
+            self.order = self.order.newest()
             if lease.clock() - known.renewed_s > GIVES_UP_S:
                 return
             try:
@@ -108,6 +69,16 @@ class Deputy:
             except (OSError, YolofleetError) as problem:  # such as a full disk
                 echo(str(problem), to=sys.stderr)
                 time.sleep(TURN_S)
+
+    def _begin(self) -> None:
+        """Write the first lease, and supervise if this is the first host."""
+        order, names = self.order, tuple(host.name for host in self.order.fleet.active)
+        lasts_s = order.fleet.silence_s
+        first = Lease(order.job, order.title, 1, names[0], (names,), 0, lasts_s, began_s=time.time())
+        lease.write(first, is_new=True)
+        if names[0] == order.here:
+            everyone = [host.name for host in order.fleet.hosts]
+            self._supervise(Supervision(order, 1, first.voters, 0), everyone)
 
     def _is_my_turn(self, known: Lease) -> bool:
         """Return whether this host should ask for votes: its own supervisor has died, or another's lease is over."""
@@ -136,7 +107,7 @@ class Deputy:
                 return None
             self._await_end(remotes)
         first = [self.order.here, *(name for name in newest.voters[-1] if name in present)]
-        supervision = self._supervision(term, newest.voters, newest.version)
+        supervision = Supervision(self.order, term, newest.voters, newest.version)
         return supervision, list(dict.fromkeys([*first, *present]))
 
     def _votes(self, remotes: Sequence[Remote], term: int) -> dict[str, Vote]:
@@ -165,10 +136,6 @@ class Deputy:
         hosts = [replace(host, is_here=host.name == self.order.here) for host in self.order.fleet.hosts]
         return replace(self.order.fleet, hosts=tuple(hosts))
 
-    def _supervision(self, term: int, voters: Sequence[Sequence[str]], version: int) -> Supervision:
-        deputies = [host.name for host in self.order.fleet.hosts]
-        return Supervision(self.order.job, self.order.here, term, voters, version, deputies)
-
     def _supervise(self, supervision: Supervision, present: Sequence[str]) -> None:
         """Run the supervisor to its end on the hosts ``present``; if the run has ended, tell all hosts."""
         known = lease.read(self.order.job)
@@ -177,7 +144,6 @@ class Deputy:
         starts_on = min(len(self.order.fleet.active), len(present))
         hosts = tuple(by_name[name] for name in present)
         message = {
-            "run": dict(self.order.run),
             "fleet": asdict(replace(self.order.fleet, hosts=hosts, starts_on=starts_on)),
             "supervision": asdict(replace(supervision, absent=absent)),
             "folder": known.folder if known is not None and supervision.term > 1 else "",
@@ -232,19 +198,24 @@ def leave_session(log: Path) -> None:
 
 
 def main() -> int:
-    order = Order.of(json.load(sys.stdin))
-    try:
-        os.chdir(Path(order.folder).expanduser())
-        lease.forget_old()
-        log = lease.file_of(order.job, "console")
-        log.unlink(missing_ok=True)
-        leave_session(log)
-    except (OSError, ValueError, YolofleetError) as problem:
-        echo(str(problem), to=sys.stderr)
-        return 1
-    name_process("yolofleet-deputy")
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    Deputy(order).run()
+    order = Order.of_values(json.load(sys.stdin))
+    with ExitStack() as until_the_end:
+        try:
+            os.chdir(Path(order.folder).expanduser())
+            lease.forget_old()
+            order.write()
+            if not until_the_end.enter_context(exclusive(lease.file_of(order.job, "deputy"))):
+                echo(READY)  # this host has one, which will read the order
+                return 0
+            log = lease.file_of(order.job, "console")
+            log.unlink(missing_ok=True)
+            leave_session(log)
+        except (OSError, ValueError, YolofleetError) as problem:
+            echo(str(problem), to=sys.stderr)
+            return 1
+        name_process("yolofleet-deputy")
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        Deputy(order).run()
     return 0
 
 

@@ -134,7 +134,8 @@ def forget_old() -> None:
         ended = [file for file in files if (found := read(file.stem)) is None or found.code is not None]
         for file in ended[KEPT:]:
             file.unlink()
-            file.with_suffix(".console").unlink(missing_ok=True)
+            for kind in (".console", ".order"):
+                file.with_suffix(kind).unlink(missing_ok=True)
 
 
 # -- requests (fleet/hosts/requests.py) ----------------------------------------------------------------------

@@ -11,7 +11,9 @@ from typing import Any
 from yolofleet.errors import ClusterError
 from yolofleet.fleet.description import Host
 from yolofleet.fleet.detached.lease import LEASE_LOST, Lease, clock, is_majority
+from yolofleet.fleet.detached.order import Order, appoint
 from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.watch import say
 
 RENEW_S = 1.0
 MOST_AT_ONCE = 64
@@ -22,25 +24,22 @@ class Supervision:
     """How this process supervises a run.
 
     Attributes:
-        job: name of the job on all hosts.
-        holder: name of this host.
+        order: of the deputy that started it.
         term, voters, version: of the lease.
-        deputies: names of the hosts that can take over; only these vote.
         absent: hosts of the run that cannot be reached now; they take part when they can.
     """
 
-    job: str
-    holder: str
+    order: Order
     term: int
     voters: Sequence[Sequence[str]]
     version: int
-    deputies: Sequence[str]
     absent: tuple[Host, ...] = ()
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> Supervision:
         """Return the supervision of the values that :func:`dataclasses.asdict` makes."""
-        return cls(**{**values, "absent": tuple(Host(**host) for host in values["absent"])})
+        order, absent = Order.of_values(values["order"]), tuple(Host(**host) for host in values["absent"])
+        return cls(**{**values, "order": order, "absent": absent})
 
 
 class LeaseLost(ClusterError):
@@ -70,17 +69,17 @@ class LeaseRenewal:
     ) -> None:
         self.why_lost = ""
         self._remotes, self._folder = remotes, folder
-        s, self._deputies = supervision, frozenset(supervision.deputies)
-        self._lease = Lease(s.job, title, s.term, s.holder, tuple(map(tuple, s.voters)), s.version, lasts_s)
+        self._order, s = supervision.order, supervision
+        voters = tuple(map(tuple, s.voters))
+        self._lease = Lease(s.order.job, title, s.term, s.order.here, voters, s.version, lasts_s)
         self._renewed_s: dict[str, float] = {}  # when the request was sent that a host has answered
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE)
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def take_members(self, names: Sequence[str]) -> bool:
-        """Let the votes of those of these hosts that can take over count from now on; return False if the lease is lost."""
-        voting = tuple(name for name in names if name in self._deputies)
-        before, after = self._lease.voters, (voting,) if voting else self._lease.voters
+        """Let the votes of these hosts count from now on; return False if the lease is lost."""
+        before, after = self._lease.voters, (tuple(names),)
         steps = [before] if before == after else [before + after, after]
         for voters in steps:
             version = self._lease.version + (voters != before)
@@ -96,6 +95,19 @@ class LeaseRenewal:
         if not self._thread.is_alive():
             self._thread.start()
         return True
+
+    def appoint(self, hosts: Sequence[Host], numbers: Sequence[int]) -> None:
+        """Give the deputies of some hosts an order that names all ``hosts``, in the background; start missing ones."""
+        self._order = order = self._order.with_hosts(tuple(hosts))
+
+        def one(host: Host) -> None:
+            try:
+                appoint(host, order)
+            except ClusterError as problem:
+                say(f"\nwarning: {host.name} cannot take over the run: {problem.what}")
+
+        for number in numbers:
+            self._pool.submit(one, hosts[number])
 
     def close(self) -> None:
         """Stop renewing."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ClusterError
-from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached.attach import attach
-from yolofleet.fleet.detached.deputy import READY, Order
-from yolofleet.fleet.hosts.remote import Remote, argv_on
+from yolofleet.fleet.detached.order import Order, appoint, named_in_full
+from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.on_hosts import FleetJob, checked
 from yolofleet.fleet.launch.watch import say
 from yolofleet.system.signals import stoppable
 
 LOGINS_S = 60.0
-START_S = 60.0
 
 
 def start_detached(job: FleetJob, fleet: Fleet, name: str, supervisor: str, run: Mapping[str, Any]) -> int:
@@ -37,20 +33,10 @@ def start_detached(job: FleetJob, fleet: Fleet, name: str, supervisor: str, run:
     job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
     with stoppable(), checked(job, fleet) as (_, fleet, remotes, _config):
         check_logins(remotes)
-        folders = [str(remote.ask("enter", folder=".")) for remote in remotes]
-        hosts = [  # as every host must see them: not "as on this machine"
-            replace(host, folder=folder, python=host.python or sys.executable)
-            for host, folder in zip(fleet.hosts, folders, strict=True)
-        ]
-        fleet = replace(fleet, hosts=tuple(hosts))
-        orders = [
-            Order(job_name, f"{job.verb} {name}", host.name, fleet, supervisor, run, folder)
-            for host, folder in zip(fleet.hosts, folders, strict=True)
-        ]
+        fleet = replace(fleet, hosts=tuple(map(named_in_full, remotes)))
+        order = Order(job_name, f"{job.verb} {name}", "", fleet, supervisor, run, "", begins=True)
         try:
-            for host, order in reversed(
-                list(zip(fleet.hosts, orders, strict=True))
-            ):  # the first one begins the run
+            for host in reversed(fleet.hosts):  # the first one begins the run
                 appoint(host, order)
         except BaseException:
             for remote in remotes:
@@ -78,21 +64,3 @@ def check_logins(remotes: Sequence[Remote]) -> None:
                     hint=f"on {remote.name}, `ssh {name} true` must work without a prompt",
                 )
             say(f"warning: {what}, so it may not be able to take over the run: {why}")
-
-
-def appoint(host: Host, order: Order) -> None:
-    """Start the deputy of a host.
-
-    Raises:
-        ClusterError: it does not start.
-    """
-    argv = argv_on(host, "yolofleet.fleet.detached.deputy")
-    try:
-        done = subprocess.run(
-            argv, input=json.dumps(asdict(order)).encode(), capture_output=True, timeout=START_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise ClusterError(f"{host.name}: the deputy of this run does not start: {problem}") from None
-    if done.returncode or READY.encode() not in done.stdout.splitlines():
-        words = done.stderr.decode("utf-8", "replace").strip()
-        raise ClusterError(f"{host.name}: the deputy of this run does not start", source=words or None)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.fleet.description import Fleet, Host, parse_hosts
+from yolofleet.fleet.detached.order import named_in_full
 from yolofleet.fleet.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
@@ -78,7 +79,7 @@ class Attempts:
         self._planning = threading.Lock()
         self.renewal: LeaseRenewal | None = None
         if (supervision := self.job.supervision) is not None:
-            self._id = supervision.job
+            self._id = supervision.order.job
             self.restarts.count = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
                 supervision,
@@ -211,7 +212,8 @@ class Attempts:
         self.prepare(remote)
         there = [number for number, other in enumerate(self.remotes) if not other.is_lost]
         others = [self.remotes[number] for number in there]
-        fleet = self.fleet.with_spares(replace(self.fleet, hosts=(remote.host,), starts_on=0))
+        host = named_in_full(remote)
+        fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
         findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
         raise_faults([finding for finding in findings if own.search(finding.where)])
@@ -267,6 +269,8 @@ class Attempts:
             return False
         self.restarts.count += 1
         self.joined = [number for number in self.members if number not in before]
+        if self.joined and self.renewal is not None:
+            self.renewal.appoint(self.fleet.hosts, self.members)
         self._steps_before = max(self._steps_before, watch.steps)
         self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
         names = listed([self.remotes[number].name for number in self.members])
