@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from commands import SMALL, small_shapes, yolofleet
 from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
@@ -144,3 +145,22 @@ def test_the_agents_on_two_hosts_are_killed_one_after_the_other(
     os.kill(next(p for p, c in lab.hosts[2].processes().items() if "hosts.host_agent" in c), signal.SIGKILL)
     command.wait_for("started again as 2 processes")
     ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_spares_with_another_torch_or_other_data_are_left_out(lab: Lab, folder: Path) -> None:
+    here = folder / "own/shapes"
+    for host in lab.hosts:
+        host.run("cp", "-r", small_shapes(folder).parent, here)
+    metadata = Path(torch.__file__).parent.parent / f"torch-{torch.__version__}.dist-info/METADATA"
+    other = folder / "METADATA"
+    other.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13\n")
+    lab.hosts[1].run("mount", "--bind", other, metadata)  # on that machine alone
+    lab.hosts[2].run("sh", "-c", f"rm '{here}'/labels/train/*1.txt")
+    hosts = ("--hosts", "m1:cpu:1", "--spares", "m2:cpu:1,m3:cpu:1")
+    command = Command(
+        lab, folder / "own", "train", "--data", here / "data.yaml", *ARGS, "--epochs", "1", *hosts
+    )
+    assert command.end() == 0, command.said
+    assert re.search(r"warning: the spare host m2 is left out: .*m2: 1\.13", command.said), command.said
+    assert "warning: the spare host m3 is left out: " in command.said, command.said
+    assert "epoch 1/1" in command.said
