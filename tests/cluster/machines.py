@@ -93,6 +93,11 @@ class Machine:
         _run("ip", "-n", self.hub, "link", "set", self.port, "up")
         self.ip("neigh", "flush", "all")  # that others were not there is remembered for a second or two
 
+    def limit_rate(self, rate: str) -> None:
+        """Let it send no more than ``rate``, such as ``8mbit``; ``""`` = as before."""
+        queue = ("tbf", "rate", rate, "burst", "32kb", "latency", "400ms") if rate else ("pfifo",)
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", CARD, "root", *queue)
+
     def power_off(self) -> None:
         """Everything on it ends at once, and nobody is told. Its sshd is gone, too."""
         self.unplug()
@@ -159,6 +164,7 @@ def machines(
     *,
     shm: str = "256m",
     private: Sequence[Path] = (),
+    disk: str = "50%",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Lab]:
     """Hosts ``m1`` ... at 10.77.0.1 ..., and a desk at 10.77.0.254.
@@ -166,6 +172,7 @@ def machines(
     Args:
         shm: size of each machine's /dev/shm.
         private: existing folders that are each machine's own, and empty.
+        disk: the most that each of them holds; 50% = half of this machine's memory.
         environment: of every ssh session.
     """
     assert not missing(), missing()
@@ -191,9 +198,8 @@ def machines(
                 (etc / "ssh").mkdir(parents=True)
                 (etc / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
                 (etc / "ssh" / "ssh_config").write_text(_client_config(Path(temporary)))
-                start = partial(
-                    _start_sshd, Path(temporary), name, namespace, shm, private, environment or {}
-                )
+                mounts = [("/dev/shm", shm), *((str(path), disk) for path in private)]
+                start = partial(_start_sshd, Path(temporary), name, namespace, mounts, environment or {})
                 found.append(Machine(name, address, namespace, hub, f"port{i}", start(), start))
             for machine in found:
                 _wait_for_sshd(machine, Path(temporary))
@@ -257,8 +263,7 @@ def _start_sshd(
     folder: Path,
     name: str,
     namespace: str,
-    shm: str,
-    private: Sequence[Path],
+    disks: Sequence[tuple[str, str]],
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     config = folder / f"{name}.sshd_config"
@@ -280,8 +285,8 @@ SetEnv {settings}
     boot = folder / f"{name}.boot_id"  # processes of other boots are not looked for in /proc
     boot.write_text(f"{uuid.uuid4()}\n")
     mounts = [f"mount --bind {boot} /proc/sys/kernel/random/boot_id"]
-    mounts += [f"mount -t tmpfs -o size={shm} tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", "mkdir /run/sshd"]
-    mounts += [f"mount -t tmpfs tmpfs {shlex.quote(str(path))}" for path in private]
+    mounts += ["mount -t tmpfs tmpfs /run", "mkdir /run/sshd"]
+    mounts += [f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(path)}" for path, size in disks]
     start = f"exec /usr/sbin/sshd -D -f {config} -E {folder}/{name}.log"
     script = " && ".join([f"hostname {name}", *mounts, start])
     return subprocess.Popen(

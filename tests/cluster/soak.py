@@ -1,8 +1,9 @@
 """``make soak MINUTES=30 SEED=1``: random faults on three machines, one after another, while small trainings run.
 
 Each training must end with the weights of one process that nothing disturbs, to the bit, and leave nothing behind. The
-table at the end says for each kind of fault how long training stood still: from the fault to the end of the next epoch.
-The same seed gives the same faults; their moments depend on the speed of the machine. Not among them: a jump of a clock.
+table at the end says for each kind of fault how long training stood still: from the fault to the end of the next epoch,
+with the time that the fault itself lasts. The same seed gives the same faults; their moments depend on the speed of the
+machine. Clocks jump if libfaketime is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -41,15 +43,19 @@ ARGS = [
     str(EPOCHS),
 ]
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--host-timeout", "8", "--restarts", "1000")
+DISK = "256m"  # of each machine; the states of one run need a third of it
+FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+CLOCK = Path("/run/clock")  # of each machine
 STUCK_S = 240.0  # without an epoch: the soak has failed
 GAPS_S = (2.0, 8.0)  # of training between two faults
 
 
 @dataclass
 class Soak:
-    """The trainings of one soak.
+    """The faults of one training.
 
     Attributes:
+        lost: the machine that does not come back.
         stood_still_s: by kind of fault.
     """
 
@@ -59,14 +65,16 @@ class Soak:
     command: Command
     is_detached: bool
     stood_still_s: dict[str, list[float]] = field(default_factory=dict)
+    lost: Machine | None = None
 
     @property
     def machine(self) -> Machine:
-        return self.draws.choice(self.lab.hosts)
+        return self.draws.choice([host for host in self.lab.hosts if host is not self.lost])
 
     def epochs(self) -> int:
-        """How many lines of epochs the person has seen."""
-        return sum(line.startswith("epoch ") and ": box" in line for _, line in list(self.command.lines))
+        """The last epoch that the person has seen."""
+        found = re.findall(r"^epoch (\d+)/\d+: box", self.command.said, re.MULTILINE)
+        return max(map(int, found), default=0)
 
     def is_over(self) -> bool:
         return self.command.process.poll() is not None
@@ -82,12 +90,26 @@ class Soak:
     def kill_host_agent(self) -> None:
         self._kill(self.machine, "hosts.host_agent")
 
-    def kill_supervisor(self) -> None:
-        """The launcher of a detached run, on whatever machine it is."""
-        for machine in self.lab.hosts:
-            if any("runs.supervisor" in command for command in machine.processes().values()):
-                self._kill(machine, "runs.supervisor")
-                return
+    def kill_launcher(self) -> None:
+        """It is somewhere on a host if the run is detached. Else the run ends, and is resumed."""
+        if self.is_detached:
+            module = "runs.supervisor"
+            machine = next(
+                m for m in self.lab.hosts if any(module in words for words in m.processes().values())
+            )
+            self._kill(machine, module)
+            return
+        self.command.process.kill()
+        self.command.end()
+        nothing_left(self.lab, 60)
+        hosts = [host.name for host in self.lab.hosts if host is not self.lost]
+        named = ("--hosts", ",".join(f"{name}:cpu:1" for name in hosts), *HOSTS[2:])
+        self.command = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *named)
+
+    def first_host_lost(self) -> None:
+        """For good, with its disk."""
+        self.lost = self.lab.hosts[0]
+        self.lost.power_off()
 
     def host_off_and_on(self) -> None:
         machine = self.machine
@@ -98,8 +120,20 @@ class Soak:
     def link_down(self) -> None:
         machine = self.machine
         machine.unplug()
-        time.sleep(self.draws.uniform(1, 25))
+        time.sleep(self.draws.uniform(1, 60))
         machine.plug()
+
+    def slow_link(self) -> None:
+        machine = self.machine
+        machine.limit_rate("4mbit")
+        time.sleep(self.draws.uniform(5, 20))
+        machine.limit_rate("")
+
+    def clock_jump(self) -> None:
+        machine = self.machine
+        for offset in (self.draws.choice(["+3600", "-3600"]), "+0"):
+            machine.run("sh", "-c", f"echo {offset} > {CLOCK}")
+            time.sleep(self.draws.uniform(3, 8))
 
     def stopped_worker(self) -> None:
         pid = worker_of(self.machine)
@@ -108,30 +142,37 @@ class Soak:
         os.kill(pid, signal.SIGCONT)
 
     def full_disk(self) -> None:
-        """On the first machine, for some seconds."""
-        filler, first = self.folder / "own/filler", self.lab.hosts[0]
-        first.run("sh", "-c", f"head -c 100G /dev/zero > '{filler}'", check=False)
+        """For some seconds."""
+        filler, machine = self.folder / "own/filler", self.machine
+        machine.run("sh", "-c", f"head -c 1G /dev/zero > '{filler}'", check=False)
         time.sleep(self.draws.uniform(2, 8))
-        first.run("rm", "-f", filler)
+        machine.run("rm", "-f", filler)
 
     def second_run(self) -> None:
         """Somebody resumes the run that runs."""
         again = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *HOSTS[:2])
-        assert again.end() == 2, again.said
+        code = again.end()
+        assert code in (2, 4), f"exit code {code}\n{again.said}"  # 4: a host is lost just then
 
     def _kill(self, machine: Machine, module: str) -> None:
         os.kill(next(pid for pid, words in machine.processes().items() if module in words), signal.SIGKILL)
 
     def faults(self) -> list[Callable[[], None]]:
-        """Return the faults that the run can bear."""
+        """Return the faults that the run can bear. Of two hosts, it cannot lose either."""
         found = [
             self.kill_worker,
             self.kill_agent,
-            self.kill_host_agent,
-            self.host_off_and_on,
-            self.link_down,
+            self.kill_launcher,
+            self.stopped_worker,
+            self.slow_link,
+            self.full_disk,
+            self.second_run,
+            *([self.clock_jump] if FAKETIME else []),
         ]
-        return [*found, self.stopped_worker, *([self.kill_supervisor] if self.is_detached else [])]
+        if self.lost is None:
+            found += [self.kill_host_agent, self.host_off_and_on, self.link_down]
+            found += [self.first_host_lost] if self.epochs() > EPOCHS // 2 else []
+        return found
 
     # -- one training ------------------------------------------------------------------------------
 
@@ -149,7 +190,9 @@ class Soak:
                 continue
             if not self._trains(1):
                 break
-            self.stood_still_s.setdefault(fault.__name__, []).append(time.monotonic() - began_s)
+            took_s = time.monotonic() - began_s
+            print(f"    {took_s:.1f} s", flush=True)
+            self.stood_still_s.setdefault(fault.__name__, []).append(took_s)
         code = self.command.end()
         assert code == 0, f"exit code {code}\n{self.command.said}"
 
@@ -170,7 +213,13 @@ def three_machines(folder: Path) -> Iterator[Lab]:
     own = folder / "own"
     for made in (own, folder / "tmp"):
         made.mkdir(exist_ok=True)
-    with machines(3, private=[own], environment=session_of(folder)) as lab:
+    session = session_of(folder)
+    if FAKETIME:
+        clock = {"TIMESTAMP_FILE": str(CLOCK), "CACHE_DURATION": "1", "DONT_FAKE_MONOTONIC": "1"}
+        session |= {"LD_PRELOAD": str(FAKETIME[0])} | {
+            f"FAKETIME_{name}": value for name, value in clock.items()
+        }
+    with machines(3, private=[own], disk=DISK, environment=session) as lab:
         yield lab
 
 
