@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from commands import environment
@@ -23,13 +24,21 @@ AGENT = "yolofleet.parallel.agent"  # in the command line of a torchrun agent of
 class Command:
     """A command that somebody gives at the desk, or at another machine, and the lines that they see, as they come."""
 
-    def __init__(self, lab: Lab, folder: Path, *args: str | Path, machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        *args: str | Path,
+        machine: Machine | None = None,
+        module: str = "yolofleet",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         os.chdir(folder)  # the machines take over this process's folder
         self.began_s = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
-            (machine or lab.desk).argv(sys.executable, "-m", "yolofleet", *args),
-            env=environment(folder),
+            (machine or lab.desk).argv(sys.executable, "-m", module, *args),
+            env=environment(folder) | dict(variables or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

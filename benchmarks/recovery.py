@@ -1,0 +1,197 @@
+"""How long a training over three machines stands still after a fault, and the same trainer under elastic torchrun.
+
+The machines are network namespaces on this one, each with its own disk, and share its cores (Linux, root, openssh-server).
+Training stands still from the end of the last epoch before the fault to the end of the next one: an epoch has three steps
+and takes a fraction of a second. For a host that returns it is the longest time between two epochs.
+
+    python benchmarks/recovery.py [--times 5] [CASE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "cluster"), str(TESTS)]
+
+from commands import SMALL, small_shapes  # noqa: E402
+from desk import Command, session_of, worker_of  # noqa: E402
+from machines import Lab, machines, missing  # noqa: E402
+
+ARGS = [*SMALL, "--threads", "1", "--val-period", "0", "--epochs", "2000"]
+HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
+EPOCH = r"^epoch (\d+)/"
+# without these settings, elastic torchrun waits for half a minute before each start on fewer machines, and no machine can
+# come back
+ELASTIC_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ELASTIC_CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,heartbeat_timeout=2,close_timeout=10,join_timeout=60"
+SETTLED_S = 8.0  # a state is in memory by then
+Fault = Callable[[Lab, Command], None]
+
+
+def epochs(command: Command) -> list[float]:
+    """When the lines of epochs came, in seconds."""
+    return [at_s for at_s, line in list(command.lines) if line.startswith("epoch ") and ": box" in line]
+
+
+def await_epochs(command: Command, count: int, within_s: float = 300.0) -> None:
+    """Wait for ``count`` more epochs."""
+    wanted, gives_up_at_s = len(epochs(command)) + count, time.monotonic() + within_s
+    while len(epochs(command)) < wanted:
+        assert command.process.poll() is None and time.monotonic() < gives_up_at_s, command.said
+        time.sleep(0.05)
+
+
+def stood_still_s(command: Command, fault: Fault, lab: Lab) -> float:
+    """Make a fault, wait until training goes on, and return the longest time between two epochs since then."""
+    await_epochs(command, 3)
+    time.sleep(SETTLED_S)
+    seen = len(epochs(command)) - 1
+    fault(lab, command)
+    await_epochs(command, 4)
+    times = epochs(command)[seen:]
+    return max(after - before for before, after in pairwise(times))
+
+
+def kill_worker(lab: Lab, command: Command) -> None:
+    os.kill(worker_of(lab.hosts[1]), signal.SIGKILL)
+    await_epochs(command, 1)
+
+
+def host_off(lab: Lab, command: Command) -> None:
+    lab.hosts[2].power_off()
+    command.wait_for("started again as 2 processes")
+
+
+def first_host_off(lab: Lab, command: Command) -> None:
+    lab.hosts[0].power_off()
+    command.wait_for("started again as 2 processes")
+
+
+def link_down(lab: Lab, command: Command) -> None:
+    lab.hosts[2].unplug()
+    time.sleep(10)
+    lab.hosts[2].plug()
+    await_epochs(command, 1)
+
+
+def host_returns(lab: Lab, command: Command) -> None:
+    command.wait_for("started again as 3 processes")
+
+
+def ours(lab: Lab, folder: Path, data: Path, *more: str) -> Command:
+    return Command(lab, folder / "own", "train", "--data", data, *ARGS, *HOSTS, *more)
+
+
+def case_worker(lab: Lab, folder: Path, data: Path) -> float:
+    return stood_still_s(ours(lab, folder, data), kill_worker, lab)
+
+
+def case_host_5(lab: Lab, folder: Path, data: Path) -> float:
+    return stood_still_s(ours(lab, folder, data, "--host-timeout", "5"), host_off, lab)
+
+
+def case_host_20(lab: Lab, folder: Path, data: Path) -> float:
+    return stood_still_s(ours(lab, folder, data), host_off, lab)
+
+
+def case_first_host_5(lab: Lab, folder: Path, data: Path) -> float:
+    return stood_still_s(ours(lab, folder, data, "--host-timeout", "5"), first_host_off, lab)
+
+
+def case_link(lab: Lab, folder: Path, data: Path) -> float:
+    command = ours(lab, folder, data)
+    found = stood_still_s(command, link_down, lab)
+    assert "started again" not in command.said, command.said
+    return found
+
+
+def case_return(lab: Lab, folder: Path, data: Path) -> float:
+    """Time for which the other two stand still when the third one is back."""
+    command = ours(lab, folder, data, "--host-timeout", "5")
+    await_epochs(command, 3)
+    host_off(lab, command)
+    await_epochs(command, 3)
+    seen = len(epochs(command)) - 1
+    lab.hosts[2].power_on()
+    host_returns(lab, command)
+    await_epochs(command, 4)
+    times = epochs(command)[seen:]
+    return max(after - before for before, after in pairwise(times))
+
+
+def torchrun(lab: Lab, folder: Path, data: Path) -> Command:
+    """The same training on three machines that elastic torchrun joins; return the first one's command."""
+    commands = []
+    for machine in lab.hosts:
+        commands.append(
+            Command(
+                lab,
+                folder / "own",
+                *("--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "20"),
+                *("--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "m1:29400"),
+                *("--rdzv-id", "1", "--rdzv-conf", ELASTIC_CONF, "-m", "yolofleet"),
+                *("train", "--data", data, *ARGS, "--device", "cpu"),
+                machine=machine,
+                module="torch.distributed.run",
+                variables=ELASTIC_ENV | {"GLOO_SOCKET_IFNAME": "eth0"},
+            )
+        )
+    return commands[0]
+
+
+def case_torchrun_worker(lab: Lab, folder: Path, data: Path) -> float:
+    return stood_still_s(torchrun(lab, folder, data), kill_worker, lab)
+
+
+def case_torchrun_host(lab: Lab, folder: Path, data: Path) -> float:
+    def fault(lab: Lab, command: Command) -> None:
+        lab.hosts[2].power_off()
+        await_epochs(command, 1)
+
+    return stood_still_s(torchrun(lab, folder, data), fault, lab)
+
+
+CASES = {
+    name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--times", type=int, default=5)
+    asked = parser.parse_args()
+    if missing():
+        print(missing())
+        return 1
+    for name in asked.cases or CASES:
+        found = []
+        for _ in range(asked.times):
+            with TemporaryDirectory(prefix="yolofleet-recovery-") as made:
+                folder = Path(made)
+                for child in ("own", "tmp"):
+                    (folder / child).mkdir()
+                data = small_shapes(folder)
+                with machines(3, private=[folder / "own"], environment=session_of(folder)) as lab:
+                    found.append(CASES[name](lab, folder, data))
+                os.chdir("/")
+            print(f"{name}: {found[-1]:.1f} s", flush=True)
+        print(
+            f"{name:<16} median {median(found):5.1f} s, longest {max(found):5.1f} s of {len(found)}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
