@@ -66,11 +66,12 @@ class Order:
         return replace(self, here=host.name, folder=host.folder)
 
     def with_hosts(self, hosts: tuple[Host, ...]) -> Order:
-        """Return the order with these hosts too, as all hosts see them."""
+        """Return the order for a run that has begun, with these hosts too, as all hosts see them."""
         before = {host.name: host for host in self.fleet.hosts}
         both = before | {host.name: replace(host, is_here=False) for host in hosts}
         starts_on = self.fleet.starts_on and self.fleet.starts_on + len(both) - len(before)
-        return replace(self, fleet=replace(self.fleet, hosts=tuple(both.values()), starts_on=starts_on))
+        fleet = replace(self.fleet, hosts=tuple(both.values()), starts_on=starts_on)
+        return replace(self, fleet=fleet, begins=False)
 
 
 def named_in_full(remote: Remote) -> Host:
