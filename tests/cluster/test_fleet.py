@@ -96,9 +96,7 @@ def test_three_machines_learn_what_one_process_learns(
     taken.wait()
     nothing_left(lab, 5)
     imports_s = 3 * import_s(lab.hosts[0], AGENT)
-    imports_s += 4 * import_s(
-        lab.hosts[0], "torch, torch._dynamo"
-    )  # workers; torch's optimisers import the latter
+    imports_s += 4 * import_s(lab.hosts[0], "torch")  # workers
     share = imports_s / ((os.cpu_count() or 1) * begun_s)
     print(
         f"\nfrom the command: checked {checked_s:.1f} s, training begins {begun_s:.1f} s, "

@@ -173,3 +173,16 @@ def test_the_top_help_imports_no_pydantic():
         "sys.exit(bool({'pydantic', 'yaml', 'numpy', 'rich.table'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_an_update_imports_no_compiler(name):
+    code = (
+        "import sys, torch, yolofleet.worker; from yolofleet.config.schema import Recipe;"
+        "from yolofleet.train.optimiser import build_optimizer, update_if_finite;"
+        "model = torch.nn.Conv2d(3, 4, 1); model(torch.ones(1, 3, 2, 2)).sum().backward();"
+        f"optimizer = build_optimizer(model, '{name}', Recipe(), 1e-4);"
+        "update_if_finite(optimizer, torch.tensor(True));"
+        "sys.exit(bool({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

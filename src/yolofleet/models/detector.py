@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,10 @@ from yolofleet.devices import to_device
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.boxcoding import BoxCoding
 from yolofleet.models.description import ModelDescription
+
+if TYPE_CHECKING:
+    from torch.types import Device
+    from typing_extensions import Self
 
 MAX_CLASSES = 100_000
 
@@ -42,6 +47,13 @@ class Detector(nn.Module):
         self.description = description
         self.nc = nc
         self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
+
+    def to_empty(self, *, device: Device, recurse: bool = True) -> Self:
+        """Give the network memory on ``device``, with undefined values.
+
+        torch's own method makes each tensor like the one on the meta device, in Python: a second for yolov5n.
+        """
+        return self._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), recurse=recurse)
 
     @property
     def anchors_px(self) -> Tensor | None:

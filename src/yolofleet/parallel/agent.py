@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     serves = argv[:1] == ["--serve"]
     forks = serves or "--start-method=forkserver" in argv
     if forks:
-        start_fork_server("yolofleet.worker", "torch._dynamo")  # torch's optimizers load the second
+        start_fork_server("yolofleet.worker")
     from torch.distributed.run import main as torchrun
 
     plain_logs()

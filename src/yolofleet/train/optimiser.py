@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-# torch.optim imports this module at its first use. The module's functions keep the process group of that moment as a
-# default argument, so the group's threads would outlive Python: one exit in six aborts. Import it before a group exists.
+# torch's compiler imports this module. The module's functions keep the process group of that moment as a default
+# argument, so the group's threads would outlive Python: one exit in six aborts. Import it before a group exists.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from yolofleet.config.schema import Recipe
 from yolofleet.devices import has_fused
 from yolofleet.train.schedule import StepPlan
 
+KINDS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -53,11 +55,7 @@ def build_optimizer(
     ]
     groups = [g for g in groups if g["params"]]
     trained = [*biases, *weights, *norms]
-    kind: Callable[..., torch.optim.Optimizer] = {
-        "SGD": torch.optim.SGD,
-        "Adam": torch.optim.Adam,
-        "AdamW": torch.optim.AdamW,
-    }[name]
+    kind = without_compiler(KINDS[name])
     fused = has_fused(kind, trained[0].device)  # one kernel over all tensors; the same arithmetic
     if name != "SGD":
         return kind(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
@@ -69,6 +67,15 @@ def build_optimizer(
         for p in trained:
             sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return sgd
+
+
+def without_compiler(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return a class of optimizers that never import torch's compiler.
+
+    torch's wrappers import it only to switch it off: 2 s of CPU time in every process.
+    """
+    add_param_group, step = (inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step"))
+    return type(kind.__name__, (kind,), {"add_param_group": add_param_group, "step": torch.no_grad()(step)})
 
 
 @torch.no_grad()
