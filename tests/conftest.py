@@ -8,6 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `reference`
 # a shell's background job ignores Ctrl-C, and so would what tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # each process of a test would compile the package again: 0.7 s
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves
 sys.modules.setdefault("openvino_telemetry", None)  # and for those that load OpenVINO

@@ -117,6 +117,7 @@ def test_how_many_machines_keep_states(
         assert kept == ((name in copies),) * 2
 
 
+@pytest.mark.slow
 def test_a_copy_that_cannot_be_written_ends_nothing(tmp_path: Path, machines: Machines) -> None:
     machines.runs["b"].mkdir(parents=True)
     machines.runs["b"].joinpath("checkpoints").write_text("in the way of a folder")

@@ -37,6 +37,7 @@ def trained(folder: Path, data: Path, name: str, *more: str, device: str = "cpu"
     return folder / "runs/train" / name
 
 
+@pytest.mark.slow
 def test_steps_are_left_out_alike_by_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one", "--on-nan", "skip:3")
     two = trained(folder, data, "two", "--on-nan", "skip:3", device="cpu:2")

@@ -73,9 +73,8 @@ def test_a_second_resume_of_a_run_that_runs_is_refused(tmp_path: Path) -> None:
         while not epochs_saved(run) and process.poll() is None:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
-        for device in ("cpu", "cpu:2"):
-            told = yolofleet(tmp_path, "train", "--resume", run, "--device", device, code=2).err
-            assert "another process is writing into" in told and "Traceback" not in told
+        told = yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu", code=2).err
+        assert "another process is writing into" in told and "Traceback" not in told
         wait_for_rows(run, len(rows(run)) + 1, process)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=DEADLINE_S)

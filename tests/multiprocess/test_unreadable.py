@@ -48,6 +48,7 @@ def shapes_that_break(folder: Path, split: str = "train", images: int = 20) -> P
     return data
 
 
+@pytest.mark.slow
 def test_broken_images_are_replaced_alike_by_one_and_two_processes(tmp_path: Path) -> None:
     data = shapes_that_break(tmp_path)
     for name, more in (
