@@ -53,7 +53,8 @@ class Detector(nn.Module):
 
         torch's own method makes each tensor like the one on the meta device, in Python: a second for yolov5n.
         """
-        return self._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), recurse=recurse)
+        self._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def anchors_px(self) -> Tensor | None:
