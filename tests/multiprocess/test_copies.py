@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import environment, results, small_shapes, train_args, yolofleet
+from commands import environment, family, results, small_shapes, train_args, yolofleet
 
 from yolofleet.checkpoint.store import CheckpointStore
 
@@ -104,6 +105,35 @@ def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines
         assert machines.runs[name].joinpath("config.yaml").is_file()
         assert machines.steps(name)[0] == 10
         assert not list(machines.runs[name].glob(".disk-*"))
+
+
+def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
+    tmp_path: Path, machines: Machines
+) -> None:
+    data = small_shapes(tmp_path, images=16, val_images=4)
+    args = train_args(data, "--epochs", "10000", "--val-period", "0", "--save-steps", "1", "--name", "run")
+    agents = machines.start("ab", *args[1:])
+    try:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not (machines.runs["b"].is_dir() and machines.steps("b")):
+            assert time.monotonic() < deadline_s and agents[0].poll() is None, machines.logs()
+            time.sleep(0.05)
+        for name in "ab":
+            (again,) = machines.start(name, "--resume", "runs/train/run")
+            assert again.wait(timeout=DEADLINE_S)
+            assert "another process is writing into" in (tmp_path / f"{name}.log").read_text(), (
+                machines.logs()
+            )
+        assert all(agent.poll() is None for agent in agents), machines.logs()
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.wait(timeout=DEADLINE_S)
+        assert "the state is saved" in machines.logs()
+    finally:
+        for agent in agents:
+            for pid in family(agent.pid) if agent.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

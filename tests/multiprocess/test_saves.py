@@ -60,26 +60,3 @@ def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_
     assert f"resumed after step {2 * saved[-1]} " in said
     assert rows(run) == rows(whole) and epochs_saved(run)[-1] == EPOCHS
     assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
-
-
-def test_a_second_resume_of_a_run_that_runs_is_refused(tmp_path: Path) -> None:
-    data = small_shapes(tmp_path, images=16, val_images=4)
-    run = tmp_path / "runs" / "train" / "exp"
-    args = train_args(data, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")
-    process = started(tmp_path, *args)
-    try:
-        wait_for_rows(run, 1, process)
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not epochs_saved(run) and process.poll() is None:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-        told = yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu", code=2).err
-        assert "another process is writing into" in told and "Traceback" not in told
-        wait_for_rows(run, len(rows(run)) + 1, process)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=DEADLINE_S)
-    finally:
-        for pid in family(process.pid) if process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 75 and "the state is saved" in told, told

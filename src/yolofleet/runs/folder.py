@@ -10,7 +10,7 @@ from typing import Any
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, StorageError, YolofleetError
+from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
 from yolofleet.files.atomic import storage_error, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.fleet.job import RUN_ID
@@ -73,7 +73,7 @@ def torchrun_agent() -> str:
     return "" if run_id == RUN_ID else f"{run_id} {os.getppid()} {started_at(os.getppid())}"
 
 
-def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
+def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) -> list[int]:
     """Return the ranks that write the run's files, and create the sub-folders on their disks.
 
     They are rank 0 and, on further machines, one rank for each other disk under the folder's path. A rank whose disk
@@ -81,10 +81,11 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
 
     Args:
         copies: the number of disks wanted.
+        lock: a further writer holds its folder's lock until this stack closes; rank 0 has its own.
     Collective: every rank.
 
     Raises:
-        StorageError: the disk of rank 0 refuses.
+        ConfigError: another process uses the folder on one of the disks. StorageError: the disk of rank 0 refuses.
     """
     if world.local_size == world.size:
         if world.is_main:
@@ -94,19 +95,26 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
     mark = folder.path / f"{MARK}{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
     _remove_marks(folder, mark.name)
     writers = [0]
-    problem: StorageError | None = None
+    problem: YolofleetError | None = None
     while True:
         if world.rank == writers[-1]:
             try:
                 folder.make_tree()
+                if not world.is_main:
+                    lock.enter_context(folder.locked())
                 mark.touch()
             except OSError as error:
                 problem = storage_error(error, mark)
-            except StorageError as error:
+            except (StorageError, ConfigError) as error:
                 problem = error
         world.barrier()
-        answer = b"refused" if problem else b"free" if world.local_rank == 0 and not mark.exists() else b""
+        answer = b"free" if world.local_rank == 0 and not mark.exists() else b""
+        if problem is not None:
+            answer = b"used" if isinstance(problem, ConfigError) else b"refused"
         answers = world.all_gather_bytes(answer)
+        if b"used" in answers:
+            problem = problem or ClusterError(f"rank {answers.index(b'used')} could not use the run's folder")
+            break
         if answers[0] == b"refused":
             break
         if answers[writers[-1]] == b"refused":
@@ -117,7 +125,7 @@ def file_writers(world: World, folder: RunFolder, copies: int) -> list[int]:
         writers.append(free[0])
     with suppress(OSError):
         mark.unlink()
-    if problem is not None and world.is_main:
+    if problem is not None and (world.is_main or not isinstance(problem, StorageError)):
         raise problem
     return writers
 

@@ -76,8 +76,8 @@ def train(
     Raises:
         YolofleetError: any expected failure.
     """
-    is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies)
     with (
+        ExitStack() as lock,
         Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
         preempt_notices(
@@ -87,6 +87,7 @@ def train(
             warn=console.warn,
         ),
     ):
+        is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         _train(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer)
 
 
