@@ -1,7 +1,7 @@
 """``make soak MINUTES=30 SEED=1``: random faults on three machines, one after another, while small trainings run.
 
 Each training must end with the weights of one process that nothing disturbs, to the bit, and leave nothing behind. The
-table at the end says for each kind of fault how long training stood still: from the fault to the end of the next epoch,
+table at the end says for each kind of fault how long training stood still: from the fault to the end of the next epoch but one,
 with the time that the fault itself lasts. The same seed gives the same faults; their moments depend on the speed of the
 machine. Not among them: a clock that jumps. Network namespaces share the clock, and libfaketime breaks Python's sleep.
 """
@@ -127,6 +127,12 @@ class Soak:
         time.sleep(self.draws.uniform(5, 20))
         machine.limit_rate("")
 
+    def stopped_worker(self) -> None:
+        pid = worker_of(self.machine)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.draws.uniform(1, 6))
+        os.kill(pid, signal.SIGCONT)
+
     def full_disk(self) -> None:
         """For some seconds."""
         filler, machine = self.folder / "own/filler", self.machine
@@ -173,7 +179,7 @@ class Soak:
                 fault()
             except (StopIteration, ProcessLookupError):  # what it looks for is being started again
                 continue
-            if not self._trains(1):
+            if not self._trains(2):  # the end of the epoch of the fault may have come before anybody noticed
                 break
             took_s = time.monotonic() - began_s
             print(f"    {took_s:.1f} s", flush=True)

@@ -216,7 +216,7 @@ class Attempts:
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
         findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
-        raise_faults([finding for finding in findings if own.search(finding.where)])
+        raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
         site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
         endpoints = dict(enumerate(self.plan.endpoints)) | dict(
             zip([*there, len(self.remotes)], plan.endpoints, strict=True)

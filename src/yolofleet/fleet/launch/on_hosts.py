@@ -18,13 +18,14 @@ from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached.lease import LEASE_LOST
 from yolofleet.fleet.detached.renewal import Supervision
+from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.package_sync import packed
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.fleet.launch.attempts import Attempts, place
 from yolofleet.fleet.launch.folders import Folders
-from yolofleet.fleet.launch.preflight import Plan, enter_folders, inspect, on_each, raise_faults
+from yolofleet.fleet.launch.preflight import Plan, enter_folders, faults_of, inspect, on_each, raise_faults
 from yolofleet.fleet.launch.restarts import RestartRules
 from yolofleet.fleet.launch.watch import Watch, say
 from yolofleet.report.folder import RunFolder
@@ -175,23 +176,42 @@ def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan,
         ClusterError, ConfigError: the job would fail later.
     """
     prepare(job, remotes)
+    findings, plan = inspected(job, fleet, remotes)
+    if fleet.spare and faults_of(findings):
+        remotes = without_unfit_spares(job, fleet, remotes)
+        fleet = fleet.without({host.name for host in fleet.spare} - {remote.name for remote in remotes})
+        findings, plan = inspected(job, fleet, remotes)
+    for finding in findings:
+        if finding.level == "warn":
+            say(f"warning: {finding.where}: {finding.seen}")
+    raise_faults(findings)
+    say(describe(fleet, plan))
+    return plan, fleet, list(remotes)
+
+
+def inspected(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Plan]:
+    """Return the findings about hosts that concern a job, and where they meet."""
     findings, plan = inspect(fleet, remotes, job.resources, job.files)
     if job.syncs_package:  # the finding compares the installed packages, which the job does not use
         findings = [finding for finding in findings if finding.code != "package-differs"]
-    unfit = {}
-    for finding in findings:
-        spare = next((host.name for host in fleet.spare if host.name == finding.where), None)
-        if finding.level == "warn":
-            say(f"warning: {finding.where}: {finding.seen}")
-        elif finding.level == "fault" and spare and spare not in unfit:
-            unfit[spare] = finding
-            say(f"warning: the spare host {spare} is left out: {finding.seen}")
-    raise_faults([finding for finding in findings if finding.where not in unfit])
-    kept = [number for number, host in enumerate(fleet.hosts) if host.name not in unfit]
-    plan = Plan(tuple(plan.endpoints[number] for number in kept), plan.port)
-    fleet = fleet.without(unfit)
-    say(describe(fleet, plan))
-    return plan, fleet, [remotes[number] for number in kept]
+    return findings, plan
+
+
+def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> list[Remote]:
+    """Return the hosts that start, and each spare that brings no fault with it; name the others.
+
+    Raises:
+        ClusterError, ConfigError: a host that starts has a fault.
+    """
+    starting = remotes[: len(fleet.active)]
+    raise_faults(inspected(job, fleet, starting)[0])
+    kept = list(starting)
+    for spare in remotes[len(starting) :]:
+        if faults := faults_of(inspected(job, fleet, [*starting, spare])[0]):
+            say(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
+        else:
+            kept.append(spare)
+    return kept
 
 
 def describe(fleet: Fleet, plan: Plan) -> str:

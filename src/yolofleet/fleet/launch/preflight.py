@@ -162,10 +162,14 @@ def _shell_of(remote: Remote) -> str:
     return "sh -c" if remote.name == HERE else f"ssh {remote.name}"
 
 
+def faults_of(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings because of which a run cannot start."""
+    return [finding for finding in findings if finding.level == "fault"]
+
+
 def raise_faults(findings: Sequence[Finding]) -> None:
     """Raise ClusterError if there are faults."""
-    faults = [finding for finding in findings if finding.level == "fault"]
-    if faults:
+    if faults := faults_of(findings):
         first, others = faults[0], faults[1:]
         source = first.why
         if others:
