@@ -1,8 +1,9 @@
 """The deputy: the process on each host of a detached run that supervises it, or takes over from the host that does.
 
-``order.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the
-supervisor, which is a launcher like any other. When the lease is over, the deputies of the other hosts ask for votes;
-the one that gets them resumes the run on the hosts that are left. Linux.
+``order.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives
+until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the supervisor, which is a
+launcher like any other. When the lease is over, the deputies of the other hosts ask for votes; the one that gets them
+resumes the run on the hosts that are left. Linux.
 """
 
 from __future__ import annotations
