@@ -78,7 +78,7 @@ def together(checkout: Path, commands: Sequence[tuple[Machine, list[str]]]) -> l
 
 
 def trained_together(lab: Lab, checkout: Path, ranks_of: dict[str, set[int]]) -> None:
-    """Results on the first machine only; logs of its own ranks on each; all ranks computed."""
+    """Results on the first machine, copies on the second; logs of its own ranks on each; all ranks computed."""
     run = checkout / "runs" / "train"
     for machine in lab.hosts:
         listed = machine.run("find", run, "-type", "f", check=False).stdout.split()
@@ -86,7 +86,7 @@ def trained_together(lab: Lab, checkout: Path, ranks_of: dict[str, set[int]]) ->
         logs = {int(name.stem[5:]) for name in names if name.match("logs/rank-?.log")}
         assert logs == ranks_of.get(machine.name, set())
         with_results = {name.parts[0] for name in names if name.name in ("results.json", "best.safetensors")}
-        assert with_results == ({"exp"} if machine is lab.hosts[0] else set())
+        assert with_results == ({"exp"} if machine in lab.hosts[:2] else set())
     found = json.loads(lab.hosts[0].run("cat", run / "exp" / "results.json").stdout)
     count = sum(map(len, ranks_of.values()))
     assert found["fleet"] == {"processes": count, "device": "cpu", "hosts": list(ranks_of)}
