@@ -28,7 +28,7 @@ from yolofleet.fleet.detached.order import named_in_full
 from yolofleet.fleet.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
-from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, inspect, raise_faults
+from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, raise_faults
 from yolofleet.fleet.launch.restarts import Failure, Restarts
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, say
@@ -214,7 +214,7 @@ class Attempts:
         others = [self.remotes[number] for number in there]
         host = named_in_full(remote)
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
-        findings, plan = inspect(fleet, [*others, remote], self.job.resources, self.job.files)
+        findings, plan = self.job.inspect(fleet, [*others, remote])
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
         raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
         site = self.folders.claim_on(remote, others, may_link=self.job.may_link)

@@ -69,6 +69,13 @@ class FleetJob:
     resume_options: Sequence[str] | None = None
     supervision: Supervision | None = None
 
+    def inspect(self, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Plan]:
+        """Return the findings about hosts that concern the job, and where they meet."""
+        findings, plan = inspect(fleet, remotes, self.resources, self.files)
+        if self.syncs_package:  # the finding compares the installed packages, which the job does not use
+            findings = [finding for finding in findings if finding.code != "package-differs"]
+        return findings, plan
+
 
 def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
     """Run a job to its end. Return the exit code and the run's folder on this machine.
@@ -176,25 +183,17 @@ def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan,
         ClusterError, ConfigError: the job would fail later.
     """
     prepare(job, remotes)
-    findings, plan = inspected(job, fleet, remotes)
+    findings, plan = job.inspect(fleet, remotes)
     if fleet.spare and faults_of(findings):
         remotes = without_unfit_spares(job, fleet, remotes)
         fleet = fleet.without({host.name for host in fleet.spare} - {remote.name for remote in remotes})
-        findings, plan = inspected(job, fleet, remotes)
+        findings, plan = job.inspect(fleet, remotes)
     for finding in findings:
         if finding.level == "warn":
             say(f"warning: {finding.where}: {finding.seen}")
     raise_faults(findings)
     say(describe(fleet, plan))
     return plan, fleet, list(remotes)
-
-
-def inspected(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Plan]:
-    """Return the findings about hosts that concern a job, and where they meet."""
-    findings, plan = inspect(fleet, remotes, job.resources, job.files)
-    if job.syncs_package:  # the finding compares the installed packages, which the job does not use
-        findings = [finding for finding in findings if finding.code != "package-differs"]
-    return findings, plan
 
 
 def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> list[Remote]:
@@ -204,10 +203,10 @@ def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote])
         ClusterError, ConfigError: a host that starts has a fault.
     """
     starting = remotes[: len(fleet.active)]
-    raise_faults(inspected(job, fleet, starting)[0])
+    raise_faults(job.inspect(fleet, starting)[0])
     kept = list(starting)
     for spare in remotes[len(starting) :]:
-        if faults := faults_of(inspected(job, fleet, [*starting, spare])[0]):
+        if faults := faults_of(job.inspect(fleet, [*starting, spare])[0]):
             say(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
         else:
             kept.append(spare)
