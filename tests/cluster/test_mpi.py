@@ -42,10 +42,13 @@ def test_two_machines_train_what_one_process_trains(tmp_path: Path) -> None:
 def test_two_ranks_on_one_machine(tmp_path: Path) -> None:
     program = (
         "import os; from yolofleet.parallel.place import place_from_environment as place;"
-        "p = place(os.environ); print(p.rank, p.size, p.local_rank, p.local_size, p.address, p.port > 0)"
+        "p = place(os.environ); line = f'{p.rank} {p.size} {p.local_rank} {p.local_size} {p.address} {p.port > 0}';"
+        "open(f'rank{p.rank}', 'w').write(line)"  # mpirun mixes what its processes print
     )
     with machines(1) as lab:
-        said = lab.hosts[0].run(
-            *("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", program)
+        lab.hosts[0].run(
+            *("mpirun", "--allow-run-as-root", "--oversubscribe", "--wdir", str(tmp_path), "-np", "2"),
+            *(sys.executable, "-c", program),
         )
-    assert sorted(said.stdout.splitlines()) == ["0 2 0 2 127.0.0.1 True", "1 2 1 2 127.0.0.1 True"]
+    assert (tmp_path / "rank0").read_text() == "0 2 0 2 127.0.0.1 True"
+    assert (tmp_path / "rank1").read_text() == "1 2 1 2 127.0.0.1 True"
