@@ -12,15 +12,35 @@ two hosts of a run would train on different samples.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 
 def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
-    """Return the generator of a key, for example ``generator(seed, "augment", epoch, position)``. Takes about 10 us."""
+    """Return the generator of a key, for example ``generator(seed, "augment", epoch, position)``. Takes about 20 us."""
+    return np.random.Generator(np.random.Philox(key=_key(seed, purpose, index)))
+
+
+class ReusedGenerator:
+    """One generator that begins again with each key. Takes about 5 us a key."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._begin: Any = self._philox.state
+        self._numbers = np.random.Generator(self._philox)
+
+    def restart(self, seed: int, purpose: str, *index: int) -> np.random.Generator:
+        """Return what ``generator`` returns for the key, until the next call."""
+        key = _key(seed, purpose, index)
+        self._begin["state"]["key"][:] = key & (1 << 64) - 1, key >> 64
+        self._philox.state = self._begin
+        return self._numbers
+
+
+def _key(seed: int, purpose: str, index: tuple[int, ...]) -> int:
     name = "/".join((str(int(seed)), purpose, *(str(int(part)) for part in index)))
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
-    return np.random.Generator(np.random.Philox(key=key))
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.keyed import generator, permutation
+from yolofleet.keyed import ReusedGenerator, generator, permutation
 
 FIRST = [0.8887762532386165, 0.32790998279012107, 0.697887642535896]
 ORDER = [1, 4, 7, 2, 8, 5, 6, 9, 0, 3]
@@ -60,3 +60,12 @@ def test_making_a_generator_is_cheap():
     for position in range(500):
         generator(0, "augment", 0, position)
     assert (time.process_time() - started) / 500 < 100e-6  # 10 us measured, room for a slow host
+
+
+def test_a_reused_generator_begins_again_with_each_key():
+    reused = ReusedGenerator()
+    for key in ((0, "augment", 1, 2), (7, "augment", 0, 0), (0, "augment", 1, 2)):
+        drawn = reused.restart(*key).random(11)
+        assert np.array_equal(drawn, generator(*key).random(11))
+        reused.restart(*key).random(3)  # begins again in the middle of a block of words
+        assert np.array_equal(reused.restart(*key).random(11), drawn)

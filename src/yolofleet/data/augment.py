@@ -10,7 +10,7 @@ default recipe), the map is a crop and a resize, which costs a quarter of a warp
 rounded to whole canvas pixels, which moves pixels and boxes by less than half a pixel.
 
 Coordinates are continuous: the pixel in column i covers i to i + 1. s is the output size; a canvas has the side 2s (or
-s for a single image); n boxes; images are uint8 [h, w, 3] BGR until ``recolour``.
+s for a single image); n boxes; images are uint8 [h, w, 3] BGR.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-
-FILL = 114  # grey level of canvas that no image covers
+from yolofleet.data import pixels
+from yolofleet.data.pixels import FILL, Look
 
 # A moved box is kept if both sides are larger, it kept this share of its area, and its aspect is below the limit.
 SMALLEST_SIDE_PX = 2.0
@@ -176,73 +176,77 @@ def mosaic9(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: 
     ]
 
 
-def render(tiles: Sequence[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
-    """Paint the window of the view, and map it and its boxes to the output.
+def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray) -> None:
+    """Paint the window of the view, map it to the output, and apply the look unless it is None.
 
-    Returns:
-        uint8 [s, s, 3], and float32 [n, 5] class, x1, y1, x2, y2 in output pixels, within the image.
+    Args:
+        out: uint8 [s, s, 3] contiguous, receives RGB, or BGR if there is no look.
     """
-    x1, y1, x2, y2 = view.window_xyxy
-    painted = np.full((y2 - y1, x2 - x1, 3), FILL, np.uint8)
-    for tile in tiles:
-        height, width = tile.image.shape[:2]
-        left, right = max(tile.left, x1, 0), min(tile.left + width, x2, view.canvas_px)
-        top, bottom = max(tile.top, y1, 0), min(tile.top + height, y2, view.canvas_px)
-        if left < right and top < bottom:
-            seen = tile.image[top - tile.top : bottom - tile.top, left - tile.left : right - tile.left]
-            painted[top - y1 : bottom - y1, left - x1 : right - x1] = seen
-    size = (view.output_px, view.output_px)
+    placed = [(tile.image, tile.left, tile.top) for tile in tiles]
+    x1, y1, x2, _ = view.window_xyxy
     if view.is_crop:
-        return cv2.resize(painted, size, interpolation=cv2.INTER_LINEAR), _move_boxes(tiles, view)
+        pixels.render(placed, (x1, y1, x2 - x1), view.canvas_px, look, out)
+        return
+    painted = pixels.paint(placed, view.window_xyxy, view.canvas_px)
     # Coordinates of OpenCV's warps are those of pixel centres; all others here are those of pixel edges.
     matrix = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
-    fill = (FILL, FILL, FILL)
+    size, fill = (view.output_px, view.output_px), (FILL, FILL, FILL)
     if matrix[2, 0] or matrix[2, 1]:
         image = cv2.warpPerspective(painted, matrix, size, flags=cv2.INTER_LINEAR, borderValue=fill)
     else:
         image = cv2.warpAffine(painted, matrix[:2], size, flags=cv2.INTER_LINEAR, borderValue=fill)
-    return image, _move_boxes(tiles, view)
+    if look is None:
+        out[:] = image
+    else:
+        pixels.finish(image, look, out)
 
 
-def _move_boxes(tiles: Sequence[Tile], view: View) -> np.ndarray:
-    """Map the boxes of all tiles to the output and drop those with too little left: float32 [n, 5], as ``render``."""
-    parts = []
-    for tile in tiles:
-        if len(tile.labels):
-            height, width = tile.image.shape[:2]
-            part = tile.labels.astype(np.float64)
-            centre = part[:, 1:3] * (width, height) + (tile.left, tile.top)
-            half = part[:, 3:5] * (width / 2, height / 2)
-            part[:, 1:3] = centre - half
-            part[:, 3:5] = centre + half
-            parts.append(part)
-    if not parts:
-        return np.zeros((0, 5), np.float32)
-    labels = np.concatenate(parts)
-    before = np.clip(labels[:, 1:], 0, view.canvas_px)
+def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:
+    """Map the boxes of all tiles to the output, and drop those of which too little is left.
+
+    Returns:
+        float32 [n, 5] class, x1, y1, x2, y2 in output pixels, within the image.
+    """
+    labels = np.concatenate([_NO_LABELS, *(tile.labels for tile in tiles)], dtype=np.float64)  # [n, 5]
+    counts = [len(tile.labels) for tile in tiles]
+    if not len(labels):
+        return _NO_LABELS
+    places = np.array([(*tile.image.shape[1::-1], tile.left, tile.top) for tile in tiles], np.float64)
+    places = places.repeat(counts, axis=0)  # [n, 4] width, height, left, top
+    centre = labels[:, 1:3] * places[:, :2] + places[:, 2:]
+    half = labels[:, 3:5] * places[:, :2] / 2
+    before = np.concatenate([centre - half, centre + half], axis=1)
+    _limit(before, view.canvas_px)
     after = _map_boxes(before, view)
-    np.clip(after, 0, view.output_px, out=after)
+    _limit(after, view.output_px)
 
-    width_before, height_before = (
-        (before[:, 2] - before[:, 0]) * view.scale,
-        (before[:, 3] - before[:, 1]) * view.scale,
-    )
-    width, height = after[:, 2] - after[:, 0], after[:, 3] - after[:, 1]
+    sides = after[:, 2:] - after[:, :2]  # [n, 2]
+    area_before = ((before[:, 2:] - before[:, :2]) * view.scale).prod(axis=1)
+    shorter, longer = sides.min(axis=1), sides.max(axis=1)
     keep = (
-        (np.minimum(width, height) > SMALLEST_SIDE_PX)
-        & (width * height > SMALLEST_AREA_LEFT * width_before * height_before)
-        & (np.maximum(width, height) < LARGEST_ASPECT * np.minimum(width, height))
+        (shorter > SMALLEST_SIDE_PX)
+        & (shorter * longer > SMALLEST_AREA_LEFT * area_before)
+        & (longer < LARGEST_ASPECT * shorter)
     )
     labels[:, 1:] = after
     kept: np.ndarray = labels[keep].astype(np.float32)
     return kept
 
 
+_NO_LABELS = np.zeros((0, 5), np.float32)
+
+
+def _limit(boxes: np.ndarray, side: float) -> None:
+    """Clip coordinates in place. Two ufuncs take a third of the time of ``np.clip`` on few numbers."""
+    np.maximum(boxes, 0, out=boxes)
+    np.minimum(boxes, side, out=boxes)
+
+
 def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
     """Return the boxes around the four mapped corners of each box: [n, 4] -> [n, 4]."""
     matrix = view.to_output
     if view.is_crop:
-        moved: np.ndarray = boxes_xyxy * view.scale + np.tile(matrix[:2, 2], 2)
+        moved: np.ndarray = boxes_xyxy * view.scale + matrix[[0, 1, 0, 1], 2]
         return moved
     corners = boxes_xyxy[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)  # [n, 4] -> [n, 4 corners, xy]
     mapped = corners @ matrix[:2, :2].T + matrix[:2, 2]
@@ -250,50 +254,29 @@ def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
     return np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
 
 
-def mix(rng: np.random.Generator, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the weighted mean of two images of one size; the weight has the distribution Beta(32, 32)."""
+def mixing_weight(rng: np.random.Generator) -> float:
+    """Draw the weight of the first of two mixed images from the distribution Beta(32, 32)."""
     # The k-th smallest of n uniform numbers follows Beta(k, n + 1 - k), so ``random`` is enough; see keyed.py.
-    weight = float(np.partition(rng.random(63), 31)[31])
-    return cv2.addWeighted(first, weight, second, 1 - weight, 0)
+    return float(np.partition(rng.random(63), 31)[31])
 
 
-def colour_tables(
-    rng: np.random.Generator, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Draw look-up tables uint8 [256] of hue (period 180), saturation and value; None if the recipe has no gains."""
-    gains = np.array([recipe.hsv_h, recipe.hsv_s, recipe.hsv_v])
-    if not gains.any():
+def colour_gains(rng: np.random.Generator, recipe: Recipe) -> tuple[float, float, float] | None:
+    """Draw the factors of hue, saturation and value; None if the recipe changes no colours."""
+    ranges = (recipe.hsv_h, recipe.hsv_s, recipe.hsv_v)
+    if not any(ranges):
         return None
-    hue, saturation, value = (1 + gains * (2 * rng.random(3) - 1)).tolist()
-    level = np.arange(256)
-    return (
-        (level * hue % 180).astype(np.uint8),
-        np.clip(level * saturation, 0, 255).astype(np.uint8),
-        np.clip(level * value, 0, 255).astype(np.uint8),
+    hue, saturation, value = (
+        1 + most * (2 * u - 1) for most, u in zip(ranges, rng.random(3).tolist(), strict=True)
     )
+    return hue, saturation, value
 
 
-def recolour(
-    image: np.ndarray, tables: tuple[np.ndarray, np.ndarray, np.ndarray] | None, out: np.ndarray
-) -> np.ndarray:
-    """Convert BGR to RGB, through HSV tables unless these are None, into ``out`` (uint8 of the same shape)."""
-    if tables is None:
-        return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=out)
-    planes = cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
-    changed = cv2.merge([cv2.LUT(plane, table) for plane, table in zip(planes, tables, strict=True)])
-    return cv2.cvtColor(changed, cv2.COLOR_HSV2RGB, dst=out)
-
-
-def flip(
-    image: np.ndarray, labels: np.ndarray, *, horizontal: bool, vertical: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mirror an image and its labels [n, 5] class, x1, y1, x2, y2 in pixels."""
-    height, width = image.shape[:2]
-    if not horizontal and not vertical:
-        return image, labels
-    labels = labels.copy()
-    if horizontal:
-        labels[:, [1, 3]] = width - labels[:, [3, 1]]
-    if vertical:
-        labels[:, [2, 4]] = height - labels[:, [4, 2]]
-    return cv2.flip(image, -1 if horizontal and vertical else 0 if vertical else 1), labels
+def flip_labels(labels: np.ndarray, side: int, look: Look) -> np.ndarray:
+    """Mirror labels [n, 5] class, x1, y1, x2, y2 in pixels of a square image as its pixels are."""
+    if look.mirrored or look.upside_down:
+        labels = labels.copy()
+    if look.mirrored:
+        labels[:, [1, 3]] = side - labels[:, [3, 1]]
+    if look.upside_down:
+        labels[:, [2, 4]] = side - labels[:, [4, 2]]
+    return labels

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
+import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
+from yolofleet.data.pixels import Look, finish
 from yolofleet.errors import DataError
-from yolofleet.keyed import generator, permutation
+from yolofleet.keyed import ReusedGenerator, generator, permutation
 
 ORDERS_KEPT = 3  # permutations kept in memory: a step may span two epochs, and loader processes work ahead
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
@@ -55,6 +57,7 @@ class TrainSamples:
         self.epochs = epochs
         self.unreadable: dict[int, str] = {}
         self._orders: dict[int, np.ndarray] = {}
+        self._rng = ReusedGenerator()
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -83,19 +86,31 @@ class TrainSamples:
         """
         # One more number drawn from this generator would change all samples of existing runs: a new augmentation
         # draws from a generator with a purpose of its own.
-        rng = generator(self.seed, "augment", epoch, position)
+        rng = self._rng.restart(self.seed, "augment", epoch, position)
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.image_of(epoch, position)
         read = partial(self._read, epoch)
-        image, labels = self._picture(rng, read, number, is_mosaic)
+        tiles, view = self._scene(rng, read, number, is_mosaic)
+        labels = augment.map_labels(tiles, view)
+        others, weight = None, 1.0
         if is_mosaic and is_mixed:
-            other, more = self._picture(rng, read, self._any(rng), True)
-            image, labels = augment.mix(rng, image, other), np.concatenate([labels, more])
-        image, labels = augment.flip(image, labels, horizontal=is_mirrored, vertical=is_upside_down)
+            others = self._scene(rng, read, self._any(rng), True)
+            labels = np.concatenate([labels, augment.map_labels(*others)])
+            weight = augment.mixing_weight(rng)
+        look = Look(augment.colour_gains(rng, self.recipe), is_mirrored, is_upside_down)
         if out is None:
-            out = np.empty((self.img, self.img, 3), np.uint8)
-        augment.recolour(image, augment.colour_tables(rng, self.recipe), out)
-        return out, _unit(labels, self.img)
+            out = self._empty()
+        if others is None:
+            augment.render(tiles, view, look, out)
+        else:
+            first, second = self._empty(), self._empty()
+            augment.render(tiles, view, None, first)
+            augment.render(*others, None, second)
+            finish(cv2.addWeighted(first, weight, second, 1 - weight, 0), look, out)
+        return out, _unit(augment.flip_labels(labels, self.img, look), self.img)
+
+    def _empty(self) -> np.ndarray:
+        return np.empty((self.img, self.img, 3), np.uint8)
 
     def _chances(self, epoch: int) -> tuple[float, float, float, float]:
         """Return the probabilities of a mosaic, of mixing two mosaics, of a horizontal and of a vertical flip."""
@@ -103,19 +118,19 @@ class TrainSamples:
         is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
         return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
 
-    def _picture(
+    def _scene(
         self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a mapped mosaic or a mapped single image: uint8 [img, img, 3] BGR, labels [n, 5] xyxy in pixels."""
+    ) -> tuple[list[augment.Tile], augment.View]:
+        """Return the images of a mosaic, or a single image, on a canvas, and the view of it."""
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img)
-            return augment.render(augment.centred(read, number, view), view)
+            return augment.centred(read, number, view), view
         view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img)
         is_nine = rng.random() < self.recipe.mosaic9
         numbers = [number, *(self._any(rng) for _ in range(8 if is_nine else 3))]
         places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
         build = augment.mosaic9 if is_nine else augment.mosaic4
-        return augment.render(build(rng, read, [numbers[place] for place in places], view), view)
+        return build(rng, read, [numbers[place] for place in places], view), view
 
     def _any(self, rng: np.random.Generator) -> int:
         """Draw the number of an image."""
@@ -144,7 +159,7 @@ class TrainSamples:
 
 def _unit(labels: np.ndarray, img: int) -> np.ndarray:
     """Convert labels [n, 5] from class, x1, y1, x2, y2 in pixels to class, cx, cy, w, h in 0..1, with centres below 1."""
-    boxes = np.clip(labels[:, 1:], 0, img - 1e-3) / img
+    boxes = np.minimum(np.maximum(labels[:, 1:], 0), img - 1e-3) / img
     result: np.ndarray = labels.copy()
     result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2
     result[:, 3:5] = boxes[:, 2:] - boxes[:, :2]

@@ -25,6 +25,7 @@ from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
+from yolofleet.data.pixels import COMPILED
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
@@ -331,7 +332,9 @@ def _caches(
     """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     opened = [
-        caches.enter_context(closing(ImageCache(index, img, config.cache, token=f"{token}-{split}")))
+        caches.enter_context(
+            closing(ImageCache(index, img, config.cache, token=f"{token}-{split}", reduced=split == "train"))
+        )
         for split, index in (("train", data.train), ("val", data.val))
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
@@ -438,7 +441,9 @@ def _header_lines(
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step)",
         "image": f"{network.img} px{rounded}",
-        "loader": (f"{workers} processes" if workers else "in this process") + f"; {cached}",
+        "loader": (f"{workers} processes" if workers else "in this process")
+        + f"; {cached}"
+        + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
         **({"anchors": network.anchors} if network.anchors else {}),
     }
 

@@ -6,7 +6,8 @@ import pytest
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
-from yolofleet.data.augment import Tile, View, render
+from yolofleet.data.augment import Tile, View
+from yolofleet.data.pixels import Look, finish
 from yolofleet.keyed import generator
 
 STILL = Recipe(scale=0, translate=0, degrees=0, shear=0, perspective=0)
@@ -32,6 +33,13 @@ def scene(number: int, width: int = 96, height: int = 96) -> tuple[np.ndarray, n
         axis=1,
     )
     return image, labels.astype(np.float32)
+
+
+def render(tiles: list[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
+    """The pixels in the order of the images, and the labels."""
+    out = np.empty((view.output_px, view.output_px, 3), np.uint8)
+    augment.render(tiles, view, None, out)
+    return out, augment.map_labels(tiles, view)
 
 
 def on_whole_canvas(tiles: list[Tile], view: View) -> np.ndarray:
@@ -229,59 +237,43 @@ def test_extreme_recipes_give_an_image():
             assert (boxes[:, 1:] >= 0).all() and (boxes[:, 1:] <= 64).all()
 
 
-def test_no_colour_gain_leaves_rgb_of_the_image():
-    image, _ = scene(2)
-    assert augment.colour_tables(generator(0, "c"), Recipe(hsv_h=0, hsv_s=0, hsv_v=0)) is None
-    out = np.empty_like(image)
-    assert augment.recolour(image, None, out) is out
-    assert np.array_equal(out, image[:, :, ::-1])
+@pytest.mark.parametrize("degrees", [0, 10])
+def test_a_look_is_applied_on_every_path(degrees):
+    recipe = Recipe(degrees=degrees)
+    view = augment.draw_view(generator(1, "v"), recipe, 96, 96)
+    tiles = augment.centred(lambda _: scene(2), 0, view)
+    plain, _ = render(tiles, view)
+    out = np.empty_like(plain)
+    augment.render(tiles, view, Look(None, True, True), out)
+    assert view.is_crop == (degrees == 0)
+    assert np.array_equal(out, plain[::-1, ::-1, ::-1])
 
 
-def test_neutral_colour_tables_change_nothing_but_rounding():
-    image, _ = scene(2)
-    level = np.arange(256, dtype=np.uint8)
-    out = np.empty_like(image)
-    assert augment.recolour(image, ((level.astype(int) % 180).astype(np.uint8), level, level), out) is out
-    assert np.abs(out.astype(int) - image[:, :, ::-1]).max() <= 4  # 8-bit HSV holds 180 hues
-
-
-def test_colour_tables_follow_the_gains():
-    gains = Recipe(hsv_h=0.015, hsv_s=0.7, hsv_v=0.4)
-    ratios = []
-    for trial in range(300):
-        tables = augment.colour_tables(generator(trial, "c"), gains)
-        assert tables is not None
-        hue, saturation, value = tables
-        assert hue.max() < 180 and hue.dtype == np.uint8
-        ratios.append((hue[100] / 100, saturation[100] / 100, value[100] / 100))
-    low, high = np.min(ratios, axis=0), np.max(ratios, axis=0)
-    assert np.allclose(low, [0.98, 0.3, 0.6], atol=0.03)
-    assert np.allclose(high, [1.01, 1.7, 1.4], atol=0.03)
-
-
-def test_halving_value_halves_a_grey():
-    image = np.full((4, 4, 3), 200, np.uint8)
-    level = np.arange(256)
-    tables = ((level % 180).astype(np.uint8), level.astype(np.uint8), (level // 2).astype(np.uint8))
-    assert (augment.recolour(image, tables, np.empty_like(image)) == 100).all()
+def test_colour_gains_follow_the_recipe():
+    assert augment.colour_gains(generator(0, "c"), Recipe(hsv_h=0, hsv_s=0, hsv_v=0)) is None
+    recipe = Recipe(hsv_h=0.015, hsv_s=0.7, hsv_v=0.4)
+    gains = [augment.colour_gains(generator(trial, "c"), recipe) or () for trial in range(300)]
+    assert np.allclose(np.min(gains, axis=0), [0.985, 0.3, 0.6], atol=0.03)
+    assert np.allclose(np.max(gains, axis=0), [1.015, 1.7, 1.4], atol=0.03)
 
 
 @pytest.mark.parametrize(
     ("horizontal", "vertical"), [(True, False), (False, True), (True, True), (False, False)]
 )
 def test_flips_move_boxes_with_the_pixels(horizontal, vertical):
-    image = np.zeros((40, 60, 3), np.uint8)
+    image = np.zeros((60, 60, 3), np.uint8)
     image[5:10, 8:20] = 255
     labels = np.array([[3, 8, 5, 20, 10]], np.float32)
-    out, moved = augment.flip(image, labels, horizontal=horizontal, vertical=vertical)
+    look, out = Look(None, horizontal, vertical), np.empty_like(image)
+    finish(image, look, out)
+    moved = augment.flip_labels(labels, 60, look)
     ys, xs = np.nonzero(out[:, :, 0])
     assert moved[0].tolist() == [3, xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
     assert labels[0].tolist() == [3, 8, 5, 20, 10]
 
 
 def test_mixing_weighs_two_images_by_a_beta_32_32():
-    dark, bright = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
-    weights = [augment.mix(generator(k, "m"), bright, dark)[0, 0, 0] / 255 for k in range(800)]
+    weights = [augment.mixing_weight(generator(k, "m")) for k in range(800)]
     # mean 1/2, variance 1 / (4 * 65)
     assert abs(np.mean(weights) - 0.5) < 4 * 0.062 / 800**0.5
     assert abs(np.std(weights) - (1 / 260) ** 0.5) < 0.006

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import cv2
@@ -14,7 +15,7 @@ import pytest
 from small_data import write_picture, yolo_set
 
 from yolofleet.data import cache as cache_module
-from yolofleet.data.cache import ImageCache, resized_wh
+from yolofleet.data.cache import ImageCache, reduction_for, resized_wh
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
@@ -276,9 +277,9 @@ def _hash_and_count(cache, results):
     decoded = []
     original = cache_module.read_image
 
-    def counted(path):
+    def counted(path, **options):
         decoded.append(path)
-        return original(path)
+        return original(path, **options)
 
     cache_module.read_image = counted
     total = sum(int(cache.get(image).sum()) for image in range(len(cache.index)))
@@ -429,3 +430,32 @@ def test_without_a_folder_for_temporary_files_images_are_decoded_each_time(index
         cache = ImageCache(index, 64, "ram")
     assert cache.mode == "none" and "neither /dev/shm nor the folder" in cache.note
     cache.close()
+
+
+def test_a_jpeg_is_reduced_as_far_as_its_size_allows():
+    factors = [reduction_for(side, side, 320) for side in (319, 639, 640, 1279, 1280, 2560, 9992)]
+    assert factors == [1, 1, 2, 2, 4, 8, 8]
+    assert reduction_for(1280, 427, 320) == 4  # rounding up to 428 moves the last row by a quarter of a pixel
+    assert reduction_for(1280, 425, 320) == 2  # 3 of 4 rows would be missing in the last one
+    assert reduction_for(426, 1280, 320) == 4
+
+
+def test_reduced_images_have_the_sizes_of_the_others(index):
+    whole, reduced = ImageCache(index, 31, "none"), ImageCache(index, 31, "none", reduced=True)
+    for image in range(len(index)):
+        one, other = whole.get(image), reduced.get(image)
+        assert one.shape == other.shape
+        assert (
+            np.abs(one.astype(int) - other).mean() < 6
+        )  # small noisy images; test_decode.py compares smooth ones
+
+
+def test_whole_and_reduced_images_are_cached_apart(index):
+    with (
+        closing(ImageCache(index, 32, "disk")) as whole,
+        closing(ImageCache(index, 32, "disk", reduced=True)) as reduced,
+    ):
+        whole.get(2)
+        reduced.get(2)
+        assert whole._file is not None and reduced._file is not None
+        assert whole._file._layout.digest != reduced._file._layout.digest

@@ -153,3 +153,27 @@ def test_damaged_images_give_pixels_or_our_error():
         said = header(bytes(data))
         assert said is None or said.size_wh == (image.shape[1], image.shape[0])
     assert 50 < refused < 650
+
+
+@pytest.mark.parametrize("reduction", [2, 4, 8])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("size_wh", [(320, 240), (321, 239)])
+def test_a_reduced_jpeg_is_near_an_area_resize(reduction, orientation, size_wh):
+    coarse = np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8)
+    image = cv2.resize(coarse, size_wh, interpolation=cv2.INTER_CUBIC)
+    data = with_exif_jpeg(encoded(image), orientation)
+    whole, reduced = decode_image(data, "a.jpg"), decode_image(data, "a.jpg", reduction=reduction)
+    height, width = (-(-side // reduction) for side in whole.shape[:2])
+    assert reduced.shape == (height, width, 3)
+    if orientation == 1:  # a turned image has its incomplete blocks at other sides
+        below, right = height * reduction - whole.shape[0], width * reduction - whole.shape[1]
+        whole = cv2.copyMakeBorder(whole, 0, below, 0, right, cv2.BORDER_REPLICATE)
+    if whole.shape[:2] == (height * reduction, width * reduction):
+        resized = cv2.resize(whole, (width, height), interpolation=cv2.INTER_AREA)
+        difference = np.abs(reduced.astype(int) - resized)
+        assert difference.mean() < 1.5 and np.quantile(difference, 0.99) < 8
+
+
+def test_only_jpegs_are_reduced():
+    for suffix in (".png", ".webp", ".bmp"):
+        assert decode_image(encoded(picture(60, 40), suffix), "a", reduction=2).shape == (40, 60, 3)

@@ -13,13 +13,15 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yolofleet
 from yolofleet.fleet.doctor.machine_facts import package_sha256
 
-SUFFIXES = (".py", ".yaml")  # as in package_sha256
+# The digest is of sources and data files alone. Extensions that a host cannot load are not needed there.
+SUFFIXES = (".py", ".yaml", *EXTENSION_SUFFIXES)
 MOST_BYTES = 32 << 20
 
 _taken: list[Path] = []
@@ -31,7 +33,7 @@ def packed() -> dict[str, str]:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as archive:
         for file in sorted(package.rglob("*")):
-            if file.suffix in SUFFIXES and file.is_file():
+            if file.name.endswith(SUFFIXES) and file.is_file():
                 archive.add(file, file.relative_to(package).as_posix(), recursive=False)
     return {"sha256": package_sha256(package), "archive": base64.b64encode(stream.getvalue()).decode()}
 
