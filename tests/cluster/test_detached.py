@@ -105,6 +105,26 @@ def test_a_split_network_has_one_supervisor(lab: Lab, folder: Path, quiet_sha256
     nothing_left(lab, 30)
 
 
+def test_two_hosts_go_on_when_the_first_is_switched_on_again(
+    lab: Lab, folder: Path, quiet_sha256: str
+) -> None:
+    """The second one has no majority without it, and it knows nothing of the run any more."""
+    two = ("--hosts", "m1:cpu:1,m2:cpu:1")
+    train = ("train", "--data", small_shapes(folder), *ARGS, *two, "--detach", "--host-timeout", "5")
+    command = Command(lab, folder / "own", *train)
+    assert command.end() == 0, command.said
+    seen = Command(lab, folder / "own", "fleet", "attach", *two, machine=lab.hosts[3])
+    seen.wait_for("^epoch 3/")
+    lab.hosts[0].power_off()
+    seen.wait_for("m1 supervises the run, and does not answer")
+    lab.hosts[0].power_on()
+    seen.wait_for("m2 supervises the run from now on")
+    seen.wait_for("m1 is ready")
+    assert seen.end() == 0, seen.said
+    assert weights_of(lab, lab.hosts[3], folder) == quiet_sha256
+    nothing_left(lab, 30)
+
+
 def test_a_host_is_added(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     data = small_shapes(folder)
     command = Command(lab, folder / "own", "train", "--data", data, *ARGS, *HOSTS)

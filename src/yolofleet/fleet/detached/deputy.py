@@ -92,33 +92,46 @@ class Deputy:
     def _ask_for_votes(self) -> tuple[Supervision, Sequence[str]] | None:
         """Ask all hosts whether this one may supervise; return None if it may not, else also the hosts that agree."""
         with logged_in(self._fleet(), lost=[], tells=False) as remotes:
-            votes = self._votes(remotes, 0)
-            codes = [vote.code for vote in votes.values() if vote.code is not None]
+            answers = self._answers(remotes, 0)
+            votes = [vote for vote in answers.values() if vote is not None]
+            codes = [vote.code for vote in votes if vote.code is not None]
             if codes:
                 lease.end_lease({"job": self.order.job, "code": codes[0]})
                 return None
             if not votes:
                 return None
-            newest = max(votes.values(), key=lambda vote: (vote.version, vote.term))
-            if not is_majority(newest.voters, granting(votes)):
+            newest = max(votes, key=lambda vote: (vote.version, vote.term))
+            if not self._suffices(newest.voters, answers):
                 return None
-            term = max(vote.term for vote in votes.values()) + 1
-            present = granting(self._votes(remotes, term))
-            if not is_majority(newest.voters, present):
+            term = max(vote.term for vote in votes) + 1
+            answers = self._answers(remotes, term)
+            if not self._suffices(newest.voters, answers):
                 return None
             self._await_end(remotes)
+        present = granting(answers)
         first = [self.order.here, *(name for name in newest.voters[-1] if name in present)]
-        supervision = Supervision(self.order, term, newest.voters, newest.version)
-        return supervision, list(dict.fromkeys([*first, *present]))
+        hosts = list(dict.fromkeys([*first, *present]))
+        if is_majority(newest.voters, present):
+            return Supervision(self.order, term, newest.voters, newest.version), hosts
+        return Supervision(self.order, term, (hosts,), newest.version + 1), hosts
 
-    def _votes(self, remotes: Sequence[Remote], term: int) -> dict[str, Vote]:
-        """Ask for votes, by the names of the hosts that know the run."""
+    def _suffices(self, voters: Sequence[Sequence[str]], answers: Mapping[str, Vote | None]) -> bool:
+        """Return whether this host may supervise, by the answers of some hosts.
+
+        If all hosts answer and none objects, no majority is needed. A host that knows no lease was started again, so no
+        supervisor runs there; and a host that has joined without this one's knowledge needs this one's vote.
+        """
+        present = granting(answers)
+        unknown = [name for name, vote in answers.items() if vote is None]
+        everyone = len(present) + len(unknown) == len(self.order.fleet.hosts)
+        return is_majority(voters, present) or (everyone and self.order.here in present)
+
+    def _answers(self, remotes: Sequence[Remote], term: int) -> dict[str, Vote | None]:
+        """Ask for votes, by the names of the hosts that answer; None: the host knows no lease of this run."""
         found = {}
         for remote in remotes:
             with suppress(ClusterError):
-                vote = remote.ask("vote", job=self.order.job, holder=self.order.here, term=term)
-                if vote is not None:
-                    found[remote.name] = vote
+                found[remote.name] = remote.ask("vote", job=self.order.job, holder=self.order.here, term=term)
         return found
 
     def _await_end(self, remotes: Sequence[Remote]) -> None:
@@ -179,9 +192,9 @@ class Deputy:
                     remote.ask("end_lease", job=job, code=code, term=term)
 
 
-def granting(votes: Mapping[str, Vote]) -> Collection[str]:
+def granting(answers: Mapping[str, Vote | None]) -> Collection[str]:
     """Return the names of the hosts that vote for this one."""
-    return [name for name, vote in votes.items() if vote.granted]
+    return [name for name, vote in answers.items() if vote is not None and vote.granted]
 
 
 def leave_session(log: Path) -> None:
