@@ -105,7 +105,7 @@ class ImageCache:
     """
 
     def __init__(
-        self, index: DataIndex, img: int, mode: Mode, *, token: str = "", reduced: bool = False
+        self, index: DataIndex, img: int, mode: Mode, *, token: str = "", quick: bool = False
     ) -> None:
         """Open or create the cache. If that fails, ``mode`` is none and ``note`` gives the reason.
 
@@ -116,19 +116,20 @@ class ImageCache:
                 free memory, else none.
             token: text that is equal in all processes of a machine that share a ``ram`` cache; one of them calls
                 ``unlink`` after all have been constructed. '': only this process and those it starts share it.
-            reduced: decode JPEGs at a half, a quarter or an eighth of their size if that is still ``img`` or more.
-                It takes about half the time, for pixels that differ slightly; validation keeps to whole ones.
+            quick: for training. JPEGs are decoded at a half, a quarter or an eighth of their size if that is still
+                ``img`` or more, and images up to twice too large are shrunk linearly (YOLOv5's rule for training)
+                and not by areas. It takes about half the time, for pixels that differ slightly.
         """
         self.index = index
         self.img = img
-        self.reduced = reduced
+        self.quick = quick
         self.mode: Literal["none", "ram", "disk"] = "none"
         self.covered = 0
         self.note = "cache: none, images are decoded each time"
         self._file: _PixelFile | None = None
         if mode == "none" or not len(index):
             return
-        layout = _Layout(index, img, reduced)
+        layout = _Layout(index, img, quick)
         try:
             self._file = _disk_file(layout) if mode == "disk" else _ram_file(layout, mode, token)
         except (OSError, ValueError, _NoCache) as error:
@@ -174,7 +175,7 @@ class ImageCache:
     def _decode(self, image: int) -> np.ndarray:
         path = self.index.path(image)
         width, height = self.index.sizes_wh[image].tolist()
-        reduction = reduction_for(width, height, self.img) if self.reduced else 1
+        reduction = reduction_for(width, height, self.img) if self.quick else 1
         pixels = read_image(path, reduction=reduction)
         if pixels.shape[:2] not in ((height, width), (-(-height // reduction), -(-width // reduction))):
             raise DataError(
@@ -184,8 +185,9 @@ class ImageCache:
         new_wh = resized_wh(self.index.sizes_wh[image : image + 1], self.img)[0].tolist()
         if [*pixels.shape[1::-1]] == new_wh:
             return pixels
-        smaller = self.img < max(width, height)
-        return cv2.resize(pixels, new_wh, interpolation=cv2.INTER_AREA if smaller else cv2.INTER_LINEAR)
+        shrunk = max(pixels.shape) / self.img
+        by_areas = shrunk >= 2 or (shrunk > 1 and not self.quick)
+        return cv2.resize(pixels, new_wh, interpolation=cv2.INTER_AREA if by_areas else cv2.INTER_LINEAR)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -198,7 +200,7 @@ class ImageCache:
         if state["_file"] is not None:
             try:
                 handle = os.open(state["_file"], os.O_RDWR | _OPEN_FLAGS)
-                self._file = _PixelFile(handle, None, _Layout(self.index, self.img, self.reduced))
+                self._file = _PixelFile(handle, None, _Layout(self.index, self.img, self.quick))
             except (OSError, ValueError, _NoCache) as error:
                 self.mode, self.covered, self.note = "none", 0, f"cache: none ({error})"
 
@@ -210,12 +212,12 @@ class _NoCache(Exception):
 class _Layout:
     """The offsets within the file: header, a CRC-32 per image, the pixels of one image after the other."""
 
-    def __init__(self, index: DataIndex, img: int, reduced: bool) -> None:
+    def __init__(self, index: DataIndex, img: int, quick: bool) -> None:
         self.sizes_wh = resized_wh(index.sizes_wh, img)
         self.images = len(index)
         start = -(-(_HEADER_BYTES + 4 * self.images) // 4096) * 4096
         self.ends = start + np.cumsum(self.sizes_wh.prod(axis=1) * 3)  # int64 [N]
-        text = f"{index.key} {img} {reduced} {cv2.__version__}"  # versions of OpenCV may decode to different pixels
+        text = f"{index.key} {img} {quick} {cv2.__version__}"  # versions of OpenCV may decode to different pixels
         self.digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def size_of(self, covered: int) -> int:

@@ -19,6 +19,8 @@ from yolofleet.models.precision import resolve_precision
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.world import World
 
+MOST_LOADERS = 32
+
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
     """Apply the settings that torch needs before its first operation; return this process's device."""
@@ -83,13 +85,14 @@ def replica_devices(config: TrainConfig, world: World) -> list[torch.device]:
 def loader_processes(asked: int, world: World) -> int:
     """Return the number of loader processes: ``asked`` if it is not negative, else a default.
 
-    The default is 0 on CPUs, whose cores are busy with training, else this process's share of the cores, at most 8.
+    The default is 0 on CPUs, whose cores are busy with training. With GPUs it is this process's share of the cores, less
+    one for the process itself, at most ``MOST_LOADERS``.
     """
     if asked >= 0:
         return asked
     if devices.is_host(world.device):
         return 0
-    return max(1, min(8, usable_cores() // world.local_size))
+    return max(1, min(MOST_LOADERS, usable_cores() // world.local_size - 1))
 
 
 def check_equal(world: World, what: str, mine: str) -> None:

@@ -333,7 +333,7 @@ def _caches(
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     opened = [
         caches.enter_context(
-            closing(ImageCache(index, img, config.cache, token=f"{token}-{split}", reduced=split == "train"))
+            closing(ImageCache(index, img, config.cache, token=f"{token}-{split}", quick=split == "train"))
         )
         for split, index in (("train", data.train), ("val", data.val))
     ]

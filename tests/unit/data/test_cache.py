@@ -441,7 +441,7 @@ def test_a_jpeg_is_reduced_as_far_as_its_size_allows():
 
 
 def test_reduced_images_have_the_sizes_of_the_others(index):
-    whole, reduced = ImageCache(index, 31, "none"), ImageCache(index, 31, "none", reduced=True)
+    whole, reduced = ImageCache(index, 31, "none"), ImageCache(index, 31, "none", quick=True)
     for image in range(len(index)):
         one, other = whole.get(image), reduced.get(image)
         assert one.shape == other.shape
@@ -453,7 +453,7 @@ def test_reduced_images_have_the_sizes_of_the_others(index):
 def test_whole_and_reduced_images_are_cached_apart(index):
     with (
         closing(ImageCache(index, 32, "disk")) as whole,
-        closing(ImageCache(index, 32, "disk", reduced=True)) as reduced,
+        closing(ImageCache(index, 32, "disk", quick=True)) as reduced,
     ):
         whole.get(2)
         reduced.get(2)

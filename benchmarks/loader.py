@@ -1,0 +1,146 @@
+"""Training images per second of the loader on real data, on one core; beside YOLOv5's loader if there is one.
+
+    python benchmarks/loader.py --data coco128.yaml [--rival DIR --rival-python PYTHON]
+
+Each cell is the CPU time of making all images of the training split one by one, with the default recipe, from images
+in memory (cached) or from files (not cached). DIR holds a checkout of YOLOv5, or a package of it; it is run in PYTHON's
+environment and not read. Both take turns in the same run, and medians over the turns are printed. *decode* is the part
+that no loader avoids without a cache: reading and decoding the images that the samples see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+RIVAL = """
+import json, sys, time
+import cv2
+from importlib import import_module
+sys.path.insert(0, {folder!r})
+Set = import_module({module!r}).LoadImagesAndLabels
+cv2.setNumThreads(0)
+hyp = dict(mosaic=1.0, mixup=0.0, copy_paste=0.0, degrees=0.0, translate=0.1, scale=0.5, shear=0.0, perspective=0.0,
+           hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, flipud=0.0, fliplr=0.5)
+data = Set({images!r}, {img}, 16, augment=True, hyp=hyp, cache_images={cache!r})
+data[0]
+print("ready", flush=True)
+for _ in sys.stdin:
+    began = time.process_time()
+    for i in range(len(data)):
+        data[i]
+    print(json.dumps(len(data) / (time.process_time() - began)), flush=True)
+"""
+
+
+def ours(path: str, img: int, cached: bool) -> None:
+    """Answer each line on standard input with images per second."""
+    import cv2
+    import numpy as np
+
+    from yolofleet.config.schema import Recipe
+    from yolofleet.data.cache import ImageCache
+    from yolofleet.data.sample import TrainSamples
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
+
+    cv2.setNumThreads(0)
+    index = build_index(load_dataset(path), "train")
+    cache = ImageCache(index, img, "ram" if cached else "none", quick=True)
+    samples = TrainSamples(index, cache, Recipe(), img=img, seed=0, epochs=1000)
+    out = np.empty((img, img, 3), np.uint8)
+    for image in range(len(index)):
+        cache.get(image)
+    print("ready", flush=True)
+    for epoch, _ in enumerate(sys.stdin):
+        began_s = time.process_time()
+        for position in range(len(index)):
+            samples.sample(epoch, position, out)
+        print(json.dumps(len(index) / (time.process_time() - began_s)), flush=True)
+    cache.close()
+
+
+def images_of(path: str) -> str:
+    """Return the folder of the training images."""
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
+
+    return str(Path(build_index(load_dataset(path), "train").path(0)).parent)
+
+
+class Program:
+    """A process that measures once for each line that it gets."""
+
+    def __init__(self, argv: list[str]) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "false"}
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        assert self.process.stdout and self.process.stdin
+        for line in self.process.stdout:
+            if line == "ready\n":
+                return
+        raise SystemExit(f"{argv[0]} ended before it was ready")
+
+    def measure(self) -> float:
+        """Return images per second."""
+        assert self.process.stdout and self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--img", type=int, nargs="+", default=[320, 640])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rival", help="folder to import YOLOv5 from")
+    parser.add_argument("--rival-module", default="utils.dataloaders")
+    parser.add_argument("--rival-python", default=sys.executable)
+    parser.add_argument(
+        "--serve", nargs=2, help=argparse.SUPPRESS
+    )  # this program as the process that measures
+    asked = parser.parse_args()
+    if asked.serve:
+        return ours(asked.data, int(asked.serve[0]), asked.serve[1] == "cached")
+    print("| px | images | ours, images/s | YOLOv5, images/s | ratio |\n|---|---|---|---|---|")
+    for img in asked.img:
+        for cached in (True, False):
+            word = "cached" if cached else "files"
+            programs = [Program([sys.executable, __file__, "--data", asked.data, "--serve", str(img), word])]
+            if asked.rival:
+                code = RIVAL.format(
+                    folder=asked.rival,
+                    module=asked.rival_module,
+                    images=images_of(asked.data),
+                    img=img,
+                    cache="ram" if cached else None,
+                )
+                programs.append(Program([asked.rival_python, "-c", code]))
+            turns = [[program.measure() for program in programs] for _ in range(asked.turns)]
+            rates = [median(each) for each in zip(*turns, strict=True)]
+            for program in programs:
+                program.close()
+            theirs = f"{rates[1]:.1f} | {rates[0] / rates[1]:.2f}" if asked.rival else " | "
+            print(f"| {img} | {word} | {rates[0]:.1f} | {theirs} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
