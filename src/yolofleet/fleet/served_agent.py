@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import IO
 
-from yolofleet.fleet.job import StoreEnd
+from yolofleet.fleet.job import SAVING_S, StoreEnd
 from yolofleet.system.children import die_with, module_argv
 from yolofleet.system.proc import children
 
@@ -40,7 +40,9 @@ class ServedAgent:
         )  # keeps messages apart
         with theirs:
             self._process = subprocess.Popen(
-                module_argv("yolofleet.parallel.agent", "--serve", str(theirs.fileno())),
+                module_argv(
+                    "yolofleet.parallel.agent", "--serve", str(theirs.fileno()), environment[SAVING_S]
+                ),
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -4,8 +4,9 @@ Loading torch takes seconds of processor time. A fork server loads it, and the w
 this host while the agent loads it for itself, so that workers start at once when the hosts have met. The fork server has
 no threads, uses no device and starts before the agent has any thread.
 
-With ``--serve FD`` the process stays for all attempts of a run: the host agent at the other end of the socket FD sends
-the arguments of one attempt after another, and the next workers come from the same fork server.
+With ``--serve FD SECONDS`` the process stays for all attempts of a run: the host agent at the other end of the socket FD
+sends the arguments of one attempt after another, and the next workers come from the same fork server. When the host agent
+is lost, the workers have SECONDS to save.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker, util
@@ -22,6 +26,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from yolofleet.system.children import safe_spawn
 
 MOST_MESSAGE_BYTES = 1 << 16
+END_S = 5.0
 
 
 def start_fork_server(*modules: str) -> None:
@@ -71,6 +76,17 @@ def serve(channel: socket.socket, run: Callable[[list[str]], None]) -> None:
         channel.sendall(json.dumps({"code": code}).encode())
 
 
+def end_after(parent: int, saving_s: float) -> None:
+    """End this process when its parent has ended, at the latest when its workers have had time to save.
+
+    The kernel sends SIGTERM then. But a signal does nothing while the main thread waits for the store or for a thread.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(saving_s + END_S)
+    os._exit(1)
+
+
 def nothing() -> None:
     """Run in a process of the fork server, which has loaded everything then."""
 
@@ -100,6 +116,7 @@ def main(argv: list[str]) -> None:
     register()
     try:
         if serves:
+            threading.Thread(target=end_after, args=(os.getppid(), float(argv[2])), daemon=True).start()
             serve(socket.socket(fileno=int(argv[1])), torchrun)
         else:
             torchrun(argv)
