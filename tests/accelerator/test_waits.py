@@ -24,6 +24,7 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
 from yolofleet.evaluate.run import EvaluationSettings, evaluate
 from yolofleet.families import build_model, family_of
+from yolofleet.geometry.nms import detections
 from yolofleet.losses import ppyoloe as ppyoloe_module
 from yolofleet.losses import yolov5 as yolov5_module
 from yolofleet.models import detector as detector_module
@@ -61,10 +62,12 @@ PASS: Waits = Counter({("devices.py:synchronize", "synchronize"): 1})
 VALIDATION: Waits = PASS + Counter({("run.py:__call__", "copy to the host"): 1})
 # Suppression: how many boxes are left decides each size, and how often the loop runs.
 SUPPRESSION = {
-    ("nms.py:detections", "aten::index"),  # boxes above the lowest score
-    ("nms.py:detections", "aten::nonzero"),  # their classes
-    ("nms.py:nms", "aten::index"),  # boxes of a block that are left
-    ("nms.py:nms", "aten::equal"),  # whether another pass over the block is needed
+    ("nms.py:_detections", "aten::nonzero"),  # boxes above the lowest score, and their classes
+    ("nms.py:_detections", "copy to the host"),  # how many there are of each image
+    ("nms.py:_nms_of_images", "aten::equal"),  # whether another pass over the block is needed
+    ("nms.py:_nms_of_images", "aten::_local_scalar_dense"),  # whether another block is needed
+    ("nms.py:_nms_of_images", "aten::index"),  # boxes that are left
+    ("nms.py:_nms_of_images", "copy to the host"),  # how many there are of each image
     ("run.py:_native_detections", "copy to the host"),  # the result
     ("predictor.py:_pass", "copy to the host"),  # the result
 }
@@ -201,6 +204,19 @@ def test_validation_waits_once_for_its_losses_and_once_before_suppression(
     assert up_to_suppression(accelerator) == once + once
     assert accelerator.unpinned == []
     assert types_of_convolutions(accelerator) == {PRECISIONS[precision]}
+
+
+def test_suppression_waits_as_often_for_nine_images_as_for_two(accelerator: Accelerator):
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 400, 8, generator=generator) * torch.tensor([64.0, 64, 20, 20, 1, 1, 1, 1])
+
+    def waits(images: int) -> Waits:
+        decoded = image.expand(images, -1, -1).contiguous().to(ZERO)
+        accelerator.reset()
+        detections(decoded, conf=0.01, iou=0.5, max_det=50, multi_label=True)
+        return counted(accelerator.waits)
+
+    assert waits(2) == waits(9) != Counter()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

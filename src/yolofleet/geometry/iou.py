@@ -40,9 +40,15 @@ def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 
 
 
 def iou_matrix(a_xyxy: Tensor, b_xyxy: Tensor) -> Tensor:
-    """Return the IoU of all pairs: [A, 4] and [B, 4] in the same units -> [A, B] in 0..1; two empty boxes give NaN."""
-    a_x1, a_y1, a_x2, a_y2 = a_xyxy.t().contiguous()[:, :, None]  # each [A, 1]
-    b_x1, b_y1, b_x2, b_y2 = b_xyxy.t().contiguous()[:, None]  # each [1, B]
+    """Return the IoU of all pairs in 0..1; two empty boxes give NaN.
+
+    Args:
+        a_xyxy, b_xyxy: [..., A, 4] and [..., B, 4] in the same units.
+    Returns:
+        [..., A, B]
+    """
+    a_x1, a_y1, a_x2, a_y2 = a_xyxy.movedim(-1, 0).contiguous()[..., :, None]  # each [..., A, 1]
+    b_x1, b_y1, b_x2, b_y2 = b_xyxy.movedim(-1, 0).contiguous()[..., None, :]  # each [..., 1, B]
     width = (torch.minimum(a_x2, b_x2) - torch.maximum(a_x1, b_x1)).clamp_(min=0)
     height = (torch.minimum(a_y2, b_y2) - torch.maximum(a_y1, b_y1)).clamp_(min=0)
     intersection = width * height

@@ -10,17 +10,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from yolofleet.devices import is_host
+from yolofleet.devices import is_host, to_device
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.geometry.iou import iou_matrix
+
+_VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
+try:
+    from yolofleet.geometry import _nms
+except ImportError:  # installed without a C compiler
+    COMPILED = False
+else:
+    COMPILED = _nms.VERSION == _VERSION
 
 MAX_CANDIDATES = (
     30_000  # per image, YOLOv5's limit; an untrained model gives more, and the lowest scores are left out
 )
-BLOCK_CPU = (
-    256  # candidates decided together; the first blocks usually fill max_det, so small blocks waste little
-)
-BLOCK_GPU = 1024  # larger blocks mean fewer kernels and host waits
+# Candidates of an image decided together. On a CPU the first blocks usually fill max_det, so small ones waste little; on a
+# GPU larger ones mean fewer kernels and host waits. 32 images take 200 MiB there.
+BLOCK_CPU = 256
+BLOCK_GPU = 512
 
 
 def detections(
@@ -49,28 +57,59 @@ def detections(
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
     found, capped = [], 0
-    several = multi_label and decoded.shape[2] > 6
-    for image in decoded:
-        rows = image[image[:, 4] > conf].float()  # [R, 5 + C]
-        scores = rows[:, 5:] * rows[:, 4:5]
-        if several:
-            row, class_idx = (scores > conf).nonzero(as_tuple=True)
-        else:
-            best, class_idx = scores.max(1)
-            row = (best > conf).nonzero()[:, 0]
-            class_idx = class_idx[row]
-        if classes is not None:
-            wanted = torch.isin(class_idx, torch.as_tensor(classes, device=class_idx.device))
-            row, class_idx = row[wanted], class_idx[wanted]
-        score = scores[row, class_idx]
-        if len(score) > MAX_CANDIDATES:
-            capped += len(score) - MAX_CANDIDATES
-            top = _highest(score, MAX_CANDIDATES)
-            row, class_idx, score = row[top], class_idx[top], score[top]
-        boxes = xyxy_from_cxcywh(rows[row, :4])
-        kept = nms(boxes, score, iou, groups=None if agnostic else class_idx, max_det=max_det)
-        found.append(torch.cat((boxes[kept], score[kept, None], class_idx[kept, None].float()), 1))
+    # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
+    for images in decoded.split(1 if is_host(decoded.device) else max(1, len(decoded))):
+        boxes, left_out = _detections(images, conf, iou, max_det, multi_label, agnostic, classes)
+        found += boxes
+        capped += left_out
     return found, capped
+
+
+def _detections(
+    decoded: Tensor,
+    conf: float,
+    iou: float,
+    max_det: int,
+    multi_label: bool,
+    agnostic: bool,
+    classes: Sequence[int] | None,
+) -> tuple[list[Tensor], int]:
+    """Do what ``detections`` does, for all images at once."""
+    places = decoded.flatten(0, 1)  # [N * K, 5 + C]
+    confident = (places[:, 4] > conf).nonzero()[:, 0]
+    image = confident.div(decoded.shape[1], rounding_mode="floor")
+    rows = places.index_select(0, confident).float()  # [R, 5 + C]
+    scores = rows[:, 5:] * rows[:, 4:5]
+    if multi_label and decoded.shape[2] > 6:
+        row, class_idx = (scores > conf).nonzero(as_tuple=True)
+    else:
+        best, class_idx = scores.max(1)
+        row = (best > conf).nonzero()[:, 0]
+        class_idx = class_idx[row]
+    if classes is not None:
+        wanted = torch.isin(class_idx, torch.as_tensor(classes, device=class_idx.device))
+        row, class_idx = row[wanted], class_idx[wanted]
+    score, image = scores[row, class_idx], image[row]
+
+    capped = 0
+    if len(decoded) == 1 and len(score) > MAX_CANDIDATES:
+        capped = len(score) - MAX_CANDIDATES
+        top = _highest(score, MAX_CANDIDATES)
+        row, class_idx, score = row[top], class_idx[top], score[top]
+    boxes = xyxy_from_cxcywh(rows[row, :4])
+    groups = None if agnostic else class_idx
+    if len(decoded) == 1:
+        kept = nms(boxes, score, iou, groups=groups, max_det=max_det)
+        kept_counts = [len(kept)]
+    else:
+        counts = (
+            torch.searchsorted(image, torch.arange(len(decoded) + 1, device=image.device)).diff().tolist()
+        )
+        capped = sum(max(0, count - MAX_CANDIDATES) for count in counts)
+        counts = [min(count, MAX_CANDIDATES) for count in counts]
+        kept, kept_counts = _nms_of_images(boxes, score, groups, image, counts, iou, max_det)
+    chosen = torch.cat((boxes[kept], score[kept, None], class_idx[kept, None].float()), 1)
+    return list(chosen.split(kept_counts)), capped
 
 
 def nms(
@@ -91,32 +130,78 @@ def nms(
     Returns:
         int64 [n] kept rows, highest score first.
     """
-    order = scores.argsort(descending=True, stable=True)
-    boxes = boxes_xyxy[order].float()
-    groups = torch.zeros_like(order) if groups is None else groups[order]
-    limit = len(order) if max_det is None else max_det
+    limit = len(scores) if max_det is None else min(max_det, len(scores))
+    if COMPILED and is_host(scores.device):
+        of_group = torch.zeros(len(scores)) if groups is None else groups
+        arrays = boxes_xyxy.float().contiguous(), scores.float().contiguous(), of_group.int().contiguous()
+        kept = torch.empty(limit, dtype=torch.int64)
+        boxes, values, numbers = (array.detach().numpy() for array in arrays)
+        return kept[: _nms.suppress(boxes, values, numbers, iou, kept.numpy()) if limit else 0]
+    image = torch.zeros_like(scores, dtype=torch.int64)
+    return _nms_of_images(boxes_xyxy, scores, groups, image, [len(scores)], iou, limit)[0]
 
-    kept = order.new_empty(0)  # positions in `order`
-    positions = torch.arange(len(order), device=order.device)
-    for block in positions.split(BLOCK_CPU if is_host(order.device) else BLOCK_GPU):
-        block = block[~_suppresses(boxes, groups, kept, block, iou).any(0)]
-        # [b, b] a row may suppress a later column
-        rivals = _suppresses(boxes, groups, block, block, iou).triu(1)
+
+def _nms_of_images(
+    boxes: Tensor,
+    scores: Tensor,
+    groups: Tensor | None,
+    image: Tensor,
+    considered: Sequence[int],
+    iou: float,
+    limit: int,
+) -> tuple[Tensor, list[int]]:
+    """Suppress among the rows of each image, on any device, for a block of rows of each image at a time.
+
+    Args:
+        boxes, scores, groups: as for ``nms``.
+        image: int64 [M] the image of each row, ascending.
+        considered: how many rows of each of N images count, those with the highest scores.
+        limit: maximum number of rows kept of an image.
+    Returns:
+        int64 [n] kept rows by image, highest score first; the number of them for each image.
+    """
+    order = scores.argsort(descending=True, stable=True)
+    order = order[image[order].argsort(stable=True)]
+    boxes = boxes[order].float()
+    groups = torch.zeros_like(order) if groups is None else groups[order]
+    starts = torch.searchsorted(image, torch.arange(len(considered), device=image.device))  # [N]
+    counts = to_device(torch.tensor(considered, dtype=torch.int64), boxes.device)  # [N]
+    most = max(considered, default=0)
+    limit = min(limit, most)
+    kept = starts.new_zeros(
+        (len(counts), limit + 1)
+    )  # [N, limit] rows; the last column takes those that are not kept
+    kept_counts = torch.zeros_like(counts)
+    size = BLOCK_CPU if is_host(boxes.device) else BLOCK_GPU
+    for begin in range(0, most, size):
+        rank = torch.arange(begin, min(begin + size, most), device=boxes.device)  # [b]
+        valid = rank < counts[:, None]  # [N, b]
+        block = (starts[:, None] + rank).clamp(max=len(boxes) - 1)
+        if begin:
+            before = min(begin, limit)
+            suppressing = torch.arange(before, device=boxes.device) < kept_counts[:, None]
+            overlaps = _suppresses(boxes, groups, kept[:, :before], block, iou)
+            valid &= ~(overlaps & suppressing[:, :, None]).any(1)
+        # [N, b, b] a row may suppress a later column
+        rivals = (_suppresses(boxes, groups, block, block, iou) & valid[:, :, None]).triu(1)
         # Iterate "keep a row unless a kept row suppresses it". Each pass decides at least one more row in order, so the
         # only fixed point is the greedy result. It takes a few passes in practice.
-        alive = ~rivals.any(0)
-        guess = torch.ones_like(alive)
+        alive, guess = valid & ~rivals.any(1), valid.new_ones(()).expand_as(valid)
         while not torch.equal(alive, guess):
-            guess, alive = alive, ~(rivals & alive[:, None]).any(0)
-        kept = torch.cat((kept, block[alive]))
-        if len(kept) >= limit:
+            guess, alive = alive, valid & ~(rivals & alive[:, :, None]).any(1)
+        column = kept_counts[:, None] + alive.cumsum(1) - 1
+        kept.scatter_(1, column.masked_fill(~alive | (column >= limit), limit), block)
+        kept_counts = (kept_counts + alive.sum(1)).clamp(max=limit)
+        if bool(((kept_counts == limit) | (counts <= begin + size)).all()):
             break
-    return order[kept[:limit]]
+    chosen = torch.arange(limit + 1, device=boxes.device) < kept_counts[:, None]
+    return order[kept[chosen]], kept_counts.tolist()
 
 
 def _suppresses(boxes: Tensor, groups: Tensor, first: Tensor, second: Tensor, iou: float) -> Tensor:
-    """Return [A, B] bool: whether row ``first[a]`` would suppress row ``second[b]``."""
-    return (iou_matrix(boxes[first], boxes[second]) > iou) & (groups[first][:, None] == groups[second])
+    """Return [N, A, B] bool: whether row ``first[n, a]`` would suppress row ``second[n, b]``."""
+    same = groups[first][:, :, None] == groups[second][:, None]
+    return (iou_matrix(boxes[first], boxes[second]) > iou) & same
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:

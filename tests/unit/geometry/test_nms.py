@@ -35,6 +35,14 @@ def random_boxes(count, groups, seed=0):
     )
 
 
+@pytest.fixture(params=["compiled", "in torch"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to suppress."""
+    if request.param == "compiled" and not nms_module.COMPILED:
+        pytest.skip("installed without a C compiler")
+    monkeypatch.setattr(nms_module, "COMPILED", request.param == "compiled")
+
+
 @pytest.mark.parametrize("groups", [1, 5])
 @pytest.mark.parametrize("block", [1, 7, 256])
 def test_result_is_the_textbooks_for_any_block(groups, block, monkeypatch):
@@ -51,7 +59,16 @@ def test_a_suppressed_box_suppresses_nothing():
     assert nms(boxes, torch.tensor([0.9, 0.8, 0.7, 0.6]), 0.4).tolist() == [0, 2]
 
 
+def test_all_boxes_count_without_a_limit(monkeypatch):
+    monkeypatch.setattr(nms_module, "MAX_CANDIDATES", 3)
+    boxes = torch.tensor([[20.0 * x, 0, 20 * x + 9, 9] for x in range(8)])
+    assert nms(boxes, torch.tensor([-0.0, 0.1, 0.0, -3, 0.1, 2, -1, 1e-42]), 0.5).tolist() == [
+        *(5, 1, 4, 7, 0, 2, 6, 3)
+    ]
+
+
 def test_no_boxes_give_no_boxes():
+    assert detections(torch.zeros(0, 10, 8), conf=0.1, iou=0.5, max_det=5, multi_label=True) == ([], 0)
     assert nms(torch.zeros(0, 4), torch.zeros(0), 0.5).tolist() == []
     found, capped = detections(
         torch.zeros(2, 10, 8), conf=0.1, iou=0.5, max_det=5, multi_label=True, classes=[1]
@@ -83,6 +100,25 @@ def test_an_image_gives_the_same_alone_and_in_a_batch():
     together, _ = found(decoded)
     alone = [found(image[None])[0][0] for image in decoded]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("block", [3, 64])
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("max_det", [1, 20, 1000])
+def test_images_suppressed_together_are_those_suppressed_one_by_one(block, multi_label, max_det, monkeypatch):
+    """As a GPU does it, with images of few, many and no candidates."""
+    monkeypatch.setattr(nms_module, "BLOCK_CPU", block)
+    monkeypatch.setattr(nms_module, "MAX_CANDIDATES", 150)
+    decoded = random_decoded(4, 120, 3)
+    decoded[0, :, 4] = 0
+    decoded[2, 5:, 4] = 0
+    options = (0.2, 0.5, max_det, multi_label, False, None)
+    together, capped = nms_module._detections(decoded, *options)
+    alone = [nms_module._detections(image[None], *options) for image in decoded]
+    assert len(together[0]) == 0
+    for ours, (theirs, _) in zip(together, alone, strict=True):
+        assert torch.equal(ours, theirs[0])
+    assert capped == sum(left_out for _, left_out in alone)
 
 
 @pytest.mark.gpu
