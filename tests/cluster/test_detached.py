@@ -43,10 +43,10 @@ def lab(folder: Path) -> Iterator[Lab]:
         yield made
 
 
-def detached(lab: Lab, folder: Path, *more: str) -> None:
+def detached(lab: Lab, folder: Path, *more: str, hosts: tuple[str, str] = HOSTS) -> None:
     """Start a run, whose launcher ends when it has begun."""
     command = Command(
-        lab, folder / "own", "train", "--data", small_shapes(folder), *ARGS, *HOSTS, "--detach", *more
+        lab, folder / "own", "train", "--data", small_shapes(folder), *ARGS, *hosts, "--detach", *more
     )
     assert command.end() == 0, command.said
     assert "to see it again: yolofleet fleet attach exp-" in command.said, command.said
@@ -110,9 +110,7 @@ def test_two_hosts_go_on_when_the_first_is_switched_on_again(
 ) -> None:
     """The second one has no majority without it, and it knows nothing of the run any more."""
     two = ("--hosts", "m1:cpu:1,m2:cpu:1")
-    train = ("train", "--data", small_shapes(folder), *ARGS, *two, "--detach", "--host-timeout", "5")
-    command = Command(lab, folder / "own", *train)
-    assert command.end() == 0, command.said
+    detached(lab, folder, "--host-timeout", "5", hosts=two)
     seen = Command(lab, folder / "own", "fleet", "attach", *two, machine=lab.hosts[3])
     seen.wait_for("^epoch 3/")
     lab.hosts[0].power_off()

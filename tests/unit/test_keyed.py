@@ -1,3 +1,4 @@
+import pickle
 import subprocess
 import sys
 import time
@@ -69,3 +70,10 @@ def test_a_reused_generator_begins_again_with_each_key():
         assert np.array_equal(drawn, generator(*key).random(11))
         reused.restart(*key).random(3)  # begins again in the middle of a block of words
         assert np.array_equal(reused.restart(*key).random(11), drawn)
+
+
+def test_a_reused_generator_works_in_a_process_that_got_it_as_bytes():
+    reused = pickle.loads(pickle.dumps(ReusedGenerator()))
+    for position in (1, 2):
+        drawn = reused.restart(0, "augment", 1, position).random(5)
+        assert np.array_equal(drawn, generator(0, "augment", 1, position).random(5))
