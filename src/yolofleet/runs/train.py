@@ -53,7 +53,7 @@ from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
-from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch
+from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
@@ -116,7 +116,7 @@ def _train(
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
-    config = _with_micro_batch(config, network, state, data.train, snapshot, precision, world)
+    config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
     averaged = _averaged(network.model, state)
     if snapshot is not None:
@@ -150,14 +150,13 @@ def _train(
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
-        splitter = _splitter(config, network, len(data.train), world)
         splitter.check()
         training = TrainingRun(
             config=config,
             state=state,
             schedule=schedule,
             splitter=splitter,
-            loader=_loader(config, network, data.train, cache, world),
+            loader=_loader(config, network, data.train, cache, splitter.per_pass, world),
             loss=network.loss,
             clip_norm=network.recipe.value.clip_norm,
             precision=precision,
@@ -177,7 +176,7 @@ def _train(
             data.train,
             data.val,
             data_notes=data.notes,
-            facts=_header_lines(config, network, schedule, frozen, precision, cache.note, world),
+            facts=_header_lines(config, network, schedule, splitter, frozen, precision, cache.note, world),
             settings=_given(resolved),
             versions=versions(),
             resumed=snapshot is not None,
@@ -288,7 +287,7 @@ def _state(
     schedule = replace(schedule, lr_factor=factor)
     on_devices = replica_devices(config, world)
     state = TrainState.build(
-        Replicas.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
+        Replicas.build(model, on_devices, world, reduce=config.reduce, synced=synced),
         recipe,
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
@@ -297,16 +296,21 @@ def _state(
     return state, schedule, frozen
 
 
-def _with_micro_batch(
+def _split(
     config: TrainConfig,
     network: _Network,
     state: TrainState,
+    schedule: Schedule,
     index: DataIndex,
     snapshot: Snapshot | None,
     precision: str,
     world: World,
-) -> TrainConfig:
-    """Probe the memory with the largest pass; return the settings with the micro-batch of the run. Collective: every rank."""
+) -> tuple[TrainConfig, StepSplitter]:
+    """Probe the memory with the largest pass. Collective: every rank.
+
+    Returns:
+        The settings with the micro-batch of the run, and how this rank passes its share of a step.
+    """
     if snapshot is not None and config.micro_batch < 0:
         stored = snapshot.values["fingerprint"]["settings"].get("micro_batch")
         config = config.model_copy(update={"micro_batch": stored})
@@ -314,7 +318,10 @@ def _with_micro_batch(
     labels = most_labels(index, network.recipe.value)
     with world.activity.doing("memory probe"):
         largest = LargestPass(state, network.loss, precision, side, labels)
-        return config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        splitter = _splitter(config, network, len(index), world)
+        per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+    return config, replace(splitter, per_pass=per_pass)
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:
@@ -344,9 +351,14 @@ def _caches(
 
 
 def _loader(
-    config: TrainConfig, network: _Network, index: DataIndex, cache: ImageCache, world: World
+    config: TrainConfig,
+    network: _Network,
+    index: DataIndex,
+    cache: ImageCache,
+    per_pass: int,
+    world: World,
 ) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
-    """Return the function that turns the keys of a rank into its micro-batches."""
+    """Return the function that loads the images of a rank's keys, which have ``per_pass`` micro-batches each."""
     samples = TrainSamples(
         index, cache, network.recipe.value, img=network.img, seed=config.seed, epochs=config.epochs
     )
@@ -355,7 +367,7 @@ def _loader(
         samples,
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
-        prefetch=config.prefetch,
+        prefetch=-(-config.prefetch // per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
     )
 
@@ -421,6 +433,7 @@ def _header_lines(
     config: TrainConfig,
     network: _Network,
     schedule: Schedule,
+    splitter: StepSplitter,
     frozen: Sequence[str],
     precision: str,
     cached: str,
@@ -436,8 +449,9 @@ def _header_lines(
         "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         + (f", {len(frozen)} tensors frozen" if frozen else ""),
-        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch_of(config)}, "
-        f"{precision}, {config.reduce} sums",
+        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
+        + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
+        + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step)",
         "image": f"{network.img} px{rounded}",

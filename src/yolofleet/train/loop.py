@@ -54,7 +54,8 @@ MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that 
 class StepSplitter:
     """Divides a step into the forward passes of one rank.
 
-    A pass is one micro-batch, or with synchronised batch norm this rank's share of each group of ``batch`` images.
+    A pass is up to ``per_pass`` micro-batches, or with synchronised batch norm this rank's share of each group of
+    ``batch`` images.
 
     Args:
         partition: over the replicas of all ranks, in rank order.
@@ -77,17 +78,18 @@ class StepSplitter:
     img: int
     stride: int
     seed: int
+    per_pass: int = 1
 
-    def passes_total(self, plan: StepPlan) -> int:
+    def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
 
     def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
-        """Return the keys of this rank's micro-batches of a step, in replica order."""
+        """Return the keys of this rank's passes of a step, in replica order."""
         return [key for replica in range(self.replicas) for key in self._replica_keys(plan, replica)]
 
     def by_replica(self, plan: StepPlan, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """Return the micro-batches of :meth:`keys`, one list per replica."""
+        """Return the results for :meth:`keys`, one list per replica."""
         rest = iter(micro_batches)
         return [
             list(islice(rest, len(self._replica_keys(plan, replica)))) for replica in range(self.replicas)
@@ -97,7 +99,11 @@ class StepSplitter:
         size, number = self.size_of(plan.step), self.rank * self.replicas + replica
         if not self.sync_bn:
             mine = self.partition.ranges(plan.images // self.micro_batch)[number]
-            return [self._key(plan, v, v * self.micro_batch, self.micro_batch, size) for v in mine]
+            passes = [mine[at : at + self.per_pass] for at in range(0, len(mine), self.per_pass)]
+            return [
+                self._key(plan, p.start, p.start * self.micro_batch, len(p) * self.micro_batch, size)
+                for p in passes
+            ]
         share = self.partition.ranges(self.batch // self.micro_batch)[number]
         first, images = share.start * self.micro_batch, len(share) * self.micro_batch
         groups = range(plan.images // self.batch)
@@ -107,6 +113,12 @@ class StepSplitter:
         first = plan.first_image + offset
         samples = tuple(divmod(first + i, self.dataset_images) for i in range(images))
         return MicroBatchKey(plan.step, ordinal, samples, size)
+
+    def largest_share(self, step_images: int) -> int:
+        """Return the most micro-batches of a step that a device of this rank gets."""
+        ranges = self.partition.ranges(step_images // self.micro_batch)
+        first = self.rank * self.replicas
+        return max(map(len, ranges[first : first + self.replicas]))
 
     def check(self) -> None:
         """Raise if batch normalisation has only one value per channel on the coarsest feature map.
@@ -144,11 +156,11 @@ class StepSplitter:
 
 
 class SpeedProbe:
-    """Counts this rank's micro-batches and compute seconds over ``MEASURED_STEPS``."""
+    """Counts this rank's images and compute seconds over ``MEASURED_STEPS``."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
-        self.passes, self.compute_s = 0, 0.0
+        self.images, self.compute_s = 0, 0.0
 
     def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
         """Record a finished step; return True after the last measured one."""
@@ -156,7 +168,7 @@ class SpeedProbe:
         if number == MEASURED_STEPS.start - 1:
             self.compute_s = -compute_s
         elif number in MEASURED_STEPS:
-            self.passes += len(splitter.keys(plan))
+            self.images += sum(len(key.samples) for key in splitter.keys(plan))
         if number == MEASURED_STEPS.stop - 1:
             self.compute_s += compute_s
             return True
@@ -391,7 +403,7 @@ class TrainingRun:
             self.loss.at(self.schedule.progress(plan.first_image)),
             self.world,
             self.report.clock,
-            total_micro_batches=self.splitter.passes_total(plan),
+            total_micro_batches=self.splitter.statistics_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
             requests=(int(bool(stop)), int(save_due), int(self._keep_is_due()), len(broken)),
@@ -464,7 +476,7 @@ class TrainingRun:
 
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
-        packed = struct.pack("<d", probe.passes / max(probe.compute_s, 1e-9))
+        packed = struct.pack("<d", probe.images / max(probe.compute_s, 1e-9))
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
