@@ -131,7 +131,7 @@ class DdpStep:
         nn.utils.clip_grad_norm_(self.ddp.parameters(), self.recipe.clip_norm, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of the buckets
-        self.average.update()
+        self.average.update(torch.tensor(True))
 
 
 def random_micro_batch(loss: Yolov5Loss, ordinal: int, images: int, img: int) -> MicroBatch:

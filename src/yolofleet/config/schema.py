@@ -371,6 +371,11 @@ class TrainConfig(FleetSettings):
         "images per validation batch; the batches are the same on every fleet",
         group="reports and display",
     )
+    val_overlap: bool = setting(
+        False,
+        "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
+        group="reports and display",
+    )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     tensorboard: bool = setting(
         False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"

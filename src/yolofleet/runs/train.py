@@ -30,7 +30,7 @@ from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import StorageError
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
+from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import Detector, square_of
@@ -58,7 +58,7 @@ from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
 from yolofleet.train.agreement import check_settings, have_equal_kernels
-from yolofleet.train.loop import StepSplitter, TrainingRun
+from yolofleet.train.loop import PrepareValidation, StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
 from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
@@ -164,7 +164,7 @@ def _train(
             report=report,
             store=store,
             memory=memory if world.local_rank == 0 else None,
-            evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
+            validation=_validation(config, network, averaged, data.val, val_cache, precision, world, console),
             fingerprint=identity,
             newest_state=partial(
                 snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
@@ -372,7 +372,7 @@ def _loader(
     )
 
 
-def _evaluator(
+def _validation(
     config: TrainConfig,
     network: _Network,
     averaged: Detector,
@@ -381,8 +381,8 @@ def _evaluator(
     precision: str,
     world: World,
     console: NullConsole,
-) -> Callable[[DetectionLoss], Evaluation]:
-    """Return the validation of the averaged network; calling it is collective: every rank."""
+) -> PrepareValidation:
+    """Return the function that prepares a validation of the averaged network as it is then."""
     settings = EvaluationSettings(
         precision=precision,
         img=network.img,
@@ -391,8 +391,10 @@ def _evaluator(
         single_cls=config.single_cls,
     )
 
-    def evaluate_average(loss: DetectionLoss) -> Evaluation:
-        return evaluate(
+    progress = validation_progress(world, console)
+
+    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress) -> Validation:
+        return Validation(
             fuse(averaged),
             index,
             settings,
@@ -401,11 +403,11 @@ def _evaluator(
             workers=loader_processes(config.workers, world),
             cache=cache,
             loss=loss,
-            on_batch=validation_progress(world, console),
+            on_batch=on_batch,
             stops=lambda: world.activity.stop_requested,
         )
 
-    return evaluate_average
+    return prepared
 
 
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:

@@ -14,8 +14,9 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.run import Evaluation, ValidationStopped
+from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
 from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
@@ -34,6 +35,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.train.agreement import check_agreement
+from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.save_timer import AUTO, SaveTimer
 from yolofleet.train.schedule import Schedule, StepPlan
@@ -175,6 +177,12 @@ class SpeedProbe:
         return False
 
 
+class PrepareValidation(Protocol):
+    """Prepares a validation of the averaged weights as they are now."""
+
+    def __call__(self, loss: DetectionLoss, on_batch: OnBatch = ..., /) -> Validation: ...
+
+
 class Asked(NamedTuple):
     """What a rank asks for after a step: to stop, to save on disk, to keep the state in memory."""
 
@@ -202,7 +210,7 @@ class TrainingRun:
     report: TrainReport
     store: CheckpointStore
     memory: StateMemory | None  # of this host, if this rank writes there
-    evaluate: Callable[[DetectionLoss], Evaluation]
+    validation: PrepareValidation
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
@@ -213,6 +221,7 @@ class TrainingRun:
     saves: SaveTimer = field(init=False)
     kept_at_s: float = field(default_factory=time.monotonic)  # the last state in memory
     keep_s: float = 0.0  # what training stood still for it
+    overlapped: OverlappedValidation | None = None  # of the last epoch
 
     def plans(self) -> Iterator[StepPlan]:
         """Yield the remaining steps of the run."""
@@ -244,7 +253,7 @@ class TrainingRun:
         self._restore_tally()
         # A resumed run may have crashed after training, before it wrote its results.
         if self.is_over() and self._unended_epoch() is None:
-            self.report.ended_before(self.evaluate(self.loss.at(1)))
+            self.report.ended_before(self._evaluate(self.loss.at(1)))
             return
         self._open_loader()
         hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
@@ -261,6 +270,8 @@ class TrainingRun:
             with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
+            if self.overlapped is not None:
+                self.overlapped.abandon()
             self.micro_batches.close()
             self.store.finish_writing()
 
@@ -298,10 +309,12 @@ class TrainingRun:
         """
         ends, ends_epoch = False, self._ends_epoch(plan)
         try:
-            epoch_asks = self._end_epochs(plan, saves=asked.save or asked.stop)
+            epoch_asks = self._end_epochs(plan, saves=asked.save, stops=asked.stop)
             ends = self.is_last(plan) or self._out_of_patience()
         except ValidationStopped:
             asked, epoch_asks = asked._replace(stop=True), True
+        if asked.stop:
+            self._end_validation()
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
         if asked.save or epoch_asks or steps_ask or asked.stop or ends:
             self._save(ends_epoch=ends_epoch)
@@ -336,6 +349,7 @@ class TrainingRun:
         if sum(image // self.schedule.dataset_images == epoch for image in left_out) > MOST_ROLLBACKS:
             problem.what += f"; epoch {epoch + 1} has already had {MOST_ROLLBACKS} rollbacks"
             raise problem
+        self._end_validation()
         self.micro_batches.close()
         self.store.finish_writing()
         try:
@@ -496,11 +510,12 @@ class TrainingRun:
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
         return done > self.state.progress.epochs_done
 
-    def _end_epochs(self, plan: StepPlan, *, saves: bool) -> bool:
+    def _end_epochs(self, plan: StepPlan, *, saves: bool, stops: bool) -> bool:
         """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
 
         Args:
             saves: a checkpoint is due anyway.
+            stops: the run ends after this step, on request.
         Collective: every rank, after each step that ends an epoch.
 
         Raises:
@@ -511,33 +526,68 @@ class TrainingRun:
         if not (self._ends_epoch(plan) or last):
             return False
         self._watch_numerics()
+        self._end_validation()
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
-        progress = replace(self.state.progress, epochs_done=done)
         evaluation = None
-        if last or self._every(self.config.val_period, before, epoch):
-            with self.report.clock("evaluate"):
-                evaluation = self.evaluate(self.loss.at(self.schedule.progress(plan.first_image)))
-            fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
-            if fitness > progress.best_fitness:
-                progress = replace(progress, best_fitness=fitness, best_epoch=epoch)
-                self.report.write_weights("best", self.state, epoch)
-        self.state.progress = progress
+        loss = self.loss.at(self.schedule.progress(plan.first_image))
+        is_due = last or self._every(self.config.val_period, before, epoch)
+        ends = last or stops or self._out_of_patience(done)
+        overlaps = is_due and self.config.val_overlap and not ends
+        if is_due and not overlaps:
+            evaluation = self._evaluate(loss)
+            self._compare_with_best(epoch, evaluation, self.state.weights())
+        self.state.progress = replace(self.state.progress, epochs_done=done)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = 0
         period = self.config.save_period
-        if saves or last or period != AUTO or self._out_of_patience():
+        if saves or stops or last or period != AUTO or self._out_of_patience():
             with self.saves.spending():
                 self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
+        if overlaps:
+            weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
+            prepare = partial(self.validation, loss)
+            self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
         return period != AUTO and self._every(int(period), before, epoch)
 
-    def _out_of_patience(self) -> bool:
+    def _evaluate(self, loss: DetectionLoss) -> Evaluation:
+        """Validate the averaged weights now. Collective: every rank.
+
+        Raises:
+            ValidationStopped: a rank got a stop request.
+        """
+        with self.report.clock("evaluate"):
+            validation = self.validation(loss)
+            validation.run()
+            return validation.gathered()
+
+    def _end_validation(self) -> None:
+        """Wait for the validation that overlaps with training, if there is one, and report it. Collective: every rank."""
+        overlapped, self.overlapped = self.overlapped, None
+        if overlapped is None:
+            return
+        try:
+            with self.report.clock("evaluate"):
+                evaluation = overlapped.result(self.world.activity.tick)
+        except ValidationStopped:
+            return  # the row of that epoch has no figures
+        self._compare_with_best(overlapped.epoch, evaluation, overlapped.weights)
+        self.report.validated(evaluation)
+
+    def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
+        """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far."""
+        fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
+        if fitness > self.state.progress.best_fitness:
+            self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
+            self.report.write_weights("best", self.state, epoch, weights)
+
+    def _out_of_patience(self, epochs_done: int = 0) -> bool:
+        """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""
         progress, patience = self.state.progress, self.config.patience
-        return bool(
-            patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience
-        )
+        done = epochs_done or progress.epochs_done
+        return bool(patience and progress.best_epoch >= 0 and done - progress.best_epoch >= patience)
 
     def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.
