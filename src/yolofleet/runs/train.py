@@ -109,6 +109,7 @@ def _train(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     data = _data(config, world)
+    levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
@@ -176,7 +177,10 @@ def _train(
             data.train,
             data.val,
             data_notes=data.notes,
-            facts=_header_lines(config, network, schedule, splitter, frozen, precision, cache.note, world),
+            facts={
+                **_header_lines(config, network, schedule, splitter, frozen, precision, cache.note, world),
+                **({"network": levels} if levels else {}),
+            },
             settings=_given(resolved),
             versions=versions(),
             resumed=snapshot is not None,
