@@ -114,7 +114,9 @@ def _train(
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
-    set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
+    # kernels cannot be timed for the training alone while a validation runs beside it
+    sizes_vary = network.sizes != (1, 1) or config.val_overlap
+    set_kernels(config, sizes_vary=sizes_vary, tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
