@@ -44,10 +44,16 @@ def test_numbers_stay_as_they_were_in_the_first_release():
 
 def test_permutation_visits_every_sample_once_and_differs_by_epoch():
     first, second = permutation(0, 0, 1000), permutation(0, 1, 1000)
-    assert first.dtype == np.int64
+    assert first.dtype == np.int32  # every loader process keeps up to three
     assert sorted(first) == list(range(1000))
     assert (first == second).mean() < 0.02
     assert permutation(0, 0, 1).tolist() == [0] and permutation(0, 0, 0).tolist() == []
+
+
+def test_a_long_permutation_is_sorted_in_ranges_and_as_a_whole_the_same():
+    length = 3 * 2**18 + 1
+    whole = np.argsort(generator(7, "order", 2).random(length), kind="stable")
+    assert np.array_equal(permutation(7, 2, length), whole)
 
 
 def test_draws_are_uniform():

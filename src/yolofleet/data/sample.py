@@ -67,9 +67,9 @@ class TrainSamples:
         """Return the number of the image at a position in the order of an epoch."""
         order = self._orders.get(epoch)
         if order is None:
-            order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
-            for old in sorted(self._orders)[:-ORDERS_KEPT]:
+            for old in sorted(self._orders)[: 1 - ORDERS_KEPT]:
                 del self._orders[old]
+            order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
         return int(order[position])
 
     def sample(
