@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+_CHUNK = 1 << 18
+
 
 def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
     """Return the generator of a key, for example ``generator(seed, "augment", epoch, position)``. Takes about 20 us."""
@@ -45,13 +47,21 @@ def _key(seed: int, purpose: str, index: tuple[int, ...]) -> int:
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     """Return the order in which an epoch visits its samples: int32 [length], each of 0 .. length - 1 once.
 
-    It is the stable order of random numbers. They are sorted in ranges of about 2**18, because every loader process
-    computes the order: at two million samples, sorting all at once would take 24 MB more for a moment.
+    It is the stable order of random numbers. Every loader process computes it, so a long one takes little memory: an
+    eighth of the numbers is sorted at a time, and they are drawn again for each eighth. At two million samples this
+    takes 7 MB beside the result instead of 40 MB, and 0.3 s.
     """
-    draws = generator(seed, "order", epoch).random(length)
-    order, start, ranges = np.empty(length, np.int32), 0, length // 2**18 + 1
+    order, start = np.empty(length, np.int32), 0
+    ranges = 8 if length > _CHUNK else 1
     for number in range(ranges):
-        members = np.flatnonzero((draws >= number / ranges) & (draws < (number + 1) / ranges))
-        order[start : start + len(members)] = members[np.argsort(draws[members], kind="stable")]
-        start += len(members)
+        rng = generator(seed, "order", epoch)
+        members, values = [np.empty(0, np.int32)], [np.empty(0)]
+        for first in range(0, length, _CHUNK):
+            drawn = rng.random(min(_CHUNK, length - first))
+            inside = np.flatnonzero((drawn * ranges).astype(np.int8) == number)
+            members.append((first + inside).astype(np.int32))
+            values.append(drawn[inside])
+        ordered = np.concatenate(members)[np.argsort(np.concatenate(values), kind="stable")]
+        order[start : start + len(ordered)] = ordered
+        start += len(ordered)
     return order

@@ -31,6 +31,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.system.cgroup import available_bytes
+from yolofleet.system.disks import network_disk
 from yolofleet.text import size_text
 
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
@@ -39,7 +40,8 @@ RAM_SHARE = {
     "ram": 0.8,
     "jpeg": 0.8,
 }  # of the memory that is free now; the rest is for the run itself
-DISK_SHARE = 0.9
+DISK_SHARE = {"auto": 0.5, "disk": 0.9}  # of the space that is free now
+SHM_SHARE = 0.9
 JPEG_QUALITY = (
     92  # with colours at half resolution: 2.4 of 255 levels away on average (COCO), for 1.06 ms at 640 px
 )
@@ -111,8 +113,9 @@ class ImageCache:
         Args:
             index: the images.
             img: longer side in pixels.
-            mode: ``ram`` and ``jpeg`` cover a part of the images if not all fit; ``auto`` is ``ram`` if all fit into
-                half of the free memory, else none.
+            mode: ``ram``, ``jpeg`` and ``disk`` cover a part of the images if not all fit. ``auto`` is ``ram`` if all
+                fit into half of the free memory; else ``disk`` if the files have more bytes than the pixels, the cache
+                folder is on a local disk, and all fit into half of its free space; else none.
             token: text that is equal in all processes of a machine that share a cache in memory; one of them calls
                 ``unlink`` after all have been constructed. '': only this process and those it starts share it.
             quick: for training. JPEGs are decoded at a half, a quarter or an eighth of their size if that is still
@@ -135,20 +138,23 @@ class ImageCache:
         layout = self._layout()
         try:
             share = self._jpeg_share() if self.is_jpeg else 1.0
-            self._file = _disk_file(layout) if mode == "disk" else _ram_file(layout, mode, token, share)
+            if mode == "disk":
+                self._file, why = _disk_file(layout, mode), ""
+            elif mode == "auto":
+                self.mode, self._file, why = _chosen_file(layout, token, int(index.stamps[:, 0].sum()))
+            else:
+                self._file, why = _ram_file(layout, mode, token, share), ""
         except (OSError, ValueError, Unusable) as error:
             self.note = f"cache: none ({error})"
             return
-        self.mode = "ram" if mode == "auto" else mode
+        self.mode = self.mode if mode == "auto" else mode
         self.covered = self._file.covered
         size = size_text(self._file.size * share)
-        self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size}"
-        if mode == "auto":
-            self.note += f", which is below {RAM_SHARE['auto']:.0%} of the free memory"
+        self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size}{why}"
         if self.covered < len(index):
             needed = size_text(layout.size_of(len(index)) * share)
-            others = "" if mode == "disk" else " (--cache disk holds more)"
-            self.note += f"; all would need {needed}{others}"
+            others = "" if mode == "disk" else "; --cache disk holds what its disk has room for"
+            self.note += f", all would need {needed}{others}"
 
     def get(self, image: int) -> np.ndarray:
         """Return an image whose longer side is ``img``: uint8 [h, w, 3] BGR, read-only.
@@ -250,15 +256,43 @@ def _as_jpeg(pixels: np.ndarray) -> np.ndarray:
     return np.asarray(jpeg).reshape(-1)
 
 
-def _disk_file(layout: Layout) -> EntryFile:
+def _chosen_file(
+    layout: Layout, token: str, files_bytes: int
+) -> tuple[Literal["ram", "disk"], EntryFile, str]:
+    """Open the cache of ``auto``; return its mode, its file, and why it was chosen. Raises OSError or Unusable.
+
+    Args:
+        files_bytes: size of all image files.
+    """
+    try:
+        return "ram", _ram_file(layout, "auto", token, 1.0), ", all fit into half of the free memory"
+    except Unusable as full:
+        # With fewer bytes than the files, a cache on disk is faster than any of them, and takes less space than the data.
+        if layout.size_of(layout.entries) >= files_bytes:
+            other = (
+                "JPEGs take an eighth with --cache jpeg; --cache disk would be larger than the image files"
+            )
+            raise Unusable(f"{full}; {other}") from None
+        if kind := network_disk(cache_root()):
+            raise Unusable(
+                f"{full}, and the cache folder {cache_root()} is on a network disk ({kind})"
+            ) from None
+        try:
+            file = _disk_file(layout, "auto")
+        except (OSError, Unusable) as problem:
+            raise Unusable(f"{full}; disk: {problem}") from None
+        return "disk", file, f", smaller than the image files ({full})"
+
+
+def _disk_file(layout: Layout, mode: Mode) -> EntryFile:
     folder = cache_root() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder.glob("*.pixels"), _UNUSED_S)
 
     def cover() -> int:
         free = shutil.disk_usage(folder).free
-        covered = layout.covered_by(free * DISK_SHARE)
-        if not covered:
+        covered = layout.covered_by(free * DISK_SHARE[mode])
+        if not covered or (mode == "auto" and covered < layout.entries):
             raise Unusable(f"{folder} has only {size_text(free)} free")
         return covered
 
@@ -284,22 +318,20 @@ def _ram_file(layout: Layout, mode: Mode, token: str, share: float) -> EntryFile
     whole = layout.size_of(layout.entries) * share
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     there = [folder for folder in folders if (folder / name).exists()]
-    roomy = [folder for folder in folders if whole <= free[folder] * DISK_SHARE]
+    roomy = [folder for folder in folders if whole <= free[folder] * SHM_SHARE]
     folder = (there or roomy or sorted(folders, key=lambda item: -free[item]))[0]
 
     def cover() -> int:
         memory = available_bytes()
         if memory is None and mode == "auto":
             raise Unusable("the amount of free memory is unknown on this system; --cache ram ignores that")
-        budget = free[folder] * DISK_SHARE
+        budget = free[folder] * SHM_SHARE
         if memory is not None:
             budget = min(budget, memory * RAM_SHARE[mode] - sum(_promised.values()))
         covered = layout.covered_by(budget / share)
         if not covered or (mode == "auto" and covered < layout.entries):
-            others = "; --cache jpeg needs about an eighth of it, --cache disk keeps them on a disk"
             raise Unusable(
-                f"all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
-                + (others if mode == "auto" else "")
+                f"in memory all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
             )
         return covered
 

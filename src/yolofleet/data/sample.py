@@ -14,7 +14,7 @@ from yolofleet.data.pixels import Look, finish
 from yolofleet.errors import DataError
 from yolofleet.keyed import ReusedGenerator, generator, permutation
 
-ORDERS_KEPT = 3  # permutations kept in memory: a step may span two epochs, and loader processes work ahead
+ORDERS_KEPT = 2  # permutations kept in memory: a micro-batch may span two epochs
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
