@@ -4,7 +4,7 @@
 
 The images are links to one small JPEG with 7 labels each, in a temporary folder; no image is decoded for the
 index. With ``--processes``, so many at once: with the cache of one machine, of which one builds the index, and with a
-cache each. With ``--large 2000000``, the file of flat arrays that so many images with 10 labels each would have: how
+cache each: processes of their own, or ranks of one run, which divide the files. With ``--large 2000000``, the file of flat arrays that so many images with 10 labels each would have: how
 long the next start takes to find it, and what loader processes pay in time and private memory to look into it.
 """
 
@@ -21,13 +21,18 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader
 from yolofleet.data.sample import TrainSamples
+from yolofleet.datasets import scan
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import DatasetSpec, load_dataset
+from yolofleet.images.header import ImageHeader
+from yolofleet.parallel.world import World
 
 
 def make_set(root: Path, images: int) -> Path:
@@ -65,14 +70,27 @@ def large_index(images: int) -> DataIndex:
     )
 
 
-def build(spec: DatasetSpec, cache: str) -> None:
+def build(spec: DatasetSpec, cache: str, rank: int, size: int, meet: str) -> None:
     os.environ["YOLOFLEET_CACHE"] = cache
-    build_index(spec, "train")
+    world = None
+    if meet:
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+        world = World(rank, size, rank, size, torch.device("cpu"))
+    build_index(spec, "train", ranks=world)
+    if world is not None:
+        world.close()
 
 
-def together(spec: DatasetSpec, caches: list[str]) -> float:
-    """Seconds until every one of these processes has its index."""
-    processes = [multiprocessing.Process(target=build, args=(spec, cache)) for cache in caches]
+def together(spec: DatasetSpec, caches: list[str], meet: str = "") -> float:
+    """Seconds until every one of these processes has its index.
+
+    Args:
+        meet: file of the rendezvous, if they are the ranks of one run.
+    """
+    processes = [
+        multiprocessing.Process(target=build, args=(spec, cache, rank, len(caches), meet))
+        for rank, cache in enumerate(caches)
+    ]
     began_s = time.perf_counter()
     for process in processes:
         process.start()
@@ -167,7 +185,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--processes", type=int, default=1, help="that need the index at once")
     parser.add_argument("--large", type=int, default=0, help="images of the large index; 2000000")
+    parser.add_argument("--latency-ms", type=float, default=0, help="to open an image, as on a network disk")
     asked = parser.parse_args()
+    if asked.latency_ms:
+        header_of_file = scan.header_of_file
+
+        def late(path: str) -> ImageHeader | None:
+            time.sleep(asked.latency_ms / 1e3)
+            return header_of_file(path)
+
+        scan.header_of_file = late
     with tempfile.TemporaryDirectory() as folder:
         os.environ["YOLOFLEET_CACHE"] = f"{folder}/cache"
         spec = load_dataset(str(make_set(Path(folder) / "set", asked.images)))
@@ -178,7 +205,13 @@ def main() -> None:
         if asked.processes > 1:
             one_s = together(spec, [f"{folder}/one"] * asked.processes)
             each_s = together(spec, [f"{folder}/each-{rank}" for rank in range(asked.processes)])
-            print(f"{asked.processes} processes at once: {one_s:.2f} s, with a cache each {each_s:.2f} s")
+            shared_s = together(
+                spec, [f"{folder}/run-{rank}" for rank in range(asked.processes)], f"{folder}/meet"
+            )
+            print(
+                f"{asked.processes} processes at once: {one_s:.2f} s, with a cache each {each_s:.2f} s, "
+                f"with a cache each as ranks of one run {shared_s:.2f} s"
+            )
         if asked.large:
             large(Path(folder) / "large.arrays", asked.large)
 

@@ -145,8 +145,15 @@ def _stage(world, data, folder):
     index = index_of(data)
     copied = []
     copy = StagedImages.copy
-    StagedImages.copy = lambda staged, image: (copied.append(image), copy(staged, image))[1]
-    (staged,) = stage_images(folder, [index], world, NullConsole(folder.parent / f"rank-{world.rank}.log"))
+
+    def counted(staged, image):
+        copied.append(image)
+        copy(staged, image)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StagedImages, "copy", counted)
+        log = NullConsole(folder.parent / f"rank-{world.rank}.log")
+        (staged,) = stage_images(folder, [index], world, log)
     return copied, [staged.read(image) == Path(index.path(image)).read_bytes() for image in range(len(index))]
 
 

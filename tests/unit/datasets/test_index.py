@@ -581,7 +581,7 @@ def _divide(world, root, cache):
 
 @pytest.mark.parametrize("caches", ["together", "each"])
 def test_ranks_that_need_the_same_index_divide_the_files(tmp_path, caches):
-    labels = {f"it's {i:04}": f"{i % 3} .5 .5 .2 .{1 + i % 8}\n" for i in range(1300)}
+    labels: dict[str, str | None] = {f"it's {i:04}": f"{i % 3} .5 .5 .2 .{1 + i % 8}\n" for i in range(1300)}
     labels |= {
         "it's 0700": "1 .5 .5 .2 2.5\n",
         "it's 0801": "0 .5 .5 3 .1\n0 .5 .5 .2 .1\n",
