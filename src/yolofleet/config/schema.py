@@ -257,7 +257,7 @@ class TrainConfig(FleetSettings):
     cache: Literal["auto", "none", "ram", "disk", "jpeg"] = setting(
         "auto",
         "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder; jpeg: training "
-        "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit",
+        "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit, else disk if faster",
         group="execution",
     )
     stage: Path | None = setting(
