@@ -138,16 +138,16 @@ class ImageCache:
         layout = self._layout()
         try:
             share = self._jpeg_share() if self.is_jpeg else 1.0
-            if mode == "disk":
-                self._file, why = _disk_file(layout, mode), ""
-            elif mode == "auto":
+            if mode == "auto":
                 self.mode, self._file, why = _chosen_file(layout, token, int(index.stamps[:, 0].sum()))
             else:
-                self._file, why = _ram_file(layout, mode, token, share), ""
+                self._file = (
+                    _disk_file(layout, mode) if mode == "disk" else _ram_file(layout, mode, token, share)
+                )
+                self.mode, why = mode, ""
         except (OSError, ValueError, Unusable) as error:
-            self.note = f"cache: none ({error})"
+            self.note = f"cache: none ({error})" + ("; images are changed by a JPEG" if self.is_jpeg else "")
             return
-        self.mode = self.mode if mode == "auto" else mode
         self.covered = self._file.covered
         size = size_text(self._file.size * share)
         self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size}{why}"

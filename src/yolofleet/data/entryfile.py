@@ -178,7 +178,8 @@ def _lay_out(handle: int, layout: Layout, covered: int) -> None:
 def open_shared(path: Path, layout: Layout, cover: Callable[[], int], mode: int) -> int:
     """Open a file that other processes may open at the same time, and return its handle; the first initialises it.
 
-    A shared lock is held while the file is open, here or in a forked child. It marks the file as in use.
+    A shared lock is held while the file is open, here or in a forked child. It marks the file as in use. A symbolic link
+    is an error, because another user of the folder could have made it to have its target overwritten.
 
     Args:
         cover: returns how many entries to cover; only the process that initialises the file calls it. May raise
@@ -187,7 +188,7 @@ def open_shared(path: Path, layout: Layout, cover: Callable[[], int], mode: int)
     """
     deadline_s = time.monotonic() + OPEN_WAIT_S
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, mode)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | _OPEN_FLAGS, mode)
         try:
             if _lock(handle, exclusive=True):
                 if os.fstat(handle).st_nlink or not fcntl:  # else it was unlinked between open and lock

@@ -303,10 +303,7 @@ def _build(
     read = partial(
         scan, class_count=len(spec.names), single_cls=single_cls, problems_kept=problems_kept, root=spec.root
     )
-    mine = jobs
-    if ranks is not None:
-        first, end = (len(jobs) * number // ranks.size for number in (ranks.rank, ranks.rank + 1))
-        mine = jobs[first:end]
+    mine = jobs if ranks is None else jobs[ranks.rank :: ranks.size]
     parts: list[Scanned] = []
     done, total = 0, sum(stop - start for _, start, stop in mine)
     with ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
@@ -316,7 +313,8 @@ def _build(
             if on_progress:
                 on_progress(done, total)
     if ranks is not None:
-        parts = [part for packed in ranks.all_gather_bytes(pack(parts)) for part in unpack(packed)]
+        every = [unpack(packed) for packed in ranks.all_gather_bytes(pack(parts))]
+        parts = [every[job % ranks.size][job // ranks.size] for job in range(len(jobs))]
     wrong_classes = sum(part.log.kinds["wrong-class"] for part in parts)
     if strict and wrong_classes:
         shown = ProblemLog()

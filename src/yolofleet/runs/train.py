@@ -352,6 +352,7 @@ def _caches(
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
+        NullConsole.note(console, f"{cache.index.split} images: {cache.note}")  # to the log only
         cache.unlink()
     return opened[0], opened[1]
 

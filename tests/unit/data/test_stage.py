@@ -135,6 +135,18 @@ def test_a_disk_that_fills_up_is_an_error_that_says_what_to_do(data, tmp_path, m
     assert "leave --stage out" in caught.value.hint
 
 
+@pytest.mark.skipif(os.name != "posix", reason="symbolic links")
+def test_a_link_in_the_folder_is_not_followed(data, tmp_path):
+    index = index_of(data)
+    file = StagedImages(index, tmp_path / "local").file
+    file.unlink()
+    (tmp_path / "precious").write_text("content")
+    file.symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageError, match="link"):
+        StagedImages(index, tmp_path / "local")
+    assert (tmp_path / "precious").read_text() == "content"
+
+
 def test_a_folder_that_cannot_be_made_is_an_error(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"--stage .*file"):

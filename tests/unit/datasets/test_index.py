@@ -602,8 +602,8 @@ def test_ranks_that_need_the_same_index_divide_the_files(tmp_path, caches):
     assert [rank[:4] for rank in ranks] == [alone[:4]] * 2
     assert alone[4][-1] == (1300, 1300)
     assert [rank[4] for rank in ranks] == [
-        [(512, 512)],
         [(512, 788), (788, 788)],
+        [(512, 512)],
     ]  # and nothing the second time
 
 
