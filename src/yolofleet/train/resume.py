@@ -127,6 +127,8 @@ def fingerprint(
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    if config.cache == "jpeg":  # the other caches do not change pixels
+        settings["cache"] = "jpeg"
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),
