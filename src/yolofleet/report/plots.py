@@ -110,7 +110,7 @@ def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def plot_results(results_csv: Path, path: Path) -> None:
-    """Plot losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
+    """Plot losses, metrics, learning rate, speed, times and memory over epochs, from ``results.csv``."""
     text = read_foreign_text(results_csv, limit_bytes=MAX_BYTES)
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     if not rows:
@@ -134,8 +134,8 @@ def plot_results(results_csv: Path, path: Path) -> None:
         if shown > 1:
             axes.legend()
 
-    with _drawing(path, 14, 6.5) as figure:
-        grid = figure.subplots(2, 4)
+    with _drawing(path, 17.5, 6.5) as figure:
+        grid = figure.subplots(2, 5)
         kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
         for axes, kind in zip(grid[0], kinds[:3], strict=False):
             series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
@@ -152,13 +152,21 @@ def plot_results(results_csv: Path, path: Path) -> None:
             {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)},
         )
         lines(grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)})
+        seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
+        lines(grid[0, 4], "seconds", seconds)
+        lines(grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)})
         for axes, names in (
             (grid[1, 0], ("metrics/precision", "metrics/recall")),
             (grid[1, 1], ("metrics/mAP50", "metrics/mAP50-95")),
         ):
             top = max(np.nan_to_num(column(name)).max() for name in names)
             axes.set_ylim(0, 1.05 * top if top > 0 else 1)
-        grid[1, 2].set_ylim(0, 1.1 * max(np.nan_to_num(column("images_per_s")).max(), 1))
+        for axes, name in (
+            (grid[1, 2], "images_per_s"),
+            (grid[0, 4], "seconds"),
+            (grid[1, 4], "device_memory_mib"),
+        ):
+            axes.set_ylim(0, 1.1 * max(np.nan_to_num(column(name)).max(), 1))
         shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
         wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
         grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
