@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from typing import Any, cast
 
 import numpy as np
@@ -146,50 +146,23 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     with _part("checkpoint", world):
         saved = _checkpoint(training)
     with _part("whole run", world):
-        ran = _whole_run(run)
+        ran = _whole_run(run, step.network, workers)
 
+    # on a shared machine CPU seconds compare better, where this process does all the work
+    by_cpu = on_cpu and workers == 0
+    together_s = step.together.wall
+    alone_s = together_s * step.turns.ratio("alone", "together", by_cpu=False)
+    network_s = alone_s * step.turns.ratio("bare", "alone", by_cpu=by_cpu)
     times = StepTime(
-        network=step.bare.wall,
-        around=step.alone.wall - step.bare.wall,
-        all_reduce=step.together.wall - step.alone.wall,
+        network=network_s,
+        around=alone_s - network_s,
+        all_reduce=together_s - alone_s,
         load=images / loaded.rate,
     )
-    # CPU seconds compare better on a shared machine, where nothing works beside this process
-    by_cpu = on_cpu and workers == 0
-    limit = in_turn([loaded.rate, images / step.together.wall]) if not workers else None
-    limit = limit or min(loaded.rate, images / step.together.wall)
-    in_loop_cpu_s = step.together.cpu + images / loaded.rate_cpu
-    parts = [
-        Part(
-            "step",
-            images / step.together.wall,
-            images / step.bare.wall,
-            "images/s",
-            "the bare network",
-            step.bare.cpu / step.together.cpu if by_cpu else math.nan,
-        ),
-        Part("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
-        Part(
-            "whole run",
-            ran.rate,
-            limit,
-            "images/s",
-            "the slower of loader and step" if workers else "loader and step in turn",
-            in_loop_cpu_s / ran.step.cpu if by_cpu else math.nan,
-        ),
-        Part(
-            "validation",
-            ran.validation_rate,
-            ran.validation_limit,
-            "images/s",
-            "its forward passes",
-        ),
-        Part("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),
-    ]
-    if reduced is not None:
-        parts.insert(
-            1, Part("all-reduce", reduced.rate / 1e6, reduced.limit / 1e6, "MB/s", "one sum of the bytes")
-        )
+    parts = _parts(images, workers, step, reduced, loaded, saved, ran, by_cpu=by_cpu)
+    loop = ran.rate * step.bare.wall / images
+    if ran.turns is not None:
+        loop = ran.turns.ratio("bare", "step", by_cpu=by_cpu)
     setup = Setup(
         workers=workers,
         cores=usable_cores() // world.local_size,
@@ -204,7 +177,6 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         step_images=images,
     )
     verdict = judge(times, setup)
-    loop = step.bare.cpu / ran.step.cpu if by_cpu else ran.rate * step.bare.wall / images
     return {
         "where": place_text(world),
         "versions": versions(),
@@ -227,6 +199,40 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     }
 
 
+def _parts(
+    images: int,
+    workers: int,
+    step: StepSpeed,
+    reduced: Reduced | None,
+    loaded: Loaded,
+    saved: Saved,
+    ran: WholeRun,
+    *,
+    by_cpu: bool,
+) -> list[Part]:
+    """Return the rows of the table, for steps of ``images`` images."""
+    rate = images / step.together.wall
+    share = step.turns.ratio("bare", "together", by_cpu=by_cpu)
+    rows = [Part("step", rate, images / step.bare.wall, "images/s", "the bare network", share)]
+    if reduced is not None:
+        mb_s = reduced.rate / 1e6, reduced.limit / 1e6
+        rows.append(Part("all-reduce", *mb_s, "MB/s", "one sum of the bytes", reduced.share))
+    limit, name, share = min(loaded.rate, rate), "the slower of loader and step", math.nan
+    if not workers:
+        limit, name = in_turn([loaded.rate, rate]), "loader and step in turn"
+    if ran.turns is not None:  # the bare network had another speed there than beside the step
+        limit *= step.bare.wall / ran.turns.median("bare").wall
+        alone_cpu_s = step.together.cpu + images / loaded.rate_cpu
+        share = ran.turns.ratio("bare", "step", by_cpu=by_cpu) * alone_cpu_s / step.bare.cpu
+    return [
+        *rows,
+        Part("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
+        Part("whole run", ran.rate, limit, "images/s", name, share),
+        Part("validation", ran.validation_rate, ran.validation_limit, "images/s", "its forward passes"),
+        Part("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),
+    ]
+
+
 @contextmanager
 def _part(name: str, world: World) -> Iterator[None]:
     """Show the part that is measured now, and tell it to the watchdog."""
@@ -244,10 +250,25 @@ def _of_all(world: World, mine: Sequence[float]) -> list[list[float]]:
 # -- comparing works -----------------------------------------------------------------------------------------
 
 
-def in_turns(works: Mapping[str, Callable[[], object]], world: World, calls: int) -> dict[str, Seconds]:
-    """Return the seconds of one call of each work, of the slowest rank: medians over turns.
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of one call of each work, by turn."""
 
-    Works take turns, so that other jobs on the machine slow all of them down alike. Collective: every rank.
+    rows: Mapping[str, Sequence[Seconds]]
+
+    def median(self, name: str) -> Seconds:
+        return Seconds.median(self.rows[name])
+
+    def ratio(self, one: str, other: str, *, by_cpu: bool) -> float:
+        """Return the median over turns of the time of ``one`` / that of ``other``: the load of a turn cancels out."""
+        pairs = zip(self.rows[one], self.rows[other], strict=True)
+        return statistics.median(a.cpu / b.cpu if by_cpu else a.wall / b.wall for a, b in pairs)
+
+
+def in_turns(works: Mapping[str, Callable[[], object]], world: World, calls: int) -> Turns:
+    """Take works in turns, so that other jobs on the machine slow all of them down alike.
+
+    Collective: every rank; the seconds are those of the slowest rank in each turn.
 
     Args:
         calls: of each work in total. A turn has one; on an accelerator, which works on in the background, it has more,
@@ -265,23 +286,17 @@ def in_turns(works: Mapping[str, Callable[[], object]], world: World, calls: int
             devices.synchronize(world.device)
             rows[name].append(Seconds.now().since(began).over(calls // turns))
             world.activity.tick()
-    medians = {name: Seconds.median(seconds) for name, seconds in rows.items()}
-    every = _of_all(world, [value for s in medians.values() for value in (s.wall, s.cpu)])
-    slowest = [max(column) for column in zip(*every, strict=True)]
-    return {name: Seconds(*slowest[2 * i : 2 * i + 2]) for i, name in enumerate(works)}
+    return Turns({name: _slowest(world, mine) for name, mine in rows.items()})
+
+
+def _slowest(world: World, mine: Sequence[Seconds]) -> list[Seconds]:
+    """Return the largest seconds of all ranks, one by one. Collective: every rank."""
+    every = _of_all(world, [value for s in mine for value in (s.wall, s.cpu)])
+    largest = [max(column) for column in zip(*every, strict=True)]
+    return [Seconds(*largest[at : at + 2]) for at in range(0, len(largest), 2)]
 
 
 # -- the step ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepSpeed:
-    """Seconds of a step with all ranks, of the same step without other ranks, and of the bare network."""
-
-    together: Seconds
-    alone: Seconds
-    bare: Seconds
-    memory_mib: float
 
 
 class ReadySteps:
@@ -375,6 +390,29 @@ def _tensors_of(outputs: Any) -> list[Tensor]:
     return [t for part in outputs for t in _tensors_of(part)]
 
 
+@dataclass(frozen=True)
+class StepSpeed:
+    """Seconds of a step with all ranks, of the same step without other ranks, and of the bare network.
+
+    Attributes:
+        turns: "together", "alone", "bare".
+        network: the bare network, on a CPU; else None, because it takes memory of the device.
+        memory_mib: peak of the device in a step, the largest of the ranks; 0 if torch does not count it.
+    """
+
+    turns: Turns
+    network: BareNetwork | None
+    memory_mib: float
+
+    @property
+    def together(self) -> Seconds:
+        return self.turns.median("together")
+
+    @property
+    def bare(self) -> Seconds:
+        return self.turns.median("bare")
+
+
 def _step(run: BuiltRun, steps: int) -> StepSpeed:
     """Collective: every rank."""
     training, world, config = run.training, run.training.world, run.training.config
@@ -399,11 +437,12 @@ def _step(run: BuiltRun, steps: int) -> StepSpeed:
     works: dict[str, Callable[[], object]] = {"together": lambda: ready.step(world), "bare": bare.step}
     if world.size > 1:
         works["alone"] = lambda: ready.step(alone)
-    found = in_turns(works, world, steps)
+    turns = in_turns(works, world, steps)
+    turns = Turns({"alone": turns.rows["together"], **turns.rows})
     for replica in training.state.replicas.all:
         replica.buckets.world = world
     memory_mib = max(row[0] for row in _of_all(world, [memory_mib]))
-    return StepSpeed(found["together"], found.get("alone", found["together"]), found["bare"], memory_mib)
+    return StepSpeed(turns, bare if devices.is_host(world.device) else None, memory_mib)
 
 
 # -- all-reduce ----------------------------------------------------------------------------------------------
@@ -411,11 +450,12 @@ def _step(run: BuiltRun, steps: int) -> StepSpeed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Bytes that the ranks sum in a step, and bytes/s of these sums and of one sum of as many bytes."""
+    """Bytes that the ranks sum in a step, bytes/s of these sums and of one sum of as many bytes, and their ratio."""
 
     bytes: int
     rate: float
     limit: float
+    share: float
 
 
 def _all_reduce(training: TrainingRun, steps: int) -> Reduced:
@@ -433,7 +473,8 @@ def _all_reduce(training: TrainingRun, steps: int) -> Reduced:
     for work in works.values():
         work()
     found = in_turns(works, world, steps)
-    return Reduced(total, total / found["buckets"].wall, total / found["flat"].wall)
+    share = found.ratio("flat", "buckets", by_cpu=False)
+    return Reduced(total, total / found.median("buckets").wall, total / found.median("flat").wall, share)
 
 
 # -- the loader ----------------------------------------------------------------------------------------------
@@ -607,24 +648,32 @@ def _checkpoint(training: TrainingRun) -> Saved:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """Images/s of the training loop, median seconds of its steps, and images/s of the validation and of its network."""
+    """Images/s of the training loop, and of the validation and its network.
+
+    Attributes:
+        turns: "step", and "bare" if steps of the bare network took turns with those of the loop; else None.
+    """
 
     rate: float
-    step: Seconds
+    turns: Turns | None
     validation_rate: float
     validation_limit: float
 
 
-class StepTimes:
-    """Passes on the micro-batches of a loader, and notes the time at the first one of each step."""
+class Interleaved:
+    """Passes on the micro-batches of a loader, and times the steps of the loop in turns with steps of the bare network.
 
-    def __init__(self, loader: Callable[[Iterable[MicroBatchKey]], Any]) -> None:
-        self.loader = loader
-        self.began: list[Seconds] = []
+    A step lasts from the moment when its first micro-batch is ready to that of the next one. Only for a loop that has no
+    loader processes and no other ranks: those would work on during the steps of the bare network.
+    """
+
+    def __init__(self, loader: Callable[[Iterable[MicroBatchKey]], Any], bare: Callable[[], object]) -> None:
+        self.loader, self.bare = loader, bare
+        self.rows: dict[str, list[Seconds]] = {"step": [], "bare": []}
         self._batches: Any = None
-        self._step = -1
+        self._step, self._began = -1, Seconds.now()
 
-    def __call__(self, keys: Iterable[MicroBatchKey]) -> StepTimes:
+    def __call__(self, keys: Iterable[MicroBatchKey]) -> Interleaved:
         self._batches = self.loader(keys)
         return self
 
@@ -634,32 +683,39 @@ class StepTimes:
     def __next__(self) -> MicroBatch:
         made: MicroBatch = next(self._batches)
         if made.step != self._step:
-            self._step = made.step
-            self.began.append(Seconds.now())
+            ready = Seconds.now()
+            self.bare()
+            done = Seconds.now()
+            if self._step >= 0:
+                self.rows["step"].append(ready.since(self._began))
+                self.rows["bare"].append(done.since(ready))
+            self._step, self._began = made.step, done
         return made
 
     def close(self) -> None:
         self._batches.close()
 
-    def median(self) -> Seconds:
-        """Return the seconds of a step after the warm-up."""
-        return Seconds.median(later.since(began) for began, later in pairwise(self.began[WARM_UP:]))
+    def turns(self) -> Turns:
+        """Return the turns after the warm-up."""
+        return Turns({name: rows[WARM_UP:] for name, rows in self.rows.items()})
 
 
-def _whole_run(run: BuiltRun) -> WholeRun:
+def _whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun:
     """Train to the end of the run, with its validation. Collective: every rank."""
     training, world = run.training, run.training.world
-    times = StepTimes(training.loader)
-    training.loader = times
+    if bare is not None and workers == 0 and world.size == 1:
+        training.loader = Interleaved(training.loader, bare.step)
     run.begin()
     training.train()
-    clock, evaluation = training.report.clock.run_so_far(), training.report.last_evaluation
+    rate, evaluation = training.report.clock.run_so_far().rate_img_s, training.report.last_evaluation
     assert evaluation is not None, "the last step of a run validates"
-    step = times.median() if len(times.began) > WARM_UP + 1 else Seconds(0.0, 0.0)
-    every = _of_all(world, [clock.rate_img_s, step.wall, step.cpu])
+    turns = None
+    if isinstance(training.loader, Interleaved):
+        turns = training.loader.turns()
+        rate = training.schedule.step_images / turns.median("step").wall
     return WholeRun(
-        rate=min(row[0] for row in every),
-        step=Seconds(max(row[1] for row in every), max(row[2] for row in every)),
+        rate=min(row[0] for row in _of_all(world, [rate])),
+        turns=turns,
         validation_rate=evaluation.images_per_s,
         validation_limit=evaluation.images / max(evaluation.seconds["forward"], 1e-9),
     )

@@ -20,7 +20,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.plots import plot_scaling
 from yolofleet.report.results import ResultsTable
 from yolofleet.runs import scaling
-from yolofleet.runs.bench import in_turns
+from yolofleet.runs.bench import Seconds, Turns, in_turns
 from yolofleet.runs.bench_verdict import (
     Part,
     Setup,
@@ -125,7 +125,14 @@ def test_works_that_are_compared_take_turns_and_their_times_are_of_one_call() ->
     calls: list[str] = []
     found = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, World.single(), 3)
     assert "".join(calls) == "ababab"
-    assert found.keys() == {"a", "b"} and all(s.wall >= 0 for s in found.values())
+    assert found.rows.keys() == {"a", "b"} and [len(rows) for rows in found.rows.values()] == [3, 3]
+
+
+def test_ratios_are_those_of_turns_so_that_a_slow_turn_does_not_count() -> None:
+    rows = {"bare": [(1, 1), (10, 4), (1, 1)], "step": [(2, 2), (20, 8), (4, 2)]}
+    turns = Turns({name: [Seconds(*pair) for pair in pairs] for name, pairs in rows.items()})
+    assert turns.median("step") == Seconds(4, 2)
+    assert turns.ratio("bare", "step", by_cpu=False) == turns.ratio("bare", "step", by_cpu=True) == 0.5
 
 
 # -- several devices -----------------------------------------------------------------------------------------
