@@ -78,7 +78,7 @@ lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py
 	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py export.py
 
-# a minute on one core; benchmarks/README.md says what the figures mean
+# two minutes on one core; benchmarks/README.md says what the figures mean
 bench: env
 	$(BIN)/yolofleet bench train --data shapes --model yolov5n --img 320 --nominal-batch 16 --micro-batch 16 --steps 10 \
 	  --device cpu --threads 1
