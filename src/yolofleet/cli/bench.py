@@ -21,7 +21,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.bench_verdict import COLUMNS, part_of
+from yolofleet.runs.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.runs.plan import is_worker, new_folder
 from yolofleet.text import echo
 
@@ -34,6 +34,7 @@ WITHOUT = {
 }  # fmt: skip
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
+SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 
 def run_inference(given: dict[str, Any], config_file: str) -> int:
@@ -81,7 +82,8 @@ def _existing(project: Path | None) -> Path:
 
 def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
     """Print the table of the parts, what binds, and what to change."""
-    setup = figures["setup"]
+    setup, time = figures["setup"], StepTime(**figures["step_seconds"])
+    workers = f"--workers {setup['workers']}" if setup["workers"] else "in the process of the network"
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header(
             "yolofleet bench train",
@@ -89,24 +91,27 @@ def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
                 "model": f"{figures['model']}, {figures['img']} px, {setup['precision']}",
                 "where": figures["where"],
                 "step": f"{setup['step_images']} images as micro-batches of {setup['micro_batch']}, {setup['reduce']} sums",
-                "loader": f"{setup['workers'] or 'no'} processes a rank; {figures['cache_note']}",
+                "loader": f"{workers}; {figures['cache_note']}",
             },
         )
-        rows = [part_of(part).cells() for part in figures["parts"]]
-        by_cpu = "; of step and whole run: by CPU seconds, which other jobs change less"
-        console.table(f"parts{by_cpu if figures['shares_by_cpu'] else ''}", COLUMNS, rows)
-        seconds = figures["step_seconds"]
+        parts = [part_of(part) for part in figures["parts"]]
+        title = "parts of a training"
+        if figures["shares_by_cpu"]:
+            title += f"; shares of {' and '.join(figures['shares_by_cpu'])} by CPU seconds, which other jobs change less"
+        console.table(title, COLUMNS, [part.cells() for part in parts])
         console.fact(
             f"the training loop reaches {figures['loop_of_bare_network']:.3f} of the bare network's rate"
         )
-        if figures["all_reduce"]:
-            exposed_s, whole_s = (
-                seconds["all_reduce"],
-                seconds["network"] + seconds["around"] + seconds["all_reduce"],
+        if next(part for part in parts if part.name == "whole run").of_limit < SLOWER:
+            console.note(
+                "the whole run is slower than its parts: its processes share cores or memory with each other or with other "
+                "jobs"
             )
+        if figures["all_reduce"]:
+            exposed_ms, whole_ms = 1000 * time.all_reduce, 1000 * time.compute
+            adds = f"{exposed_ms:.3g} ms" if exposed_ms > 0 else "less than can be measured"
             console.fact(
-                f"the all-reduce of {figures['all_reduce']['bytes'] / 1e6:.3g} MB adds {1000 * exposed_s:.3g} ms to a step of "
-                f"{1000 * whole_s:.4g} ms"
+                f"the all-reduce of {figures['all_reduce']['bytes'] / 1e6:.3g} MB adds {adds} to a step of {whole_ms:.4g} ms"
             )
         console.fact(figures["checkpoint_line"])
         if figures["device_memory_mib"]:

@@ -138,8 +138,10 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     before = training.state.snapshot({})
     with _part("step", world):
         step = _step(run, steps)
-    with _part("all-reduce", world):
-        reduced = _all_reduce(training, steps) if world.size > 1 else None
+    reduced = None
+    if world.size > 1:
+        with _part("all-reduce", world):
+            reduced = _all_reduce(training, steps)
     training.state.restore(before)
     with _part("loader", world):
         loaded = _loader(run, workers, steps)
@@ -188,7 +190,7 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         "step_seconds": asdict(times),
         "parts": [asdict(part) | {"share": part.of_limit} for part in parts],
         "loop_of_bare_network": loop,
-        "shares_by_cpu": by_cpu,
+        "shares_by_cpu": (["step"] + ["whole run"] * (ran.turns is not None)) * by_cpu,
         "device_memory_mib": step.memory_mib,
         "all_reduce": reduced and {"bytes": reduced.bytes, "exposed_s": times.all_reduce},
         "checkpoint": asdict(saved),
