@@ -14,11 +14,13 @@ from typing import Any, cast
 from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.cli.data import JSON
 from yolofleet.cli.selftest import train
+from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
+from yolofleet.parallel.partition import Partition
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.bench_verdict import COLUMNS, StepTime, part_of
@@ -58,7 +60,7 @@ def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
     except OSError as refusal:
         raise storage_error(refusal, disk) from None
     with made as temporary:
-        own = {"project": Path(temporary), "name": "run", "restarts": 0}
+        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
         value = cast(BenchTrainConfig, config.value).model_copy(update=own)
         code, folder = start(plan_run(replace(config, value=value), recipe))
         if code:
@@ -169,6 +171,10 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
                 f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
             )
         for count, settings in runs:
+            step_images = step_images_of(settings["batch"], settings["nominal_batch"])
+            micro_batch, batches = settings["micro_batch"], divisors(settings["batch"])
+            if idle := Partition.parse("", count).idle_note(step_images, micro_batch, batches):
+                console.warn(f"--devices {count}: {idle}")
             run = RunFolder(folder.path / f"devices-{count}")
             run.make_tree()
             code, problem = train(settings, count, run, {}, source="bench scaling")

@@ -166,6 +166,7 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     if ran.turns is not None:
         loop = ran.turns.ratio("bare", "step", by_cpu=by_cpu)
     setup = Setup(
+        processes=world.size,
         workers=workers,
         cores=usable_cores() // world.local_size,
         cache=run.cache.mode,

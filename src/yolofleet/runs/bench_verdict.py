@@ -55,7 +55,7 @@ class Setup:
     """What the measured run used, as far as it decides what to change.
 
     Attributes:
-        workers, cores: loader processes and usable cores of each rank.
+        processes: of the run. workers, cores: loader processes and usable cores of each of them.
         cached: images of the training split that the cache covers. images: all of them.
         cache: what is in use: none, ram or disk.
         on_cpu: the CPU trains, so a loader process takes a core from the network.
@@ -63,6 +63,7 @@ class Setup:
         micro_batch, batch, step_images: images.
     """
 
+    processes: int
     workers: int
     cores: int
     cache: str
@@ -150,12 +151,10 @@ def _advice(name: str, time: StepTime, setup: Setup) -> list[str]:
         fewer = f"--nominal-batch {2 * setup.step_images} (half as many updates an image)"
         return (["--reduce fast"] if setup.reduce == "exact" else []) + [fewer]
     if name == "step":
-        larger = [
-            n for n in (2 * setup.micro_batch, setup.batch) if n <= setup.batch and setup.batch % n == 0
-        ]
-        return [
-            f"--micro-batch {larger[0]}" if larger and larger[0] > setup.micro_batch else "a larger --batch"
-        ]
+        sizes = (2 * setup.micro_batch, setup.batch)
+        fits = [n for n in sizes if setup.batch % n == 0 and setup.step_images // n >= setup.processes]
+        larger = [f"--micro-batch {n}" for n in fits if n > setup.micro_batch][:1]
+        return (["--reduce fast"] if setup.reduce == "exact" else []) + (larger or ["a larger --batch"])
     half = ["--precision bf16"] if setup.precision in ("fp32", "tf32") and not setup.on_cpu else []
     return [*half, "more devices, or a smaller --img or --model"]
 

@@ -101,6 +101,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "nominal_batch": c.nominal_batch * times,
         "micro_batch": c.micro_batch or micro_batch_of(c),
         "threads": threads,
+        "parallel": "ddp",
         "val_period": 1,
         "save_period": "0",
         "save_minutes": "0",

@@ -33,6 +33,7 @@ from yolofleet.runs.bench_verdict import (
 )
 
 ON_GPU = Setup(
+    processes=2,
     workers=4,
     cores=16,
     cache="none",
@@ -94,6 +95,16 @@ def test_sums_over_ranks_that_are_not_hidden_bind() -> None:
         verdict.advice["all-reduce"] == "--reduce fast, --nominal-batch 128 (half as many updates an image)"
     )
     assert judge(time, ON_GPU).advice["all-reduce"].startswith("--nominal-batch 128")
+
+
+def test_a_larger_micro_batch_leaves_no_process_without_work() -> None:
+    time = StepTime(network=0.1, around=0.1, all_reduce=0.0, load=0.01)
+    small = replace(ON_GPU, batch=16, step_images=16, micro_batch=8)
+    assert judge(time, small).advice["step"] == "a larger --batch"  # 16 images are one micro-batch of 16
+    assert (
+        judge(time, replace(small, processes=1, reduce="exact")).advice["step"]
+        == "--reduce fast, --micro-batch 16"
+    )
 
 
 def test_noise_that_makes_the_step_faster_than_the_bare_network_counts_as_nothing() -> None:
