@@ -176,6 +176,7 @@ def plot_results(results_csv: Path, path: Path) -> None:
         for axes in grid.flat:
             axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True)
+        grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
 
 
 def plot_scaling(
