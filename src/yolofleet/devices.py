@@ -254,11 +254,19 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of tensors on ``device``, bytes; 0 if torch does not count it."""
+    """Return the peak memory of tensors on ``device`` since :func:`reset_peak_memory`, bytes; 0 if torch does not count it."""
     ask = None if is_host(device) else _function(device, "max_memory_allocated")
     with suppress(RuntimeError):  # torch.accelerator has the function, but not for every device
         return int(ask(device)) if ask is not None else 0
     return 0
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new peak of :func:`peak_memory_bytes` at the memory in use now. The host does not wait for the device."""
+    reset = None if is_host(device) else _function(device, "reset_peak_memory_stats")
+    if reset is not None:
+        with suppress(RuntimeError):  # torch.accelerator has the function, but not for every device
+            reset(device)
 
 
 def release_memory(device: torch.device) -> None:

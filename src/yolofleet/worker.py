@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from yolofleet.config.load import Resolved, load_job
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import BenchTrainConfig, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -39,6 +39,7 @@ from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.bench import measure
 from yolofleet.runs.folder import shared_folder, write_config
 from yolofleet.runs.memory import is_out_of_memory, out_of_memory
 from yolofleet.runs.train import train
@@ -128,7 +129,10 @@ def _run(
                 except ClusterError:  # no training has started, so the folder is of no use
                     run_folder.discard_unless_used()
                     raise
-                if recipe is not None and clock is not None:
+                if isinstance(settings, BenchTrainConfig):
+                    assert recipe is not None and clock is not None
+                    measure(cast(Resolved[BenchTrainConfig], config), recipe, world, clock, run_folder)
+                elif recipe is not None and clock is not None:
                     train(cast(Resolved[TrainConfig], config), recipe, world, clock, run_folder)
                 else:
                     write_config(run_folder, config)

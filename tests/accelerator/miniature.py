@@ -108,6 +108,7 @@ class Device:
     blocks: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
     swept_bytes: int = 0
     held_bytes: int = 0  # the sum over all blocks, including freed ones that were not swept yet
+    peak_bytes: int = 0  # the largest value of held_bytes since the last reset
     tickets: int = 0
     operations: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -130,6 +131,7 @@ class Device:
             return False
         self.blocks[key] = (StorageWeakRef(storage), size)
         self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return True
 
 
@@ -691,7 +693,12 @@ class Module:
 
     @staticmethod
     def max_memory_allocated(device: Any = None) -> int:
-        return ACCELERATOR.devices[normal(NAME if device is None else device).index].held_bytes
+        return ACCELERATOR.devices[normal(NAME if device is None else device).index].peak_bytes
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        found = ACCELERATOR.devices[normal(NAME if device is None else device).index]
+        found.peak_bytes = found.used_bytes()
 
     @staticmethod
     def memory_allocated(device: Any = None) -> int:
@@ -775,7 +782,8 @@ def autocast_kernel(packet: Any) -> Callable[..., Any]:
 
 def replace_functions() -> None:
     """Put the accelerator behind functions that PyTorch's Python-made devices lack."""
-    for name in ("synchronize", "current_stream", "max_memory_allocated", "memory_allocated", "empty_cache"):
+    memory = ("max_memory_allocated", "reset_peak_memory_stats", "memory_allocated", "empty_cache")
+    for name in ("synchronize", "current_stream", *memory):
         setattr(torch.accelerator, name, getattr(Module, name))
     torch.accelerator.get_memory_info = Module.get_memory_info
     torch.accelerator.current_device_index = Module.current_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import small_shapes
+from commands import called, small_shapes
 from miniature import Accelerator
 
 from yolofleet import Trainer, load_model
@@ -89,6 +90,31 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
         assert len(mine) == len(theirs) > 0
         np.testing.assert_array_equal(mine.boxes_xyxy_px, theirs.boxes_xyxy_px)
         np.testing.assert_array_equal(mine.scores, theirs.scores)
+
+
+def test_each_epoch_has_its_own_peak_of_memory(settings: dict[str, Any], accelerator: Accelerator):
+    before_mib = accelerator.devices[0].used_bytes() / 2**20
+    accelerator.devices[0].peak_bytes = 2**40  # a peak from before the run must not count
+    fitted("there", **settings, device="0", val_period=0)
+    with Path("runs/train/there/results.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert before_mib < float(first["device_memory_mib"]) < 2**20
+    assert before_mib < float(second["device_memory_mib"]) < 2**20
+    assert first["val_seconds"] == "" and float(second["val_seconds"]) > 0
+
+
+def test_the_parts_of_a_training_are_measured_on_the_accelerator(settings: dict[str, Any]):
+    size = [
+        f"--{name.replace('_', '-')}={settings[name]}"
+        for name in ("img", "batch", "nominal_batch", "micro_batch")
+    ]
+    where = ["--device", "0", "--steps", "2", "--precision", "fp32", "--json", "-"]
+    done = called("bench", "train", "--data", settings["data"], "--model", settings["model"], *size, *where)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["device_memory_mib"] > 0 and not found["shares_by_cpu"]
+    assert all(part["rate"] > 0 and part["limit"] > 0 for part in found["parts"])
+    assert found["setup"]["on_cpu"] is False
 
 
 def test_exact_sums_on_two_devices_of_one_process(settings: dict[str, Any]):

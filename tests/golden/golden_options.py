@@ -97,7 +97,7 @@ def _verb(path: str, command: click.Command) -> list[str]:
 def _setting(path: str, flags: str, model: type[Frozen], name: str) -> str:
     field = model.model_fields[name]
     words = [flags, *_type(model, name), f"files {'yes' if may_be_in_files(field) else 'no'}"]
-    if path.endswith(" train"):
+    if path == "yolofleet train":
         fixed = group_of(field) in FIXED_GROUPS and name not in MAY_CHANGE
         words.append(f"resume {'as before' if fixed else 'may change'}")
     if flag_of(name, field) != "--" + name.replace("_", "-"):

@@ -92,6 +92,7 @@ def test_that_check_sees(code: str):
 def test_the_cpu_needs_no_waiting_and_no_pinning():
     assert devices.is_host(CPU) and not devices.can_pin(CPU) and devices.peak_memory_bytes(CPU) == 0
     devices.synchronize(CPU)
+    devices.reset_peak_memory(CPU)
     devices.wait_for(CPU)
     devices.select(CPU)
     with devices.selected(CPU):
@@ -191,6 +192,7 @@ def test_autocast_and_a_scaler_that_switch_themselves_off_fail_a_test(make: Any)
 
 def test_what_a_device_lacks_is_no_error():
     meta = torch.device("meta")
+    devices.reset_peak_memory(meta)
     assert devices.peak_memory_bytes(meta) == 0
     assert devices.name_of(meta) == "meta"
     assert not devices.has_fused(torch.optim.SGD, meta)

@@ -15,7 +15,8 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts"),
+        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
+         "cli/bench.py:run_train"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -29,6 +30,7 @@ MAY_OPEN = {
         "a file that this process writes, under a temporary name",
     ),
     "cli/selftest.py:started": "a new file in our temporary folder",
+    "runs/bench.py:_checkpoint": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("data/entryfile.py:reopen", "data/entryfile.py:open_shared", "data/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",

@@ -88,6 +88,22 @@ FLEET = Verbs(
     },
     help="Work on several hosts over ssh. `yolofleet train --hosts ...` trains on them.",
 )
+BENCH = Verbs(
+    "bench",
+    {
+        "inference": (
+            "yolofleet.cli.bench:inference_command",
+            "measure weights or an exported file; `yolofleet bench --weights ...` is the same",
+        ),
+        "train": ("yolofleet.cli.bench:train_command", "measure the parts of a training, and say what binds"),
+        "scaling": (
+            "yolofleet.cli.bench:scaling_command",
+            "train on 1, 2, 4 ... devices, and write a table and a picture",
+        ),
+    },
+    default="inference",
+    help="Measure speed on this machine.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -95,7 +111,7 @@ APP = Verbs(
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
-        "bench": ("yolofleet.cli.bench:command", "measure the speed of weights or of an exported file"),
+        "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
         "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),

@@ -1,25 +1,237 @@
-"""`yolofleet bench`."""
+"""`yolofleet bench`: the speed of weights, of the parts of a training, and of a training on 1, 2, 4 ... devices."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-from yolofleet.cli.commands import SchemaCommand
-from yolofleet.config.load import resolve_bench
-from yolofleet.config.schema import BenchConfig
+from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.data import JSON
+from yolofleet.cli.selftest import train
+from yolofleet.config.checks import divisors, step_images_of
+from yolofleet.config.load import resolve_bench, resolve_train
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import emit_json, storage_error, write_text
+from yolofleet.parallel.partition import Partition
+from yolofleet.report.console import Console
+from yolofleet.report.folder import RunFolder
+from yolofleet.runs.bench_verdict import COLUMNS, StepTime, part_of
+from yolofleet.runs.plan import is_worker, new_folder
+from yolofleet.text import echo
+
+# settings of a training that measuring has no use for
+WITHOUT_GROUPS = ("after a failure", "saved files")
+WITHOUT = {
+    "patience", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
+    "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok",
+    *(name for name, field in TrainConfig.model_fields.items() if group_of(field) in WITHOUT_GROUPS),
+}  # fmt: skip
+# The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
+RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
+SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 
-def run(given: dict[str, Any], config_file: str) -> int:
+def run_inference(given: dict[str, Any], config_file: str) -> int:
     config = resolve_bench(given, config_file=config_file)
     from yolofleet.predict.bench import bench_command
 
     return bench_command(config.value)
 
 
-command = SchemaCommand(
-    "bench",
+def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
+    _refuse_launcher("bench train")
+    given = {**given, "set": (*given.get("set", ()), *RECIPE)}
+    config, recipe = resolve_train(given, config_file=config_file, model=BenchTrainConfig)
+    say([*config.notes, *recipe.notes])
+    from yolofleet.runs.plan import plan_run
+    from yolofleet.runs.start import start
+
+    disk = _existing(config.value.project)
+    try:
+        made = TemporaryDirectory(prefix="yolofleet-bench-", dir=disk, ignore_cleanup_errors=True)
+    except OSError as refusal:
+        raise storage_error(refusal, disk) from None
+    with made as temporary:
+        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
+        value = cast(BenchTrainConfig, config.value).model_copy(update=own)
+        code, folder = start(plan_run(replace(config, value=value), recipe))
+        if code:
+            return code
+        figures = json.loads(folder.results_json.read_text(encoding="utf-8"))
+    show_parts(figures, json_out)
+    emit_json(figures, json_out, indent=2)
+    return 0
+
+
+def _refuse_launcher(verb: str) -> None:
+    if is_worker():
+        raise ConfigError(f"{verb} starts its processes itself", hint="start it without torchrun")
+
+
+def _existing(project: Path | None) -> Path:
+    """Return the folder of runs, or the nearest one above it that exists: files are measured on that disk."""
+    folder = (project or Path("runs")).absolute()
+    return next(above for above in (folder, *folder.parents) if above.is_dir())
+
+
+def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
+    """Print the table of the parts, what binds, and what to change."""
+    setup, time = figures["setup"], StepTime(**figures["step_seconds"])
+    workers = f"--workers {setup['workers']}" if setup["workers"] else "in the process of the network"
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header(
+            "yolofleet bench train",
+            {
+                "model": f"{figures['model']}, {figures['img']} px, {setup['precision']}",
+                "where": figures["where"],
+                "step": f"{setup['step_images']} images as micro-batches of {setup['micro_batch']}, {setup['reduce']} sums",
+                "loader": f"{workers}; {figures['cache_note']}",
+            },
+        )
+        parts = [part_of(part) for part in figures["parts"]]
+        title = "parts of a training"
+        if figures["shares_by_cpu"]:
+            title += f"; shares of {' and '.join(figures['shares_by_cpu'])} by CPU seconds, which other jobs change less"
+        console.table(title, COLUMNS, [part.cells() for part in parts])
+        console.fact(
+            f"the training loop reaches {figures['loop_of_bare_network']:.3f} of the bare network's rate"
+        )
+        if next(part for part in parts if part.name == "whole run").of_limit < SLOWER:
+            console.note(
+                "the whole run is slower than its parts: its processes share cores or memory with each other or with other "
+                "jobs"
+            )
+        if figures["all_reduce"]:
+            exposed_ms, whole_ms = 1000 * time.all_reduce, 1000 * time.compute
+            adds = f"{exposed_ms:.3g} ms" if exposed_ms > 0 else "less than can be measured"
+            console.fact(
+                f"the all-reduce of {figures['all_reduce']['bytes'] / 1e6:.3g} MB adds {adds} to a step of {whole_ms:.4g} ms"
+            )
+        console.fact(figures["checkpoint_line"])
+        if figures["device_memory_mib"]:
+            console.fact(f"peak memory of the device in a step: {figures['device_memory_mib']:,.0f} MiB")
+        console.summary(figures["verdict"], figures["advice"])
+
+
+def run_scaling(given: dict[str, Any], config_file: str, json_out: str) -> int:
+    _refuse_launcher("bench scaling")
+    config, recipe = resolve_train(given, config_file=config_file, model=BenchScalingConfig)
+    say([*config.notes, *recipe.notes])
+    return scaling(cast(Resolved[BenchScalingConfig], config), json_out)
+
+
+def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
+    """Run all trainings, and write the table and the picture.
+
+    Returns:
+        0, or the exit code of a run that failed (it has said why).
+    Raises:
+        YolofleetError: too few devices; the disk refused; somebody stopped a run.
+    """
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
+    from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count, device_of, name_of
+    from yolofleet.parallel.process import usable_cores
+    from yolofleet.report.plots import attempt, plot_scaling
+    from yolofleet.runs import scaling
+
+    c, cores = config.value, usable_cores()
+    counts = scaling.counts_of(c.devices)
+    gpus = device_count() if accelerator() not in ("", *ONLY_WHEN_NAMED) else 0
+    runs = [(count, scaling.settings_of(config, count, gpus, cores)) for count in counts]
+    for _, settings in runs:  # all must be possible before the first one starts
+        resolve_train(settings, source="bench scaling")
+    index = build_index(load_dataset(c.data), "train", single_cls=c.single_cls)
+    folder = new_folder(c)
+    device = device_of(runs[0][1]["device"], 0)
+    on_cpu = runs[0][1]["device"].startswith("cpu")
+    title = f"Scaling of {c.model or c.cfg or c.weights} on {name_of(device)}"
+    facts = {
+        "data": f"{c.data}: {len(index)} images to train",
+        "image": f"{c.img} px",
+        "run": f"{c.epochs} epochs, without the first one"
+        + (f", at most {c.max_steps} steps" if c.max_steps else ""),
+        "step": ("for each device " if c.per_device else "")
+        + f"--batch {c.batch} --nominal-batch {c.nominal_batch}, micro-batches of {runs[0][1]['micro_batch']}",
+        **({"threads": f"{runs[0][1]['threads']} for each process, on {cores} cores"} if on_cpu else {}),
+    }
+    scales: list[scaling.Scale] = []
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header("yolofleet bench scaling", {**facts, "results": str(folder.path)})
+        if on_cpu and max(counts) > cores:
+            console.warn(
+                f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
+            )
+        for count, settings in runs:
+            step_images = step_images_of(settings["batch"], settings["nominal_batch"])
+            micro_batch, batches = settings["micro_batch"], divisors(settings["batch"])
+            if idle := Partition.parse("", count).idle_note(step_images, micro_batch, batches):
+                console.warn(f"--devices {count}: {idle}")
+            run = RunFolder(folder.path / f"devices-{count}")
+            run.make_tree()
+            code, problem = train(settings, count, run, {}, source="bench scaling")
+            if code:
+                echo(problem, to=sys.stderr)
+                return code
+            for left in (run.checkpoints, run.weights, run.plots):
+                shutil.rmtree(left, ignore_errors=True)
+            scales.append(scaling.read_scale(run.results_csv, count, settings["batch"], len(index)))
+            console.fact(f"{count} device{'s' if count > 1 else ''}: {scales[-1].rate_img_s:,.4g} images/s")
+        picture = folder.path / "scaling.png"
+        drawn = attempt(
+            console.note,
+            plot_scaling,
+            [s.devices for s in scales],
+            [s.rate_img_s for s in scales],
+            [s.train_s for s in scales],
+            [s.val_s for s in scales],
+            title,
+            picture,
+        )
+        page = folder.path / "scaling.md"
+        write_text(page, scaling.markdown(title, facts, scales, picture.name if drawn else ""))
+        console.table(title, scaling.COLUMNS, scaling.table(scales))
+        console.summary("measured", {"table": str(page), **({"picture": str(picture)} if drawn else {})})
+    emit_json({"title": title, **facts, "runs": [asdict(scale) for scale in scales]}, json_out, indent=2)
+    return 0
+
+
+inference_command = SchemaCommand(
+    "inference",
     BenchConfig,
-    run,
+    run_inference,
     help="Measure the speed of weights or of an exported file on this machine: median milliseconds of each stage, and "
     "images per second.",
+)
+train_command = SchemaCommand(
+    "train",
+    BenchTrainConfig,
+    run_train,
+    spelled_as="train",
+    without=WITHOUT | {"epochs", "max_steps", "name"},
+    extra_options=[JSON],
+    help="Measure the parts of a training with these settings: the step, the sum over processes, the loader, a checkpoint, "
+    "validation and the whole run, each beside its own limit. Say what binds, and what to change. --config with the "
+    "config.yaml of a run measures that run.",
+    epilog="The other settings are those of `yolofleet train`. Nothing is kept.",
+)
+scaling_command = SchemaCommand(
+    "scaling",
+    BenchScalingConfig,
+    run_scaling,
+    spelled_as="train",
+    without=WITHOUT | {"shares"},
+    extra_options=[JSON],
+    help="Train with the same settings on 1, 2, 4 ... devices of this machine, and compare: images per second, speed-up, "
+    "efficiency, memory of a device, seconds of training and of validation. Write the table as scaling.md and a picture as "
+    "scaling.png into runs/bench/exp.",
+    epilog="The other settings are those of `yolofleet train`.",
 )

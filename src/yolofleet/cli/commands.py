@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -28,10 +28,19 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Verbs(click.Group):
-    """A group whose members are ``module:attribute`` and a summary; --help imports none of them."""
+    """A group whose members are ``module:attribute`` and a summary; --help imports none of them.
+
+    Args:
+        default: the member that runs if the arguments begin with one of its options instead of a verb; "" = none.
+    """
 
     def __init__(
-        self, name: str, members: Mapping[str, tuple[str | click.Command, str]], **extra: Any
+        self,
+        name: str,
+        members: Mapping[str, tuple[str | click.Command, str]],
+        *,
+        default: str = "",
+        **extra: Any,
     ) -> None:
         super().__init__(
             name,
@@ -42,6 +51,17 @@ class Verbs(click.Group):
             **extra,
         )
         self.members = members
+        self.default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._with_verb(args))
+
+    def _with_verb(self, args: list[str]) -> list[str]:
+        """Put the default verb in front of arguments that begin with an option."""
+        begins_with_option = not args or args[0].startswith("-")
+        if self.default and begins_with_option and args[:1] not in (["-h"], ["--help"]):
+            return [self.default, *args]
+        return args
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.members)
@@ -59,6 +79,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        args = self._with_verb(args)
         command = self.get_command(ctx, args[0])
         if command is not None:
             return args[0], command, args[1:]
@@ -131,6 +152,7 @@ class SchemaCommand(Command):
 
     Args:
         run: called with what the user set (by field name) and the values of ``extra_options``.
+        without: fields that the command line does not offer.
     """
 
     def __init__(
@@ -140,6 +162,7 @@ class SchemaCommand(Command):
         run: Callable[..., int],
         *,
         extra_options: Iterable[click.Option] = (),
+        without: Collection[str] = (),
         **extra: Any,
     ) -> None:
         self.model = model
@@ -154,7 +177,8 @@ class SchemaCommand(Command):
                 given, **{name: value for name, value in values.items() if name not in model.model_fields}
             )
 
-        options = [_option(name, field) for name, field in model.model_fields.items()]
+        fields = model.model_fields.items()
+        options = [_option(name, field) for name, field in fields if name not in without]
         config = click.Option(
             ["--config", "config_file"],
             default="",

@@ -116,24 +116,36 @@ def selftest(
 
 
 def train(
-    settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
+    settings: Mapping[str, Any],
+    processes: int,
+    folder: RunFolder,
+    extra: Mapping[str, str],
+    *,
+    source: str = "selftest",
 ) -> tuple[int, str]:
     """Run a training in processes of its own, as the launcher starts them.
 
+    Args:
+        extra: environment variables. source: of the settings, for messages.
     Returns:
         Exit code and why it is not 0.
     Raises:
         Stopped: somebody stopped the run.
     """
-    with started(settings, processes, folder, extra) as run:
+    with started(settings, processes, folder, extra, source=source) as run:
         return outcome(run, folder)
 
 
 def started(
-    settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
+    settings: Mapping[str, Any],
+    processes: int,
+    folder: RunFolder,
+    extra: Mapping[str, str],
+    *,
+    source: str = "selftest",
 ) -> subprocess.Popen[bytes]:
     """Start a training in processes of its own."""
-    resolved, recipe = resolve_train(settings, source="selftest")
+    resolved, recipe = resolve_train(settings, source=source)
     write_text(folder.job, dump_config(resolved, recipe))
     for words in folder.logs.glob("error-rank-*.json"):
         words.unlink()  # of the run that this one resumes
@@ -166,7 +178,7 @@ def outcome(
     with contextlib.redirect_stderr(io.StringIO()) as words:
         code = explain(folder.path, code, 0)
     if code == Stopped.exit_code:
-        raise Stopped("stopped on request, before there was a verdict")
+        raise Stopped("stopped on request, before there was a result")
     return code, words.getvalue().strip()
 
 

@@ -27,6 +27,7 @@ from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sou
 from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import (
     BenchConfig,
+    BenchTrainConfig,
     DoctorConfig,
     ExecutionSettings,
     ExportConfig,
@@ -63,6 +64,7 @@ __all__ = [
 T = TypeVar("T", bound=BaseModel)
 MODELS: dict[str, type[ExecutionSettings]] = {
     "train": TrainConfig,
+    "bench train": BenchTrainConfig,
     "val": ValConfig,
     "predict": PredictConfig,
 }
@@ -75,7 +77,11 @@ HEADER = (
 
 
 def resolve_train(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+    given: Mapping[str, Any],
+    *,
+    config_file: str = "",
+    source: str = COMMAND_LINE,
+    model: type[TrainConfig] = TrainConfig,
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
     """Return the checked settings and hyperparameters of a training run.
 
@@ -83,13 +89,14 @@ def resolve_train(
         given: values that the user set, by name, as text or parsed.
         config_file: a YAML file with any settings, and hyperparameters under that key; "" for none.
         source: source of ``given``, for messages.
+        model: of the settings; one with more than those of a training is for a command that measures it.
 
     Raises:
         ConfigError: a setting is unknown, invalid or contradicts another; it names the source.
     """
     command = layer_of(given, source)
-    file, hyperparameters, left_out = _files("train", TrainConfig, config_file)
-    config = resolve(TrainConfig, [file, command])
+    file, hyperparameters, left_out = _files("train", model, config_file)
+    config = resolve(model, [file, command])
     recipe = load_recipe(
         config.value.recipe,
         [*_overrides(file, "set"), *_overrides(command, "set")],
@@ -97,7 +104,7 @@ def resolve_train(
     )
     if "set" in file and "set" in command:  # both were applied, so both are kept
         both = Sourced([*file["set"].value, *command["set"].value], source)
-        config = resolve(TrainConfig, [file, {**command, "set": both}])
+        config = resolve(model, [file, {**command, "set": both}])
     notes = left_out
     if config.value.resume:
         found = find_run(config.value, is_named=config.is_given("name"))
@@ -109,7 +116,7 @@ def resolve_train(
                 *notes,
                 f"nothing to resume in {config.value.project or 'runs/train'}: starting a new run",
             )
-            config = resolve(TrainConfig, [file, {**command, "resume": Sourced("", source)}])
+            config = resolve(model, [file, {**command, "resume": Sourced("", source)}])
     check_train(config, recipe)
     return Resolved(config.value, config.sources, (*notes, *config.notes)), recipe
 
@@ -224,7 +231,7 @@ class Job:
 
 def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
     """Return the text of ``config.yaml``; :func:`load_job` returns equal values and sources."""
-    verb = next(verb for verb, model in MODELS.items() if isinstance(config.value, model))
+    verb = next(verb for verb, model in MODELS.items() if type(config.value) is model)
     values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
     sources: dict[str, Any] = _not_default(config)
     if recipe is not None:

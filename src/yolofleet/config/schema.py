@@ -394,6 +394,37 @@ class TrainConfig(FleetSettings):
     verbose: bool = setting(False, "show metrics of each class", group="reports and display")
 
 
+class BenchTrainConfig(TrainConfig):
+    """Settings of ``yolofleet bench train``: those of the run to measure, of which the command line offers a part."""
+
+    verb: ClassVar[str] = "bench"
+
+    steps: Natural = setting(
+        20, "measured steps of each part, after a few for warm-up", group="length and batch size"
+    )
+
+
+class BenchScalingConfig(TrainConfig):
+    """Settings of ``yolofleet bench scaling``: those of its runs, of which the command line offers a part."""
+
+    verb: ClassVar[str] = "bench"
+
+    devices: str = setting(
+        "1,2,4,8",
+        "numbers of devices to train on, one run each; the first of those that --device names",
+        group="input",
+        pattern=r"^[1-9][0-9]{0,2}(,[1-9][0-9]{0,2})*$",
+    )
+    per_device: bool = setting(
+        False,
+        "--batch and --nominal-batch count for each device: more devices train with larger steps",
+        group="length and batch size",
+    )
+    epochs: Natural = setting(
+        3, "epochs of each run; the first one is for warm-up", group="length and batch size"
+    )
+
+
 class ValConfig(FleetSettings):
     """Settings of ``yolofleet val``."""
 

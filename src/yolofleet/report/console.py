@@ -37,7 +37,7 @@ class StepView:
         losses: mean of the epoch so far, by name ("box", "obj", "cls").
         times: of the epoch so far.
         lr: learning rate of weights.
-        memory_gib: peak on the device; 0: unknown.
+        memory_gib: peak on the device in the epoch; 0: unknown.
     """
 
     losses: Mapping[str, float]

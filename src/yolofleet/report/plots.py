@@ -110,7 +110,7 @@ def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def plot_results(results_csv: Path, path: Path) -> None:
-    """Plot losses, metrics, learning rate, speed and time shares over epochs, from ``results.csv``."""
+    """Plot losses, metrics, learning rate, speed, times and memory over epochs, from ``results.csv``."""
     text = read_foreign_text(results_csv, limit_bytes=MAX_BYTES)
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     if not rows:
@@ -134,8 +134,8 @@ def plot_results(results_csv: Path, path: Path) -> None:
         if shown > 1:
             axes.legend()
 
-    with _drawing(path, 14, 6.5) as figure:
-        grid = figure.subplots(2, 4)
+    with _drawing(path, 17.5, 6.5) as figure:
+        grid = figure.subplots(2, 5)
         kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
         for axes, kind in zip(grid[0], kinds[:3], strict=False):
             series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
@@ -152,13 +152,21 @@ def plot_results(results_csv: Path, path: Path) -> None:
             {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)},
         )
         lines(grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)})
+        seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
+        lines(grid[0, 4], "seconds", seconds)
+        lines(grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)})
         for axes, names in (
             (grid[1, 0], ("metrics/precision", "metrics/recall")),
             (grid[1, 1], ("metrics/mAP50", "metrics/mAP50-95")),
         ):
             top = max(np.nan_to_num(column(name)).max() for name in names)
             axes.set_ylim(0, 1.05 * top if top > 0 else 1)
-        grid[1, 2].set_ylim(0, 1.1 * max(np.nan_to_num(column("images_per_s")).max(), 1))
+        for axes, name in (
+            (grid[1, 2], "images_per_s"),
+            (grid[0, 4], "seconds"),
+            (grid[1, 4], "device_memory_mib"),
+        ):
+            axes.set_ylim(0, 1.1 * max(np.nan_to_num(column(name)).max(), 1))
         shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
         wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
         grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
@@ -168,6 +176,42 @@ def plot_results(results_csv: Path, path: Path) -> None:
         for axes in grid.flat:
             axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True)
+        grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
+
+
+def plot_scaling(
+    devices: Sequence[int],
+    rates_img_s: Sequence[float],
+    train_s: Sequence[float],
+    val_s: Sequence[float],
+    title: str,
+    path: Path,
+) -> None:
+    """Plot images/s over the number of devices beside a straight line, and the seconds of an epoch.
+
+    Args:
+        train_s, val_s: of an epoch; NaN if unknown.
+    """
+    with _drawing(path, 10, 4.2) as figure:
+        figure.suptitle(title)
+        speed, time = figure.subplots(1, 2)
+        ideal = [rates_img_s[0] * count / devices[0] for count in devices]
+        speed.plot(devices, ideal, color=GREY, linestyle="--", label="linear")
+        speed.plot(devices, rates_img_s, color=BLUE, marker="o", label="measured")
+        for count, rate, line in zip(devices, rates_img_s, ideal, strict=True):
+            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            speed.annotate(f"{rate:.4g} ({rate / line:.0%})", (count, rate), **cast(Any, place))
+        speed.set(title="images / s", xlabel="devices", ylim=(0, 1.1 * max(*ideal, *rates_img_s)))
+        speed.set_xticks(devices)
+        speed.margins(x=0.15)
+        speed.legend(loc="upper left")
+        places, known = range(len(devices)), np.nan_to_num(val_s)
+        time.bar(places, train_s, color=BLUE, width=0.6, label="training")
+        time.bar(places, known, bottom=train_s, color=ORANGE, width=0.6, label="validation")
+        time.set(title="seconds of an epoch", xlabel="devices")
+        time.set_xticks(places, [str(count) for count in devices])
+        time.grid(axis="x", visible=False)
+        time.legend(loc="upper right")
 
 
 # -- evaluation --------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ def columns(losses: Sequence[str]) -> list[str]:
         "data_share",
         "compute_share",
         "comm_share",
+        "val_seconds",  # of the epoch's validation; empty without one
+        "device_memory_mib",  # peak of the epoch, the largest of the ranks; empty on a CPU
     ]
 
 

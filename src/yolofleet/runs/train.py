@@ -1,14 +1,14 @@
 """Build the parts of a training run from its settings, and train.
 
-The order is that of :func:`_train`: data, network, state, caches, loop, report. Every rank builds the same parts.
+The order is that of :func:`built_run`: data, network, state, caches, loop, report. Every rank builds the same parts.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -91,10 +91,31 @@ def train(
         ),
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
-        _train(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer)
+        with built_run(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer) as run:
+            run.begin()
+            run.training.train()
+            run.training.report.finish(run.training.state)
 
 
-def _train(
+@dataclass(frozen=True)
+class BuiltRun:
+    """All parts of one rank's run. :meth:`begin` comes before ``training.train()``.
+
+    Attributes:
+        data: the index of each split.
+        cache: of the training images.
+        begin: prints the header and starts the clock of the training.
+    """
+
+    training: TrainingRun
+    network: _Network
+    data: _Data
+    cache: ImageCache
+    begin: Callable[[], None]
+
+
+@contextmanager
+def built_run(
     resolved: Resolved[TrainConfig],
     recipe: Resolved[Recipe],
     world: World,
@@ -104,7 +125,8 @@ def _train(
     events: EventLog,
     *,
     is_writer: bool,
-) -> None:
+) -> Iterator[BuiltRun]:
+    """Build the parts of one rank's run; close its caches at the end. Collective: every rank."""
     config = resolved.value
     torch.manual_seed(config.seed)
     random.seed(config.seed)
@@ -176,23 +198,27 @@ def _train(
             ),
             equal_kernels=have_equal_kernels(world),
         )
-        report.begin(
-            state,
-            data.train,
-            data.val,
-            data_notes=data.notes,
-            facts={
-                **_header_lines(config, network, schedule, splitter, frozen, precision, cache.note, world),
-                **({"network": levels} if levels else {}),
-            },
-            settings=_given(resolved),
-            versions=versions(),
-            resumed=snapshot is not None,
-        )
-        if idle := splitter.idle_note(schedule.step_images):
-            console.warn(idle)
-        training.train()
-        report.finish(state)
+
+        def begin() -> None:
+            report.begin(
+                state,
+                data.train,
+                data.val,
+                data_notes=data.notes,
+                facts={
+                    **_header_lines(
+                        config, network, schedule, splitter, frozen, precision, cache.note, world
+                    ),
+                    **({"network": levels} if levels else {}),
+                },
+                settings=_given(resolved),
+                versions=versions(),
+                resumed=snapshot is not None,
+            )
+            if idle := splitter.idle_note(schedule.step_images):
+                console.warn(idle)
+
+        yield BuiltRun(training, network, data, cache, begin)
 
 
 def _claim(

@@ -112,6 +112,7 @@ class TrainReport:
             resumed: the run continues from a checkpoint.
         """
         self.index, self.val_index = index, val_index
+        self.devices = [replica.device for replica in state.replicas.all]
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
         if self.world.restarts:
@@ -145,6 +146,8 @@ class TrainReport:
         self.clock.training()
 
     def _open_epoch(self, epoch: int) -> None:
+        for device in self.devices:
+            devices.reset_peak_memory(device)
         if epoch <= self.config.epochs:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
 
@@ -184,8 +187,11 @@ class TrainReport:
         self._open_epoch(state.progress.epochs_done + 1)
 
     def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
-        memory = devices.peak_memory_bytes(self.world.device) / 2**30
-        return StepView(by_name(self.terms, terms), times, plan.lr, memory)
+        return StepView(by_name(self.terms, terms), times, plan.lr, self._peak_memory_mib() / 1024)
+
+    def _peak_memory_mib(self) -> float:
+        """Return the peak memory of this process's devices in the epoch, the largest of them; 0 if torch does not count it."""
+        return max(devices.peak_memory_bytes(device) for device in self.devices) / 2**20
 
     @contextmanager
     def saving(self, what: str, *, is_last: bool = False) -> Iterator[None]:
@@ -250,9 +256,10 @@ class TrainReport:
 
         Collective: every rank (the output has the slowest rank's times).
         """
-        mine = self.clock.end_epoch()
-        every = self.world.all_gather_bytes(json.dumps(asdict(mine)).encode())
-        times = slowest(Times(**json.loads(packed)) for packed in every)
+        mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
+        every = [json.loads(packed) for packed in self.world.all_gather_bytes(json.dumps(mine).encode())]
+        times = slowest(Times(**rank["times"]) for rank in every)
+        memory_mib = max(rank["memory_mib"] for rank in every)
         self.console.end_epoch(self._view(terms, times, plan))
         losses = by_name(self.terms, terms)
         row: dict[str, float] = {
@@ -265,6 +272,8 @@ class TrainReport:
             "images_per_s": times.rate_img_s,
             **{f"{phase}_share": times.share(phase) for phase in ("data", "compute", "comm")},
         }
+        if memory_mib:
+            row["device_memory_mib"] = memory_mib
         if evaluation is not None:
             row |= self._evaluated(evaluation)
         self.events.write("epoch", **row)
@@ -290,6 +299,7 @@ class TrainReport:
             "metrics/recall": metrics.figures["R"],
             "metrics/mAP50": metrics.map50,
             "metrics/mAP50-95": metrics.map50_95,
+            "val_seconds": evaluation.seconds["wall"],
             **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
         }
 

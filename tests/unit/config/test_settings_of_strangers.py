@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from yolofleet.config.load import (
 )
 from yolofleet.config.schema import (
     BenchConfig,
+    BenchScalingConfig,
+    BenchTrainConfig,
     DoctorConfig,
     ExportConfig,
     PredictConfig,
@@ -38,6 +41,16 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "predict": (PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),
     "export": (ExportConfig, resolve_export, {"weights": "w"}),
     "bench": (BenchConfig, resolve_bench, {"weights": "w"}),
+    "bench train": (
+        BenchTrainConfig,
+        partial(resolve_train, model=BenchTrainConfig),
+        {"data": "d", "model": "yolov5n"},
+    ),
+    "bench scaling": (
+        BenchScalingConfig,
+        partial(resolve_train, model=BenchScalingConfig),
+        {"data": "d", "model": "yolov5n"},
+    ),
     "doctor": (DoctorConfig, resolve_doctor, {}),
     "selftest": (SelftestConfig, resolve_selftest, {}),
 }
@@ -48,6 +61,7 @@ WORDS = {
     "freeze",
     "shares",
     "device",
+    "devices",
     "classes",
     "format",
     "img",

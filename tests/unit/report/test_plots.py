@@ -36,7 +36,8 @@ def test_curves_of_a_run_are_drawn_from_one_epoch_on(tmp_path):
     plot_results_of = tmp_path / "plots" / "results.png"
     table.write({"epoch": 1, "train/box_loss": 0.1, "lr": 0.01, "data_share": 0.1, "compute_share": 0.9})
     plot_results(table.path, plot_results_of)  # no validation yet, no rate yet
-    table.write({"epoch": 2, "train/box_loss": 0.1, "metrics/mAP50": 0.5, "images_per_s": 10.0})
+    row = {"train/box_loss": 0.1, "metrics/mAP50": 0.5, "images_per_s": 10.0, "seconds": 5.0}
+    table.write({"epoch": 2, **row, "val_seconds": 1.0, "device_memory_mib": 512.0})
     plot_results(table.path, plot_results_of)
     assert picture(plot_results_of).shape[1] > 1500
 

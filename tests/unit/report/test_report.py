@@ -178,6 +178,18 @@ def test_columns_are_fixed_and_unknown_figures_stay_empty(tmp_path):
     assert row.startswith("1,,12345678,0.123457,,,") and "nan" not in row
 
 
+def test_rows_of_the_release_before_stay_with_empty_cells_for_new_columns(tmp_path):
+    table = ResultsTable(tmp_path / "results.csv", LOSSES)
+    before = [name for name in columns(LOSSES) if name not in ("val_seconds", "device_memory_mib")]
+    cells = {name: str(number) for number, name in enumerate(before)} | {"epoch": "1"}
+    table.path.write_text(",".join(before) + "\n" + ",".join(cells[name] for name in before) + "\n")
+    table.drop_after(1)  # a resume
+    table.write({"epoch": 2, "val_seconds": 3.5, "device_memory_mib": 1024.25})
+    first, second = table.rows()
+    assert first == {**cells, "val_seconds": "", "device_memory_mib": ""}
+    assert (second["val_seconds"], second["device_memory_mib"]) == ("3.5", "1024.25")
+
+
 def test_a_table_that_is_not_ours_is_not_overwritten(tmp_path):
     table = ResultsTable(tmp_path / "results.csv", LOSSES)
     table.path.write_text("epoch,x\nten,1\n")

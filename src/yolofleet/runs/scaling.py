@@ -1,0 +1,181 @@
+"""Train on 1, 2, 4 ... devices of this machine with the same settings, and compare: ``yolofleet bench scaling``."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.device import gpu_ids
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import BenchScalingConfig, TrainConfig
+from yolofleet.errors import ConfigError, DataError
+from yolofleet.files.foreign import read_foreign_text
+from yolofleet.report.console import duration
+from yolofleet.report.results import MAX_BYTES
+
+# The steps are like those after the warm-up of a run, and leave the weights nearly as they are.
+RECIPE = ("warmup_epochs=0", "lr0=1e-6")
+OWN = ("device", "project", "name", "set")  # settings of a run that the comparison chooses
+COLUMNS = (
+    *("devices", "batch", "images/s", "speed-up", "efficiency", "memory per device"),
+    *("training, an epoch", "validation, an epoch", "validation speed-up"),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The figures of one run.
+
+    Attributes:
+        batch: images of a step's batch, over all devices.
+        rate_img_s: median of the epochs after the first one, or without the first steps if there is one only.
+        memory_mib: peak of a device, the largest of them; NaN on a CPU.
+        train_s: seconds of the training of an epoch at that rate.
+        val_s: seconds of a validation; NaN if the run had none.
+    """
+
+    devices: int
+    batch: int
+    rate_img_s: float
+    memory_mib: float
+    train_s: float
+    val_s: float
+
+
+def counts_of(devices: str) -> list[int]:
+    """Return the numbers of ``--devices``, ascending, each once."""
+    return sorted({int(count) for count in devices.split(",")})
+
+
+def device_of(device: str, count: int, gpus: int) -> str:
+    """Return the ``--device`` of a run on the first ``count`` devices that ``device`` names.
+
+    Args:
+        device: auto | cpu | cpu:N | GPUs, as 4,5,6,7. gpus: of this machine; auto is the CPU without any.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if device.startswith("cpu") or (device == "auto" and not gpus):
+        return f"cpu:{count}"
+    if device == "mps":
+        raise ConfigError("--device mps is one device: there is nothing to compare", hint="--device cpu")
+    ids = list(range(gpus)) if device == "auto" else gpu_ids(device)
+    if count > len(ids):
+        named = (
+            f"this machine has {len(ids)} GPUs" if device == "auto" else f"--device {device} names {len(ids)}"
+        )
+        fitting = ",".join(str(n) for n in (1, 2, 4, 8, 16) if n <= len(ids))
+        raise ConfigError(f"--devices {count}: {named}", hint=f"--devices {fitting}, or --device cpu")
+    return ",".join(map(str, ids[:count]))
+
+
+def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cores: int) -> dict[str, Any]:
+    """Return the settings of the run on ``count`` devices: those that the user set, and those of a run that is measured.
+
+    On a CPU every process has as many threads as in the run with the most processes, so that they are equal devices.
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
+    c, device = config.value, device_of(config.value.device, count, gpus)
+    given = {
+        name: getattr(c, name)
+        for name in TrainConfig.model_fields
+        if config.is_given(name) and name not in OWN
+    }
+    times = count if c.per_device else 1
+    most = max(counts_of(c.devices))
+    threads = c.threads or (max(cores // most, 1) if device.startswith("cpu") else 0)
+    return given | {
+        "device": device,
+        "set": (*RECIPE, *c.set),
+        "epochs": c.epochs,
+        "batch": c.batch * times,
+        "nominal_batch": c.nominal_batch * times,
+        "micro_batch": c.micro_batch or micro_batch_of(c),
+        "threads": threads,
+        "parallel": "ddp",
+        "val_period": 1,
+        "save_period": "0",
+        "save_minutes": "0",
+        "patience": 0,
+        "plots": False,
+    }
+
+
+def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -> Scale:
+    """Return the figures of a run from its ``results.csv``.
+
+    Raises:
+        DataError: no epoch has enough steps for a rate.
+    """
+    with_header = read_foreign_text(results_csv, limit_bytes=MAX_BYTES).splitlines()
+    rows = list(csv.DictReader(with_header))
+    measured = rows[1:] or rows
+    rates = _numbers(measured, "images_per_s")
+    if not rates:
+        raise DataError(
+            f"--devices {devices}: {len(rows)} epochs of {epoch_images} images are too few for a rate, because the first "
+            "steps of a run do not count",
+            source=str(results_csv),
+            hint="--epochs 5, or a smaller --nominal-batch",
+        )
+    rate = statistics.median(rates)
+    memory, validation = _numbers(rows, "device_memory_mib"), _numbers(measured, "val_seconds")
+    return Scale(
+        devices,
+        batch,
+        rate,
+        max(memory, default=math.nan),
+        epoch_images / rate,
+        statistics.median(validation) if validation else math.nan,
+    )
+
+
+def _numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    return [float(row[column]) for row in rows if row.get(column)]
+
+
+def table(scales: Sequence[Scale]) -> list[list[str]]:
+    """Return the rows under ``COLUMNS``; the first run is what others are compared with."""
+    first = scales[0]
+    rows = []
+    for scale in scales:
+        speedup = scale.rate_img_s / first.rate_img_s
+        efficiency = speedup * first.devices / scale.devices
+        rows.append(
+            [
+                str(scale.devices),
+                str(scale.batch),
+                f"{scale.rate_img_s:,.4g}",
+                f"{speedup:.2f}",
+                f"{efficiency:.0%}",
+                "-" if math.isnan(scale.memory_mib) else f"{scale.memory_mib:,.0f} MiB",
+                duration(scale.train_s),
+                "-" if math.isnan(scale.val_s) else duration(scale.val_s),
+                "-" if math.isnan(scale.val_s) else f"{first.val_s / scale.val_s:.2f}",
+            ]
+        )
+    return rows
+
+
+def markdown(title: str, facts: Mapping[str, str], scales: Sequence[Scale], picture: str) -> str:
+    """Return the table as a Markdown page.
+
+    Args:
+        picture: name of the file of the picture, beside the page; "" for none.
+    """
+    lines = [f"# {title}", "", *(f"- {name}: {text}" for name, text in facts.items()), ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(row)} |" for row in table(scales)]
+    lines += (
+        ["", f"![images/s and seconds of an epoch over the number of devices]({picture})"] if picture else []
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,71 @@
+"""`yolofleet bench train` and `bench scaling` on processes of this machine, with settings that take seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cv2
+import pytest
+from commands import called, small_shapes, working_in
+
+SMALL = ["--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
+
+
+def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    with working_in(tmp_path):
+        done = called(
+            "bench", "train", "--data", data, *SMALL, "--device", "cpu:2", "--steps", "2", "--json", "-"
+        )
+    assert done.code == 0, done.err
+    figures = json.loads(done.out)  # standard output has nothing else
+    parts = {part["name"]: part for part in figures["parts"]}
+    assert parts.keys() == {"step", "all-reduce", "loader", "whole run", "validation", "checkpoint"}
+    for part in parts.values():
+        assert part["rate"] > 0 and part["limit"] > 0 and part["share"] > 0, part
+        assert part["name"] in done.err
+    assert figures["setup"]["step_images"] == 8 and figures["checkpoint"]["bytes"] > 1e6
+    assert figures["binds"] in {"loader", "network", "step", "all-reduce"} and figures["advice"]
+    assert "2 processes" in figures["where"] and figures["device_memory_mib"] == 0
+    assert not [path for path in tmp_path.rglob("*") if "yolofleet-bench" in path.name or path.name == "runs"]
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_training_without_a_cache_and_with_loader_processes(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    more = ["--device", "cpu", "--steps", "2", "--cache", "none", "--workers", "1", "--json", "figures.json"]
+    with working_in(tmp_path):
+        done = called("bench", "train", "--data", data, *SMALL, *more)
+    assert done.code == 0, done.err
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    loader = next(part for part in figures["parts"] if part["name"] == "loader")
+    assert loader["limited_by"] == "reading and decoding alone" and loader["limit"] > 0
+    assert not any(part["name"] == "all-reduce" for part in figures["parts"])
+    assert "yolofleet bench train" in done.out and "binds" in done.out
+
+
+def test_a_table_and_a_picture_of_one_and_two_processes(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    with working_in(tmp_path):
+        done = called(
+            "bench", "scaling", "--data", data, *SMALL, "--devices", "1,2", "--device", "cpu", "--epochs", "3", "--json", "f.json"
+        )  # fmt: skip
+    assert done.code == 0, done.err
+    folder = tmp_path / "runs/bench/exp"
+    page = (folder / "scaling.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| 1", "| 2"] and rows[0][3] == "1.00"
+    assert cv2.imread(str(folder / "scaling.png")) is not None
+    runs = json.loads((tmp_path / "f.json").read_text())["runs"]
+    assert [run["devices"] for run in runs] == [1, 2]
+    assert all(run["rate_img_s"] > 0 and run["val_s"] > 0 and run["memory_mib"] is None for run in runs)
+    assert (folder / "devices-2/results.csv").is_file() and not (folder / "devices-2/checkpoints").exists()
+
+
+def test_more_gpus_than_there_are_end_before_the_first_run(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    with working_in(tmp_path):
+        done = called("bench", "scaling", "--data", data, *SMALL, "--devices", "1,3", "--device", "0,1")
+    assert done.code == 2 and "--devices 3: --device 0,1 names 2" in done.err
+    assert not (tmp_path / "runs").exists()
