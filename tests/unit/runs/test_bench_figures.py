@@ -94,7 +94,7 @@ def test_sums_over_ranks_that_are_not_hidden_bind() -> None:
     assert (
         verdict.advice["all-reduce"] == "--reduce fast, --nominal-batch 128 (half as many updates an image)"
     )
-    assert judge(time, ON_GPU).advice["all-reduce"].startswith("--nominal-batch 128")
+    assert judge(time, ON_GPU).advice["all-reduce"].startswith("--reduce fast16, --nominal-batch 128")
 
 
 def test_a_larger_micro_batch_leaves_no_process_without_work() -> None:
