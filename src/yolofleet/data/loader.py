@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from yolofleet.data.cache import ImageCache
+from yolofleet.data.device_render import PackedImages, pack
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
@@ -60,7 +61,8 @@ class MicroBatch:
     """Images that pass through the network together.
 
     Attributes:
-        images: uint8 [m, 3, H, W] RGB with channels-last strides.
+        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
+            to render them; see :meth:`images_on`.
         labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
         targets: the result of ``match`` for the labels.
         unreadable: numbers of images that were replaced, and why.
@@ -68,7 +70,7 @@ class MicroBatch:
 
     step: int
     ordinal: int
-    images: Tensor
+    images: Tensor | PackedImages
     labels: np.ndarray
     targets: Any
     unreadable: dict[int, str] = field(default_factory=dict)
@@ -76,6 +78,12 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
         return replace(self, images=self.images.pin_memory())
+
+    def images_on(self, device: torch.device) -> Tensor:
+        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
+        if isinstance(self.images, PackedImages):
+            return self.images.render(device)
+        return self.images.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ def train_loader(
     workers: int,
     prefetch: int = 4,
     pin_memory: bool = False,
+    on_device: bool = False,
 ) -> Loader[MicroBatchKey, MicroBatch]:
     """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
 
@@ -111,10 +120,10 @@ def train_loader(
         workers: number of loader processes; 0 means this process.
         prefetch: micro-batches that each loader process prepares ahead.
         pin_memory: copy images to page-locked memory (needs a GPU).
+        on_device: leave it to the device to render the images (``--augment-on device``).
     """
-    return Loader(
-        _TrainBuilder(samples, match), keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory
-    )
+    builder = _TrainBuilder(samples, match, on_device=on_device)
+    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
 
 def val_batches(index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5) -> list[ValBatch]:
@@ -164,29 +173,41 @@ def val_loader(
 class _TrainBuilder:
     """Makes the micro-batch of a key."""
 
-    def __init__(self, samples: TrainSamples, match: Match) -> None:
+    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
         self.samples = samples
         self.match = match
+        self.on_device = on_device
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
-        img = self.samples.img
-        side = key.size or img
+        side = key.size or self.samples.img
+        images, truths = self._packed(key, side) if self.on_device else self._rendered(key, side)
+        none = np.zeros(
+            (0, 6), np.float32
+        )  # a rank without work in a step gets a micro-batch without samples
+        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
+        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
+        targets = self.match(all_labels, len(key.samples), (side, side))
+        unreadable, self.samples.unreadable = self.samples.unreadable, {}
+        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+
+
+    def _rendered(self, key: MicroBatchKey, side: int) -> tuple[Tensor, list[np.ndarray]]:
+        """Return the images, and the labels of each."""
         images, pixels = _image_buffer(len(key.samples), side, side)
         labels = []
         for i, (epoch, position) in enumerate(key.samples):
-            if side == img:
+            if side == self.samples.img:
                 _, truth = self.samples.sample(epoch, position, out=pixels[i])
             else:
                 image, truth = self.samples.sample(epoch, position)
                 cv2.resize(image, (side, side), dst=pixels[i], interpolation=cv2.INTER_LINEAR)
-            labels.append(np.concatenate([np.full((len(truth), 1), i, np.float32), truth], axis=1))
-        none = np.zeros(
-            (0, 6), np.float32
-        )  # a rank without work in a step gets a micro-batch without samples
-        all_labels = np.concatenate([none, *labels])  # [n, 6]
-        targets = self.match(all_labels, len(key.samples), (side, side))
-        unreadable, self.samples.unreadable = self.samples.unreadable, {}
-        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+            labels.append(truth)
+        return images, labels
+
+    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
+        """Return what the device needs to render the images, and the labels of each."""
+        drawn = [self.samples.draw(epoch, position) for epoch, position in key.samples]
+        return pack(drawn, self.samples.img, side, _buffer), [sample.labels for sample in drawn]
 
 
 class _ValBuilder:
@@ -211,11 +232,17 @@ class _ValBuilder:
 
 def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
     """Return an uninitialised buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
-    buffer = torch.empty((images, height, width, 3), dtype=torch.uint8)
+    buffer = _buffer(images, height, width, 3)
+    return buffer.permute(0, 3, 1, 2), buffer.numpy()
+
+
+def _buffer(*shape: int) -> Tensor:
+    """Return an uninitialised tensor uint8, in shared memory if this is a loader process."""
+    buffer = torch.empty(shape, dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
         # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
         buffer.share_memory_()
-    return buffer.permute(0, 3, 1, 2), buffer.numpy()
+    return buffer
 
 
 Key = TypeVar("Key")

@@ -357,6 +357,7 @@ def _loader(
         workers=loader_processes(config.workers, world),
         prefetch=config.prefetch,
         pin_memory=config.pin_memory and devices.can_pin(world.device),
+        on_device=config.augment_on == "device",
     )
 
 
@@ -443,6 +444,7 @@ def _header_lines(
         "image": f"{network.img} px{rounded}",
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
+        + ("; images are augmented on the device" if config.augment_on == "device" else "")
         + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
         **({"anchors": network.anchors} if network.anchors else {}),
     }

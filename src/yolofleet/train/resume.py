@@ -52,6 +52,7 @@ RESULT_SETTINGS = [
     "freeze",
     "seed",
     "sync_bn",
+    "augment_on",
 ]
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
@@ -259,8 +260,13 @@ def check_resume(
         CheckpointError, DataError: settings, recipe, model or data differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
-    # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
-    then = {**then, "recipe": Recipe().model_dump() | then["recipe"]}
+    # settings and hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
+    defaults = {name: TrainConfig.model_fields[name].default for name in RESULT_SETTINGS}
+    then = {
+        **then,
+        "settings": defaults | then["settings"],
+        "recipe": Recipe().model_dump() | then["recipe"],
+    }
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),
