@@ -6,7 +6,8 @@ it. Flips cost nothing: the tables of a flipped image are reversed.
 
 Crops, colours and ``--multi-scale`` follow ``_pixels.c`` operation by operation. They are integer operations, or float
 operations that IEEE 754 rounds in one way only, so the bytes are those of the CPU. Warped and mixed images may differ
-by 1. OpenCV before version 5 rounds the coordinates of a warp to 1/32 pixel, so there warped images differ by more.
+by 1 before they are recoloured. OpenCV before version 5 rounds the coordinates of a warp to 1/32 pixel, so there a
+quarter of the pixels of a warped image differ.
 
 Legend: m images; K scenes: one of each image, then those that are mixed in; n of any of these; s side of an output;
 P pixels of the buffer. Pixels are BGR until they are recoloured.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -26,7 +28,9 @@ from torch import Tensor
 from yolofleet.data.augment import Drawn, View, window_to_output
 from yolofleet.data.pixels import Look, paint
 
-PIECE_PX = 2**22  # output pixels that are rendered at once; each needs about 80 bytes of the device's memory
+PIECE_PX = (
+    2**23
+)  # output pixels that are rendered at once; each needs about 100 bytes of the device's memory meanwhile
 FLOAT_TABLES = ("warps", "weights", "gains")  # the others are int32
 
 
@@ -66,11 +70,11 @@ def pack(
 ) -> PackedImages:
     """Copy the windows of all scenes into a buffer, behind the tables that the device needs to render them.
 
-    The tables: ``crops`` int32 [n, 2, 4, s] from :func:`_neighbours`; ``warps`` float32 [n, 9] maps from the output to the
-    window, for coordinates of pixel centres; ``windows`` int32 [n, 3] of each warp: the number of its first pixel, width
-    and height, without its grey border; ``order`` int32 [K] the place of each scene among all crops and then all warps;
-    ``mixed`` int32 [K - m] the images with a second scene; ``weights`` float32 [K - m, 2] of their scenes; ``gains`` float32
-    [m, 3] of hue, saturation and value, or [0, 3]; ``sizes`` int32 [m, 2, 4, final side] as crops, or [0, ...].
+    Tables: ``crops`` int32 [n, 2, 4, s] from :func:`_neighbours`; ``warps`` float32 [n, 9] maps from the output to the
+    window, for coordinates of pixel centres; ``windows`` int32 [n, 3] of each warp: number of the first pixel, width and
+    height, all without the grey border; ``order`` int32 [K] the place of each scene among all crops and then all warps;
+    ``mixed`` int32 [K - m] the images with a second scene; ``weights`` float32 [K - m, 2] of their scenes; ``gains``
+    float32 [m, 3] of hue, saturation and value, or [0, 3]; ``sizes`` int32 [m, 2, 4, final side] as crops, or [0, ...].
 
     Args:
         samples: of one recipe; may be empty.
@@ -82,35 +86,35 @@ def pack(
     looks = [sample.look for sample in samples] + [samples[i].look for i in mixed]
     crops = [k for k, scene in enumerate(scenes) if scene.view.is_crop]
     warps = [k for k, scene in enumerate(scenes) if not scene.view.is_crop]
-    order = crops + warps
-    windows = [_window(scenes[k].view) for k in order]
+    windows = [_window(scenes[k].view) for k in crops + warps]
 
     sides_wh = np.array([(x2 - x1, y2 - y1) for x1, y1, x2, y2 in windows], np.int64).reshape(-1, 2)
-    ends = sides_wh.prod(axis=1).cumsum()
-    starts = ends - sides_wh.prod(axis=1)
-    warped_wh, warped_starts = sides_wh[len(crops) :], starts[len(crops) :]
-    resized = np.arange(len(samples) if final_side != side else 0)
-    tables: dict[str, np.ndarray] = {
-        "crops": _neighbours(sides_wh[: len(crops), 0], starts[: len(crops)], side, [looks[k] for k in crops]),
-        "warps": np.array([_output_to_window(scenes[k].view, looks[k]) for k in warps]).reshape(-1, 9),
-        "windows": np.column_stack([warped_starts + warped_wh[:, 0] + 1, warped_wh - 2]),
-        "order": np.argsort(order),
-        "mixed": np.array(mixed),
-        "weights": np.array([(samples[i].weight, 1 - samples[i].weight) for i in mixed]).reshape(-1, 2),
-        "gains": np.array([sample.look.gains for sample in samples if sample.look.gains]).reshape(-1, 3),
+    areas = sides_wh.prod(axis=1)
+    starts = areas.cumsum() - areas
+    is_warp = np.arange(len(windows)) >= len(crops)
+    warped_wh, resized = sides_wh[is_warp], np.arange(len(samples) if final_side != side else 0)
+    numbers: dict[str, Any] = {
+        "crops": _neighbours(sides_wh[~is_warp, 0], starts[~is_warp], side, [looks[k] for k in crops]),
+        "warps": np.reshape([_output_to_window(scenes[k].view, looks[k]) for k in warps], (-1, 9)),
+        "windows": np.column_stack([starts[is_warp] + warped_wh[:, 0] + 1, warped_wh - 2]),
+        "order": np.argsort(crops + warps),
+        "mixed": mixed,
+        "weights": np.reshape([(samples[i].weight, 1 - samples[i].weight) for i in mixed], (-1, 2)),
+        "gains": np.reshape([sample.look.gains for sample in samples if sample.look.gains], (-1, 3)),
         "sizes": _neighbours(np.full(len(resized), side), resized * side**2, final_side),
     }
-    numbers = [
-        table.astype(np.float32 if name in FLOAT_TABLES else np.int32).tobytes() for name, table in tables.items()
-    ]
-    header = np.frombuffer(b"".join(numbers), np.uint8)
-    buffer = new_buffer(len(header) + 3 * int(sides_wh.prod(axis=1).sum()))
+    tables = {
+        name: np.asarray(table, np.float32 if name in FLOAT_TABLES else np.int32)
+        for name, table in numbers.items()
+    }
+    header = np.concatenate([table.ravel().view(np.uint8) for table in tables.values()])
+    buffer = new_buffer(len(header) + 3 * int(areas.sum()))
     content = buffer.numpy()
     content[: len(header)] = header
-    for k, window, (width, height), start in zip(order, windows, sides_wh, starts, strict=True):
+    pixels = content[len(header) :].reshape(-1, 3)
+    for k, window, start, area in zip(crops + warps, windows, starts, areas, strict=True):
         tiles, view = scenes[k]
-        first = len(header) + 3 * start
-        out = content[first : first + 3 * width * height].reshape(height, width, 3)
+        out = pixels[start : start + area].reshape(window[3] - window[1], -1, 3)
         paint([(tile.image, tile.left, tile.top) for tile in tiles], window, view.canvas_px, out)
     return PackedImages(buffer, {name: table.shape for name, table in tables.items()}, side)
 
@@ -126,8 +130,8 @@ def _output_to_window(view: View, look: Look) -> np.ndarray:
     last = view.output_px - 1
     flip = np.diag([-1.0 if look.mirrored else 1.0, -1.0 if look.upside_down else 1.0, 1.0])
     flip[:2, 2] = last * look.mirrored, last * look.upside_down
-    inverse: np.ndarray = cv2.invert(window_to_output(view))[1] @ flip  # zeros if there is no inverse, as in OpenCV's warps
-    return inverse
+    _, inverse = cv2.invert(window_to_output(view))  # zeros if there is none, as in OpenCV's warps
+    return np.asarray(inverse @ flip)
 
 
 def _neighbours(sides: np.ndarray, starts: np.ndarray, to: int, looks: Sequence[Look] = ()) -> np.ndarray:
@@ -183,10 +187,11 @@ def _render(pixels: Tensor, tables: dict[str, Tensor], side: int) -> Tensor:
             images[piece] = _recoloured(images[piece], tables["gains"][piece])
     else:
         images = images.flip(3)
-    sizes = tables["sizes"]
-    if len(sizes):
-        pixels = images.reshape(-1, 3)
-        images = torch.cat([_crops(pixels, sizes[piece]) for piece in _pieces(len(sizes), sizes.shape[3])])
+    sizes, final_side = tables["sizes"], tables["sizes"].shape[3]
+    if final_side != side:
+        pixels, resized = images.reshape(-1, 3), [images.new_empty(0, final_side, final_side, 3)]
+        resized += [_crops(pixels, sizes[piece]) for piece in _pieces(len(sizes), final_side)]
+        images = torch.cat(resized)
     return images
 
 
@@ -199,16 +204,15 @@ def _pieces(count: int, side: int) -> Iterator[slice]:
 def _crops(pixels: Tensor, table: Tensor) -> Tensor:
     """Resize windows: pixels [P, 3] and neighbours [n, 2, 4, s] -> uint8 [n, s, s, 3]."""
     side = table.shape[3]
-    upper_lower, left, right = table[:, 0, :2, :, None], table[:, 1, :1, None], table[:, 1, 1:2, None]
-    of_rows, of_left, of_right = table[:, 0, 2:, :, None, None], table[:, 1, 2, :, None], table[:, 1, 3, :, None]
+    rows, columns = table[:, 0, :, :, None], table[:, 1, :, None]  # [n, 4, s, 1], [n, 4, 1, s]
 
-    def gathered(columns: Tensor) -> Tensor:
-        return pixels.index_select(0, (upper_lower + columns).view(-1)).view(-1, 2, side, side, 3)
+    def gathered(column: Tensor) -> Tensor:
+        return pixels.index_select(0, (rows[:, :2] + column).view(-1)).view(-1, 2, side, side, 3)
 
-    both = gathered(left) * of_left[:, None, None]  # int32 [n, upper and lower, s, s, 3]
-    both += gathered(right) * of_right[:, None, None]
+    both = gathered(columns[:, :1]) * columns[:, 2:3, ..., None]  # int32 [n, upper and lower, s, s, 3]
+    both += gathered(columns[:, 1:2]) * columns[:, 3:, ..., None]
     both >>= 4
-    both *= of_rows
+    both *= rows[:, 2:, ..., None]
     both >>= 16
     upper, lower = both.unbind(1)
     return upper.add_(lower).add_(2).bitwise_right_shift_(2).to(torch.uint8)

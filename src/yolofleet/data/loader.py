@@ -190,7 +190,6 @@ class _TrainBuilder:
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
 
-
     def _rendered(self, key: MicroBatchKey, side: int) -> tuple[Tensor, list[np.ndarray]]:
         """Return the images, and the labels of each."""
         images, pixels = _image_buffer(len(key.samples), side, side)

@@ -127,9 +127,7 @@ class TrainSamples:
         is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
         return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
 
-    def _scene(
-        self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool
-    ) -> Scene:
+    def _scene(self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool) -> Scene:
         """Return the images of a mosaic, or a single image, on a canvas, and the view of it."""
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img)

@@ -52,7 +52,6 @@ RESULT_SETTINGS = [
     "freeze",
     "seed",
     "sync_bn",
-    "augment_on",
 ]
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
@@ -128,6 +127,8 @@ def fingerprint(
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    if config.augment_on != "cpu":  # checkpoints of earlier versions have no such key
+        settings["augment_on"] = config.augment_on
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),
@@ -260,13 +261,8 @@ def check_resume(
         CheckpointError, DataError: settings, recipe, model or data differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
-    # settings and hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
-    defaults = {name: TrainConfig.model_fields[name].default for name in RESULT_SETTINGS}
-    then = {
-        **then,
-        "settings": defaults | then["settings"],
-        "recipe": Recipe().model_dump() | then["recipe"],
-    }
+    # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
+    then = {**then, "recipe": Recipe().model_dump() | then["recipe"]}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),

@@ -40,7 +40,7 @@ def test_a_step_launches_no_more_operations_than_its_budget(model: str, progress
     shares = run.micro_batches(run.step)
     replica, loss, (batch,) = run.state.replicas.all[0], run.loss.at(progress), shares[0]
     run.state.replicas.begin(1)
-    images = batch.images.float().div_(255)
+    images = batch.images_on(replica.device).float().div_(255)
     with Launches() as forward:
         raws = replica.model(images)
     with Launches() as of_loss:
