@@ -50,6 +50,7 @@ def micro_batches(
     on_device: bool,
     match: Match = no_targets,
     side: int | None = None,
+    workers: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of as many images as ``sizes`` say."""
     samples = TrainSamples(Pictures(), Pictures(), recipe, img=IMG, seed=0, epochs=10)
@@ -57,7 +58,10 @@ def micro_batches(
         MicroBatchKey(0, number, tuple((number, i) for i in range(size)), side)
         for number, size in enumerate(sizes)
     )
-    return list(train_loader(samples, keys, match, workers=0, pin_memory=on_device, on_device=on_device))
+    with train_loader(
+        samples, keys, match, workers=workers, pin_memory=on_device, on_device=on_device
+    ) as loader:
+        return list(loader)
 
 
 @pytest.mark.parametrize("side", [None, 96])
@@ -105,3 +109,12 @@ def test_a_step_on_rendered_images_gives_the_bits_of_a_step_on_loaded_ones(
     assert accelerator.unpinned == []
     mine, theirs = there.tensors(), here.tensors()
     assert not [name for name, t in mine.items() if not torch.equal(t, theirs[name])]
+
+
+def test_loader_processes_send_page_locked_buffers_and_fill_theirs_again(accelerator: Accelerator):
+    sizes = [2] * 40
+    there = micro_batches(Recipe(), *sizes, on_device=True, workers=1)
+    here = micro_batches(Recipe(), *sizes, on_device=True)
+    for mine, theirs in zip(there, here, strict=True):
+        assert torch.equal(mine.images_on(ZERO).to(CPU), theirs.images_on(CPU))
+    assert accelerator.unpinned == []

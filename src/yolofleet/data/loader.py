@@ -10,6 +10,7 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
@@ -17,10 +18,12 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import cv2
@@ -237,6 +240,12 @@ def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndar
 
 def _buffer(*shape: int) -> Tensor:
     """Return an uninitialised tensor uint8, in shared memory if this is a loader process."""
+    if _buffers is not None:
+        return _buffers.take(math.prod(shape)).view(shape)
+    return _new_buffer(*shape)
+
+
+def _new_buffer(*shape: int) -> Tensor:
     buffer = torch.empty(shape, dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
         # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
@@ -244,8 +253,62 @@ def _buffer(*shape: int) -> Tensor:
     return buffer
 
 
+class _SharedBuffers:
+    """Buffers in shared memory that a loader process fills again once the main process has released them.
+
+    A new one costs more than its content, because the kernel clears each of its pages: half of the CPU time of an image.
+
+    Args:
+        in_use: uint8 [n], shared with the main process: 1 for each buffer that it may still read. It sets zeros.
+        worker: number of this loader process.
+    """
+
+    def __init__(self, in_use: Tensor, worker: int) -> None:
+        self.in_use = in_use.numpy()
+        self.worker = worker
+        self.buffers: list[Tensor | None] = [None] * len(in_use)
+        self.taken: int | None = None  # for the value that is being made
+
+    def take(self, size: int) -> Tensor:
+        """Return an uninitialised tensor uint8 [size]; a value has at most one."""
+        free = np.flatnonzero(self.in_use == 0)
+        if not len(free):
+            return _new_buffer(size)
+        self.taken = slot = int(free[0])
+        self.in_use[slot] = 1
+        buffer = self.buffers[slot]
+        if buffer is None or len(buffer) < size:
+            buffer = self.buffers[slot] = _new_buffer(size)
+        return buffer[:size]
+
+    def address(self) -> tuple[int, int] | None:
+        """Return the number of this process and of the buffer that was taken since the last call."""
+        slot, self.taken = self.taken, None
+        return None if slot is None else (self.worker, slot)
+
+
+_buffers: _SharedBuffers | None = None  # of this loader process
+
+
 Key = TypeVar("Key")
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class _Sent(Generic[Made]):
+    """What a loader process sends.
+
+    Attributes:
+        buffer: address of the shared buffer that ``made`` uses.
+        is_copied: ``made`` no longer uses it.
+    """
+
+    made: Made
+    buffer: tuple[int, int] | None
+    is_copied: bool = False
+
+    def pin_memory(self) -> _Sent[Made]:
+        return replace(self, made=_pinned(self.made), is_copied=True)
 
 
 class Loader(Generic[Key, Made], Iterator[Made]):
@@ -270,6 +333,8 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._items: Iterator[Any]
+        # The main process may hold the micro-batches of a step while loader processes prepare others.
+        self._in_use = torch.zeros(workers, 2 * prefetch + 2, dtype=torch.uint8).share_memory_()
         if workers == 0:
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
@@ -291,7 +356,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
                     prefetch_factor=prefetch,
                     collate_fn=_unchanged,
                     pin_memory=pin_memory,
-                    worker_init_fn=_start_worker,
+                    worker_init_fn=partial(_start_worker, in_use=self._in_use),
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
                 )
             )
@@ -315,8 +380,17 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         if isinstance(made, YolofleetError):
             self.close()
             raise made
-        # The pinning thread turns tuples into lists.
-        return cast(Made, tuple(made) if isinstance(made, list) else made)
+        return self._received(made) if isinstance(made, _Sent) else cast(Made, made)
+
+    def _received(self, sent: _Sent[Made]) -> Made:
+        """Return the value; its loader process may use the buffer again once the memory is released here."""
+        if sent.buffer is not None:
+            release = partial(_release, self._in_use.numpy(), sent.buffer, self._owner)
+            if sent.is_copied:
+                release()
+            else:
+                weakref.finalize(_memory_of(sent.made), release).atexit = False
+        return sent.made
 
     def __enter__(self) -> Loader[Key, Made]:
         return self
@@ -383,11 +457,23 @@ class _AsDataset(Generic[Key, Made]):
     def __init__(self, build: Callable[[Key], Made]) -> None:
         self.build = build
 
-    def __getitem__(self, key: Key) -> Made | YolofleetError:
+    def __getitem__(self, key: Key) -> _Sent[Made] | YolofleetError:
         try:
-            return self.build(key)
+            made = self.build(key)
         except YolofleetError as error:
             return error
+        return _Sent(made, _buffers.address() if _buffers is not None else None)
+
+
+def _memory_of(made: Any) -> torch.UntypedStorage:
+    """Return the memory of the images of a micro-batch or of a validation batch. Views of the images keep it alive."""
+    images = made[1] if isinstance(made, tuple) else made.images
+    return (images.buffer if isinstance(images, PackedImages) else images).untyped_storage()
+
+
+def _release(in_use: np.ndarray, buffer: tuple[int, int], owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has copies of the values
+        in_use[buffer] = 0
 
 
 def _unchanged(made: Made) -> Made:
@@ -418,7 +504,10 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(_worker: int) -> None:
+def _start_worker(worker: int, in_use: Tensor) -> None:
+    global _buffers
+    # Elsewhere a copy to the device may still read the memory after the tensor is released.
+    _buffers = _SharedBuffers(in_use[worker], worker) if sys.platform == "linux" else None
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,

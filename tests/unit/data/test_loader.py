@@ -20,7 +20,15 @@ import torch
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
 from yolofleet.data.cache import ImageCache, Mode
-from yolofleet.data.loader import MicroBatch, MicroBatchKey, train_loader, val_batches, val_loader
+from yolofleet.data.device_render import PackedImages
+from yolofleet.data.loader import (
+    MicroBatch,
+    MicroBatchKey,
+    _SharedBuffers,
+    train_loader,
+    val_batches,
+    val_loader,
+)
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
@@ -195,6 +203,47 @@ class Deadly(Pictures):
         if image == 7 and multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().get(image)
+
+
+def part_of(batch: MicroBatch) -> torch.Tensor:
+    """A view of its memory."""
+    return batch.images.buffer[8:] if isinstance(batch.images, PackedImages) else batch.images[1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_buffer_is_not_filled_again_while_a_part_of_it_is_held(on_device):
+    """A loader process has ten buffers, and nine parts are held."""
+    made = samples()
+    with train_loader(made, keys(60), count_labels, workers=1, on_device=on_device) as loader:
+        held = [part_of(batch) for number, batch in enumerate(loader) if number % 7 == 0]
+    expected = list(train_loader(made, keys(60), count_labels, workers=0, on_device=on_device))
+    for mine, batch in zip(held, expected[::7], strict=True):
+        assert torch.equal(mine, part_of(batch))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_that_are_filled_again_hold_what_they_should(on_device):
+    made = samples()
+    expected = train_loader(made, keys(60), count_labels, workers=0, on_device=on_device)
+    with train_loader(made, keys(60), count_labels, workers=2, on_device=on_device) as loader:
+        for mine, theirs in zip(loader, expected, strict=True):
+            assert torch.equal(part_of(mine), part_of(theirs))
+
+
+def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
+    in_use = torch.zeros(2, dtype=torch.uint8)
+    buffers = _SharedBuffers(in_use, worker=3)
+    first = buffers.take(100)
+    assert buffers.address() == (3, 0) and buffers.address() is None
+    second = buffers.take(100)
+    assert buffers.address() == (3, 1)
+    assert in_use.tolist() == [1, 1] and first.data_ptr() != second.data_ptr()
+    third = buffers.take(100)  # belongs to the main process
+    assert buffers.address() is None and third.data_ptr() not in (first.data_ptr(), second.data_ptr())
+    in_use[1] = 0
+    assert buffers.take(60).data_ptr() == second.data_ptr() and buffers.address() == (3, 1)
+    in_use[0] = 0
+    assert buffers.take(101).shape == (101,) and buffers.address() == (3, 0)
 
 
 @forks
