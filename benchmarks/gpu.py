@@ -69,7 +69,9 @@ class Ours:
         self.world, self.batch, self.precision = World.single(device), batch, precision
         model = cast(Any, build_model(description, CLASSES).to(device)).to(memory_format=torch.channels_last)
         self.loss = family.loss(model, self.recipe, img).at(0.9)  # PP-YOLOE's aligned assigner
-        replicas = Replicas.build(model.train(), [device], self.world, exact=exact, synced=False)
+        replicas = Replicas.build(
+            model.train(), [device], self.world, reduce="exact" if exact else "fast", synced=False
+        )
         self.state = TrainState.build(
             replicas, self.recipe, optimizer="SGD", weight_decay=5e-4, precision=precision
         )

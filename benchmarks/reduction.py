@@ -1,6 +1,7 @@
 """What exact sums cost, and what our path of gradients costs against PyTorch's DistributedDataParallel.
 
     python benchmarks/reduction.py step --sizes 1,2,4 --links local,1gbit,100mbit     # needs root for links
+    python benchmarks/reduction.py speedup --links 1gbit,100mbit
     python benchmarks/reduction.py exchange --sizes 2,3,4 --links 1gbit,100mbit
     python benchmarks/reduction.py wires
 
@@ -9,6 +10,8 @@ three ways, turn by turn in the same processes: ``fast`` and ``exact`` are ``tra
 ``ddp`` is a plain loop around DistributedDataParallel (gradients as views of its buckets, no broadcast of
 buffers, ``no_sync`` for all but the last micro-batch) with the same network, loss, clipping, optimizer and
 average. Every rank has one thread. A step's time is that of its slowest rank, from a barrier on.
+
+*speedup* compares steps of two ranks, over a link, with the same steps on one rank.
 
 *exchange* is the reduction of one step's gradients alone: the sum of float32, of int32, and the canonical tree
 that was not kept. *wires* is the computing of exact sums alone, on one core.
@@ -48,9 +51,10 @@ from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.buckets import BUCKET_BYTES, GradientBuckets, grouped
 from yolofleet.parallel.exact import make_exact
+from yolofleet.parallel.hierarchy import Hierarchy
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import set_kernels
-from yolofleet.parallel.replicas import Replicas
+from yolofleet.parallel.replicas import Reduce, Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.ema import MovingAverage
@@ -73,9 +77,9 @@ QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERRO
 class OursStep:
     """``train_step`` as the trainer calls it."""
 
-    def __init__(self, model: Detector, world: World, recipe: Recipe, *, exact: bool) -> None:
-        self.world, self.recipe, self.clock, self.exact = world, recipe, Clock(), exact
-        replicas = Replicas.build(model, [world.device], world, exact=exact, synced=False)
+    def __init__(self, model: Detector, world: World, recipe: Recipe, reduce: Reduce) -> None:
+        self.world, self.recipe, self.clock, self.exact = world, recipe, Clock(), reduce == "exact"
+        replicas = Replicas.build(model, [world.device], world, reduce=reduce, synced=False)
         self.state = TrainState.build(
             replicas, recipe, optimizer="SGD", weight_decay=recipe.weight_decay, precision="fp32"
         )
@@ -128,7 +132,7 @@ class DdpStep:
         nn.utils.clip_grad_norm_(self.ddp.parameters(), self.recipe.clip_norm, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of the buckets
-        self.average.update()
+        self.average.update(torch.tensor(True))
 
 
 def random_micro_batch(loss: Yolov5Loss, ordinal: int, images: int, img: int) -> MicroBatch:
@@ -143,7 +147,7 @@ def random_micro_batch(loss: Yolov5Loss, ordinal: int, images: int, img: int) ->
 
 
 def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Medians of fast, exact and ddp for one image size and one partition. Collective: every rank."""
+    """Medians of the modes of ``job`` for one image size and one partition. Collective: every rank."""
     shares, img, images = case["shares"], case["img"], case["micro_batch"]
     total, first = sum(shares), sum(shares[: world.rank])
     recipe = Recipe()
@@ -155,13 +159,13 @@ def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[s
     model = network()
     loss = family_of(model.description).loss(model, recipe, img)
     mine = [random_micro_batch(loss, first + v, images, img) for v in range(shares[world.rank])]
-    exact = OursStep(model, world, recipe, exact=True)
-    modes: dict[str, Any] = {"fast": OursStep(network(), world, recipe, exact=False), "exact": exact}
-    modes["ddp"] = DdpStep(network(), world, recipe)
-
+    modes: dict[str, Any] = {
+        mode: DdpStep(network(), world, recipe) if mode == "ddp" else OursStep(network(), world, recipe, mode)
+        for mode in job["modes"]
+    }
     works = {name: partial(step, mine, loss, total, total * images) for name, step in modes.items()}
     found = in_turns(world, works, job["rounds"])
-    return {**case, "modes": found, "digest": exact.digest()}
+    return {**case, "modes": found, "digest": modes["exact"].digest() if "exact" in modes else ""}
 
 
 def in_turns(
@@ -285,6 +289,15 @@ def exchange_case(world: World, job: dict[str, Any]) -> dict[str, Any]:
         for work in [world.all_reduce_async(bucket) for bucket in buckets]:
             world.wait(work)
 
+    per_host = job["per_host"]
+    leaders = [rank - rank % per_host for rank in range(world.size)]
+    hierarchy = Hierarchy(world.rank, leaders) if 1 < per_host < world.size else None
+
+    def in_levels() -> None:
+        assert hierarchy is not None
+        for work in [hierarchy.sum_async(bucket) for bucket in floats]:
+            work.wait()
+
     floats = [torch.zeros(size) for size in sizes]
     integers = [torch.zeros(size, dtype=torch.int32) for size in sizes]
     even = Tree(world, (1,) * world.size, sizes)
@@ -297,6 +310,7 @@ def exchange_case(world: World, job: dict[str, Any]) -> dict[str, Any]:
         "int32": lambda: all_reduce(integers),
         "tree, even": even,
         "tree, uneven": uneven,
+        **({"in levels": in_levels} if hierarchy else {}),
     }
     return {"elements": sum(sizes), "modes": in_turns(world, works, job["rounds"])}
 
@@ -322,12 +336,13 @@ def be_worker(job: dict[str, Any]) -> None:
 
 
 def on_ranks(size: int, link: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run ``job`` in ``size`` processes, one per machine of ``link`` ("local": all on loopback)."""
+    """Run ``job`` in ``size`` processes, ``per_host`` (1) on a machine of ``link`` ("local": all on loopback)."""
+    per_host = job.get("per_host", 1)
     with ExitStack() as stack:
         names: list[str] = []
         master, interface = "127.0.0.1", "lo"
         if link != "local":
-            names = stack.enter_context(machines(size, "" if link == "unlimited" else link))
+            names = stack.enter_context(machines(size // per_host, "" if link == "unlimited" else link))
             master, interface = address_of(0), INTERFACE
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -337,8 +352,11 @@ def on_ranks(size: int, link: str, job: dict[str, Any]) -> list[dict[str, Any]]:
         for rank in range(size):
             command = [sys.executable, __file__, "worker", json.dumps(job)]
             if names:
-                command = ["ip", "netns", "exec", names[rank], *command]
-            where = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": 1}
+                command = ["ip", "netns", "exec", names[rank // per_host], *command]
+            where = {
+                **{"RANK": rank, "WORLD_SIZE": size},
+                **{"LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host},
+            }
             meet = {"MASTER_ADDR": master, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
             environment = {name: str(value) for name, value in (where | meet).items()}
             ranks.append(
@@ -381,7 +399,11 @@ def step_table(asked: argparse.Namespace) -> None:
                 for img in numbers(asked.img)
                 for shares in plans
             ]
-            job = {"what": "step", "model": asked.model, "rounds": asked.rounds, "cases": cases}
+            modes = ["fast", "exact", "ddp"]
+            job = {
+                **{"what": "step", "model": asked.model, "rounds": asked.rounds},
+                **{"modes": modes, "cases": cases},
+            }
             for row in on_ranks(size, link, job):
                 print(
                     f"{link:10}{size:3} {row['img']:5} {row['micro_batch']:2}  {step_line(row)}", flush=True
@@ -401,12 +423,39 @@ def step_line(row: dict[str, Any]) -> str:
     return f"{shares:8} {parts[0]} | {parts[1]} | {sent}  {row['digest']}"
 
 
+def speedup_table(asked: argparse.Namespace) -> None:
+    """Steps of ``--images``, on one rank and on two over a link."""
+
+    def medians(size: int, link: str) -> dict[str, Any]:
+        shares = [asked.images // asked.micro_batch // size] * size
+        case = {"img": asked.img, "micro_batch": asked.micro_batch, "shares": shares}
+        job = {
+            **{"what": "step", "model": asked.model, "rounds": asked.rounds},
+            **{"modes": ["fast", "fast16", "ddp"], "cases": [case]},
+        }
+        return cast(dict[str, Any], on_ranks(size, link, job)[0]["modes"])
+
+    print(
+        f"{asked.model}, {asked.images} images of {asked.img} px a step, medians of {asked.rounds}; load {os.getloadavg()[0]:.1f}"
+    )
+    print("link        mode     one rank, s/step  two ranks, s/step  speed-up  MB sent")
+    for link in asked.links.split(","):
+        alone, both = medians(1, "local"), medians(2, link)
+        for mode, found in both.items():
+            before, now = alone[mode]["wall_s"], found["wall_s"]
+            sent = "-" if found["sent_mb"] is None else f"{found['sent_mb']:.2f}"
+            print(f"{link:<12}{mode:<8}{before:13.3f}{now:18.3f}{before / now:14.2f}{sent:>10}", flush=True)
+
+
 def exchange_table(asked: argparse.Namespace) -> None:
     print(f"{asked.model}, the exchange alone, medians of {asked.rounds}; load {os.getloadavg()[0]:.1f}")
     print("link      ranks  method         seconds  to float32  MB sent  CPU s, all ranks")
     for link in asked.links.split(","):
         for size in numbers(asked.sizes):
-            job = {"what": "exchange", "model": asked.model, "rounds": asked.rounds}
+            job = {
+                **{"what": "exchange", "model": asked.model, "rounds": asked.rounds},
+                "per_host": asked.per_host,
+            }
             modes = on_ranks(size, link, job)[0]["modes"]
             for name, mode in modes.items():
                 sent = "-" if mode["sent_mb"] is None else f"{mode['sent_mb']:.2f}"
@@ -465,15 +514,23 @@ def main() -> None:
     step.add_argument("--micro-batch", type=int, default=1, help="images")
     step.set_defaults(work=step_table)
 
+    speedup = verbs.add_parser("speedup", help="two ranks against one: fast, fast16, ddp")
+    speedup.add_argument("--links", default="1gbit,100mbit")
+    speedup.add_argument("--img", type=int, default=320, help="pixels")
+    speedup.add_argument("--images", type=int, default=64, help="of a step")
+    speedup.add_argument("--micro-batch", type=int, default=8, help="images")
+    speedup.set_defaults(work=speedup_table)
+
     exchange = verbs.add_parser("exchange", help="the reduction alone")
     exchange.add_argument("--sizes", default="2,3,4", help="numbers of ranks")
     exchange.add_argument("--links", default="1gbit,100mbit")
+    exchange.add_argument("--per-host", type=int, default=1, help="ranks of a machine")
     exchange.set_defaults(work=exchange_table)
 
     wires = verbs.add_parser("wires", help="the computing of exact sums, one core")
     wires.add_argument("--models", default="yolov5n,yolov5l")
     wires.set_defaults(work=wires_table)
-    for verb in (step, exchange, wires):
+    for verb in (step, speedup, exchange, wires):
         verb.add_argument("--model", default="yolov5n")
         verb.add_argument("--rounds", type=int, default=12, help="that are measured")
 

@@ -60,6 +60,7 @@ class SmallRun:
         progress: fraction of the run, which decides PP-YOLOE's assigner.
         rate: learning rate.
         pin: whether micro-batches lie in page-locked memory.
+        per_pass: micro-batches that pass the network together.
     """
 
     state: TrainState
@@ -71,19 +72,28 @@ class SmallRun:
     micro_batch: int
     img: int
     pin: bool
+    per_pass: int = 1
     progress: float = 0.0
     rate: float = 0.01
     step: int = 0
     norms: list[float] = field(default_factory=list)
 
     def micro_batches(self, step: int) -> list[list[MicroBatch]]:
-        """The micro-batches of a step for each device; the same whatever the devices are."""
+        """The passes of a step for each device; the images are the same whatever the devices are."""
         loss = self.loss.at(self.progress)
         made = []
-        for ordinal in range(self.images // self.micro_batch):
-            images, labels = images_and_labels(self.micro_batch, self.img, seed=1000 * step + ordinal)
-            targets = loss.match(labels, self.micro_batch, (self.img, self.img))
-            batch = MicroBatch(step, ordinal, images, labels, targets)
+        ordinals = range(self.images // self.micro_batch)
+        for first in ordinals[:: self.per_pass]:
+            parts = [
+                images_and_labels(self.micro_batch, self.img, seed=1000 * step + ordinal)
+                for ordinal in ordinals[first : first + self.per_pass]
+            ]
+            images = torch.cat([images for images, _ in parts])
+            for part, (_, labels) in enumerate(parts):
+                labels[:, 0] += part * self.micro_batch
+            labels = np.concatenate([labels for _, labels in parts])
+            targets = loss.match(labels, len(images), (self.img, self.img))
+            batch = MicroBatch(step, first, images, labels, targets)
             made.append(batch.pin_memory() if self.pin else batch)
         replicas, share = len(self.state.replicas.all), -(-len(made) // len(self.state.replicas.all))
         return [made[replica * share : (replica + 1) * share] for replica in range(replicas)]
@@ -123,6 +133,7 @@ def small_run(
     micro_batch: int = 2,
     img: int = 64,
     pin: bool = False,
+    per_pass: int = 1,
     network: Detector | None = None,
 ) -> SmallRun:
     """Build a run.
@@ -142,11 +153,13 @@ def small_run(
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net.train()
     world = World.single(places[0])
-    replicas = Replicas.build(net, places, world, exact=exact, synced=False)
+    replicas = Replicas.build(net, places, world, reduce="exact" if exact else "fast", synced=False)
+    if per_pass > 1:
+        replicas.pass_together(per_pass, micro_batch)
     state = TrainState.build(
         replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
     )
-    return SmallRun(state, loss, world, recipe, precision, images, micro_batch, img, pin)
+    return SmallRun(state, loss, world, recipe, precision, images, micro_batch, img, pin, per_pass)
 
 
 def images_and_labels(count: int, img: int, *, seed: int) -> tuple[Tensor, np.ndarray]:

@@ -114,6 +114,19 @@ def wait_for(device: torch.device) -> None:
         completion(device).synchronize()
 
 
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Queue the block's work for ``device`` beside that of the default stream; no effect without streams.
+
+    The block's work begins after all work that is queued now.
+    """
+    make = None if is_host(device) else getattr(torch.get_device_module(device.type), "Stream", None)
+    if make is None:
+        return nullcontext()
+    synchronize(device)
+    context: AbstractContextManager[object] = torch.get_device_module(device.type).stream(make(device))
+    return context
+
+
 def can_pin(device: torch.device) -> bool:
     """Return whether page-locked memory makes copies to ``device`` faster and asynchronous."""
     return not is_host(device) and device.type not in WITHOUT_PINNING and device.type == accelerator()

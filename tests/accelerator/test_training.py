@@ -35,8 +35,9 @@ def restored(run: SmallRun, **settings: object) -> SmallRun:
         ({"exact": True, "optimizer": "Adam"}, 0.0),
         ({**PPYOLOE, "optimizer": "AdamW"}, 0.0),
         ({**PPYOLOE, "exact": True}, 0.9),
+        ({"model": "yolov5n", "images": 6, "per_pass": 2}, 0.0),
     ],
-    ids=["yolov5n", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact"],
+    ids=["yolov5n", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact", "passes-of-two"],
 )
 def test_one_device_gives_the_bits_of_the_cpu(settings: dict, progress: float):
     there, here = small_run(devices=ZERO, pin=True, **settings), small_run(**settings)
@@ -121,3 +122,29 @@ def test_the_largest_micro_batch_that_fits_is_chosen(accelerator: Accelerator):
     device.limit_bytes = 2**34
     run.do(1)
     assert all(t.isfinite().all() for t in run.tensors().values())
+
+
+def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
+    from yolofleet.config.schema import TrainConfig
+    from yolofleet.runs.memory import LargestPass, probed_per_pass
+
+    config = TrainConfig(batch=32, micro_batch=2)
+    run = small_run(devices=ZERO, pin=True, images=32)
+    largest, device = LargestPass(run.state, run.loss, "fp32", 256, 3), accelerator.devices[0]
+    assert probed_per_pass(config, largest, 16) == 16
+    room, chosen = 2**19, 0
+    while not chosen:  # until one micro-batch fits
+        device.limit_bytes = device.used_bytes() + room
+        try:
+            chosen = probed_per_pass(config, largest, 16)
+        except torch.OutOfMemoryError:
+            room += room // 2
+    assert 1 <= chosen < 16
+    device.limit_bytes = 2**34
+    run.per_pass = chosen
+    run.do(1)
+    assert all(t.isfinite().all() for t in run.tensors().values())
+    assert probed_per_pass(config.model_copy(update={"reduce": "exact"}), largest, 16) == 1
+    assert probed_per_pass(config.model_copy(update={"micro_batches_per_pass": 20}), largest, 16) == 16
+    on_the_host = LargestPass(small_run().state, run.loss, "fp32", 64, 3)
+    assert probed_per_pass(config, on_the_host, 16) == 1

@@ -23,7 +23,7 @@ from yolofleet.train.state import TrainState
 def state_of(world: World) -> TrainState:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=0.03))
-    replicas = Replicas.build(net, [world.device], world, exact=False, synced=False)
+    replicas = Replicas.build(net, [world.device], world, synced=False)
     return TrainState.build(replicas, Recipe(), optimizer="SGD", weight_decay=0.0, precision="fp32")
 
 

@@ -167,7 +167,7 @@ def gradient_of_a_step(
     torch.set_num_threads(1)
     recipe = Recipe()
     model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # torch's stub lacks memory_format
-    replicas = Replicas.build(model, [world.device], world, exact=False, synced=False)
+    replicas = Replicas.build(model, [world.device], world, synced=False)
     state = TrainState.build(replicas, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=IMG)
     rng = np.random.default_rng(5)

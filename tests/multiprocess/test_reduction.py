@@ -11,7 +11,7 @@ from fleet import on_fleet
 from torch import nn
 
 from yolofleet.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
-from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.buckets import GradientBuckets, make_half
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
@@ -53,22 +53,24 @@ def inputs() -> torch.Tensor:
 
 
 def one_step(
-    world: World, shares: tuple[float, ...], small_buckets: bool, exact: bool = False, steps: int = 2
+    world: World, shares: tuple[float, ...], small_buckets: bool, reduce: str = "fast", steps: int = 2
 ) -> tuple:
     net = small_net()
     statistics = RunningStatistics(net)
     buckets = GradientBuckets(
         net.parameters(), world, statistics=statistics.size, bytes_each=256 if small_buckets else 1 << 20
     )
-    if exact:
+    if reduce == "exact":
         make_exact(buckets)
+    if reduce == "fast16":
+        make_half(buckets)
     x = inputs()
     for _ in range(steps):  # twice: nothing of the first step may leak into the second
         buckets.begin(MICRO_BATCHES)
         mine = Partition(shares).ranges(MICRO_BATCHES)[world.rank]
         for v in mine:
             out = net(x[v])
-            statistics.collect(buckets.statistics, v, MICRO_BATCHES)
+            statistics.collect(buckets.statistics, v, MICRO_BATCHES, IMAGES)
             if v == mine[-1]:
                 buckets.start_reducing()
             (out * out).sum().backward()
@@ -109,12 +111,12 @@ PARTITIONS = [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)]
 
 @pytest.mark.parametrize("shares", PARTITIONS)
 @pytest.mark.parametrize("small_buckets", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("reduce", ["fast", "exact"])
 def test_step_equals_sequential_torch(
-    shares: tuple[float, ...], small_buckets: bool, exact: bool, tmp_path: Path
+    shares: tuple[float, ...], small_buckets: bool, reduce: str, tmp_path: Path
 ) -> None:
     expected_grads, expected_running = sequential()
-    for grads, running, norm in on_fleet(len(shares), tmp_path, one_step, shares, small_buckets, exact):
+    for grads, running, norm in on_fleet(len(shares), tmp_path, one_step, shares, small_buckets, reduce):
         whole = torch.cat([g.flatten() for g in expected_grads])
         got = torch.cat([g.flatten() for g in grads])
         assert (got - whole).norm() / whole.norm() < 1e-6
@@ -122,12 +124,27 @@ def test_step_equals_sequential_torch(
         torch.testing.assert_close(running, expected_running, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 0.0, 2.0)])
+def test_sums_in_16_bits_are_rounded_and_equal_on_every_rank(
+    shares: tuple[float, ...], tmp_path: Path
+) -> None:
+    expected_grads, expected_running = sequential()
+    outcomes = on_fleet(len(shares), tmp_path, one_step, shares, True, "fast16")
+    for grads, running, _ in outcomes:
+        for found, expected in zip(grads, expected_grads, strict=True):
+            # a partial sum may be larger than the sum, and the error follows it
+            assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+            assert torch.equal(found, found.bfloat16().float())
+        torch.testing.assert_close(running, expected_running, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(grads, outcomes[0][0], strict=True))
+
+
 def test_exact_sums_have_equal_bits_on_every_partition(tmp_path: Path) -> None:
     """Four steps: the first on the wide grid, the others on grids that follow the values."""
     outcomes = [
         outcome
         for shares in PARTITIONS
-        for outcome in on_fleet(len(shares), tmp_path, one_step, shares, len(shares) == 3, True, 4)
+        for outcome in on_fleet(len(shares), tmp_path, one_step, shares, len(shares) == 3, "exact", 4)
     ]
     grads, running, _ = outcomes[0]
     for other_grads, other_running, _ in outcomes[1:]:
@@ -137,8 +154,8 @@ def test_exact_sums_have_equal_bits_on_every_partition(tmp_path: Path) -> None:
 
 def test_fast_sums_do_not(tmp_path: Path) -> None:
     """The test above can fail: plain float32 sums differ."""
-    one, *_ = on_fleet(1, tmp_path, one_step, (1.0,), False, False, 1)
-    three, *_ = on_fleet(3, tmp_path, one_step, (1.0, 1.0, 1.0), False, False, 1)
+    one, *_ = on_fleet(1, tmp_path, one_step, (1.0,), False, "fast", 1)
+    three, *_ = on_fleet(3, tmp_path, one_step, (1.0, 1.0, 1.0), False, "fast", 1)
     assert not all(torch.equal(a, b) for a, b in zip(one[0], three[0], strict=True))
 
 
@@ -168,7 +185,7 @@ def sync_pass(world: World, shares: tuple[int, ...]) -> tuple:
     mine = Partition(shares).ranges(len(x))[world.rank]
     buckets.begin(1)
     out = net(x[mine.start : mine.stop])
-    statistics.collect(buckets.statistics, 0, 1)
+    statistics.collect(buckets.statistics, 0, 1, len(mine))
     buckets.start_reducing()
     (out * out).sum().backward()
     buckets.finish()

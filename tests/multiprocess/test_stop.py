@@ -61,6 +61,21 @@ def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repe
     assert CheckpointStore(run / "checkpoints").entries()[0].step == 2 * int(epochs)
 
 
+def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=16, val_images=300)
+    args = train_args(data, *SAVING, "--epochs", "3", "--val-batch", "1", "--val-overlap")
+    run = tmp_path / "runs" / "train" / "exp"
+    process = started(tmp_path, *args, "--device", "cpu:2")
+    wait_until(lambda: (run / "results.csv").exists() or process.poll() is not None)
+    ranks = {rank_of(pid): pid for pid in family(process.pid)}
+    os.kill(ranks[1], signal.SIGUSR1)
+    _, told = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 75, told
+    assert 1 <= len(rows(run)) <= 2
+    yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu")
+    assert [epoch for epoch, _, _ in rows(run)] == ["1", "2", "3"] and rows(run)[2][2]
+
+
 def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> None:
     data, flag = small_shapes(tmp_path), tmp_path / "the machine goes"
     args = train_args(data, *SAVING, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")

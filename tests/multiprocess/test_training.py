@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import socket
 import subprocess
 import sys
@@ -128,6 +129,24 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
         figures.append((found["metrics"], found["per_class"], found["images"]))
     assert figures[0] == figures[1] == figures[2]
     assert figures[0][2] == 10
+
+
+def test_a_validation_beside_the_training_changes_no_figure(
+    folder: Path, data: Path, whole: dict[str, Path]
+) -> None:
+    args = train_args(data, "--device", "cpu:2", "--save-steps", "2", "--val-overlap", "--name", "overlap")
+    assert "validation of epoch 1" in yolofleet(folder, *args).out
+    runs = [whole["two"], folder / "runs" / "train" / "overlap"]
+    rows = []
+    for run in runs:
+        with (run / "results.csv").open() as file:
+            found = list(csv.DictReader(file))
+        timed = ("seconds", "images_per_s", "data_share", "compute_share", "comm_share")
+        rows.append([{name: cell for name, cell in row.items() if name not in timed} for row in found])
+    assert rows[0] == rows[1] and all(row["metrics/mAP50"] for row in rows[0])
+    for name in ("best", "last"):
+        stored = [read_tensors(run / "weights" / f"{name}.safetensors") for run in runs]
+        assert len({tensors_sha256(tensors) for tensors, _ in stored}) == 1
 
 
 @pytest.mark.slow

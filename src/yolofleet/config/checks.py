@@ -25,7 +25,7 @@ TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
 
 
 def micro_batch_of(config: TrainConfig) -> int:
-    """Return the number of images that pass the network together: ``--micro-batch``, or its default.
+    """Return the number of images that batch normalisation treats together: ``--micro-batch``, or its default.
 
     The default cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a
     full step, bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``--batch`` in ``MICRO_BATCHES`` whose ratio to
@@ -108,6 +108,16 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "reduce",
             "statistics across devices are equal only up to rounding",
             "leave out --sync-bn and raise --micro-batch; statistics of one micro-batch are equal on every fleet",
+        )
+    if c.micro_batches_per_pass > 1 and (c.sync_bn or c.reduce == "exact"):
+        raise _clash(
+            config,
+            "micro_batches_per_pass",
+            "sync_bn" if c.sync_bn else "reduce",
+            "a pass already spans the batch of a device"
+            if c.sync_bn
+            else "the rounding of a sum over a pass depends on it",
+            "leave out --micro-batches-per-pass",
         )
     if c.deterministic and c.cudnn_benchmark == "on":
         raise _clash(

@@ -185,7 +185,7 @@ class TrainConfig(FleetSettings):
     )
     micro_batch: int = setting(
         0,
-        "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step; -1 = the largest "
+        "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; -1 = the largest "
         "that fits into the memory of every GPU",
         ge=-1,
         group="length and batch size",
@@ -239,9 +239,15 @@ class TrainConfig(FleetSettings):
     parallel: Literal["ddp", "dp"] = setting(
         "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
     )
-    reduce: Literal["fast", "exact"] = setting(
+    reduce: Literal["fast", "fast16", "exact"] = setting(
         "fast",
-        "sum of gradients; fast: in float32, equal up to rounding; exact: equal bits on every fleet",
+        "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
+        "exact: equal bits on every fleet",
+        group="execution",
+    )
+    hierarchical: bool = setting(
+        True,
+        "with several hosts of several CPU processes, sum gradients inside each host first (NCCL does so by itself)",
         group="execution",
     )
     shares: str = setting(
@@ -268,6 +274,13 @@ class TrainConfig(FleetSettings):
         4, "micro-batches that each loader process prepares in advance", group="execution"
     )
     pin_memory: bool = setting(True, "use page-locked host memory for copies to GPUs", group="execution")
+    micro_batches_per_pass: int = setting(
+        0,
+        "micro-batches that pass the network together, each with its own batch-norm statistics; 0 = as many as fit into "
+        "the memory of a GPU, but one on CPUs and with exact sums",
+        ge=0,
+        group="execution",
+    )
     check_steps: int = setting(
         50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
     )
@@ -366,6 +379,11 @@ class TrainConfig(FleetSettings):
     val_batch: Natural = setting(
         32,
         "images per validation batch; the batches are the same on every fleet",
+        group="reports and display",
+    )
+    val_overlap: bool = setting(
+        False,
+        "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
         group="reports and display",
     )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
@@ -670,7 +688,7 @@ class DoctorConfig(Frozen):
     img: int = setting(640, "image size of the run, pixels", ge=32, group="length and batch size")
     batch: Natural = setting(16, "total batch of the run, images", group="length and batch size")
     micro_batch: int = setting(
-        0, "images that pass the network together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0, group="length and batch size"
+        0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0, group="length and batch size"
     )  # fmt: skip
     device: str = setting(
         "auto",

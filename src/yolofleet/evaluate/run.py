@@ -47,6 +47,7 @@ from yolofleet.models.precision import autocast
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 Item = TypeVar("Item")
 Done = TypeVar("Done")
+OnBatch = Callable[[int, int], None]  # (batches done, batches of this rank)
 
 
 class ValidationStopped(Exception):
@@ -140,7 +141,7 @@ def evaluate(
     workers: int = 0,
     cache: ImageCache | None = None,
     loss: DetectionLoss | None = None,
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: OnBatch | None = None,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Detect on every image once, match the detections, and return the figures.
@@ -148,63 +149,126 @@ def evaluate(
     Collective: every rank, once, with the same arguments, even without work. One gather at the end.
 
     Args:
-        model: on ``device``, in eval mode, fused or not.
-        workers: loader processes. cache: of decoded images.
-        loss: computes validation losses; None: no losses.
-        on_batch: gets (batches done, batches of this rank).
-        stops: asked after each batch: whether to leave out the rest. It may differ between ranks.
+        world: of this rank. For the others see :class:`Validation`.
 
     Raises:
         ConfigError: the model and the data have different numbers of classes.
         ValidationStopped: a rank left out batches.
     """
-    assert not model.training, "evaluate in eval mode"
-    if not settings.single_cls and model.nc != len(index.names):
-        raise ConfigError(
-            f"the model has {model.nc} classes, the data set {len(index.names)}",
-            hint="validate with the data set that the model was trained on",
-        )
-    every = val_batches(index, settings.img, settings.batch, max(model.strides))
-    if settings.size_hw is not None:
-        every = [replace(b, size_hw=settings.size_hw) for b in every]
-    share = _shares(every, world.size)[world.rank]
-    watch, shard = _Stopwatch(), _Shard()
-    detect = _Detect(model, index, settings, device, loss)
-    with (
-        val_loader(
-            index, share, settings.img, workers=workers, cache=cache, pin_memory=devices.can_pin(device)
-        ) as batches,
-        _Threads(device) as threads,
-    ):
-        done = 0
-        for done, detected in enumerate(threads.map(detect, watch.each("load", batches)), 1):
-            shard.add(detected)
-            watch.add("forward", detected.forward_s / threads.count)
-            watch.add("nms", detected.nms_s / threads.count)
-            if on_batch is not None:
-                on_batch(done, len(share))
-            if stops():
-                break
-    if done < len(share):  # this rank stops, so the others must not wait for its part
-        world.all_gather_bytes(b"")
-        raise ValidationStopped
-    with watch("match"):
-        positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
-        labels, found = labels_of(index, positions), shard.detections()
-        place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))  # position -> order of ids
-        records = match_detections(
-            replace(labels, image=place[labels.image]),
-            replace(found, image=place[found.image]),
-            classes=len(index.names),
-            images_seen=len(positions),
-        )
-        confusion = confusion_matrix(labels, found, len(index.names))
-    payloads = world.all_gather_bytes(
-        shard.to_bytes(records, confusion, watch.seconds(), settings.gather_detections)
+    validation = Validation(
+        model,
+        index,
+        settings,
+        world=world,
+        device=device,
+        workers=workers,
+        cache=cache,
+        loss=loss,
+        on_batch=on_batch,
+        stops=stops,
     )
-    if not all(payloads):
-        raise ValidationStopped
-    return _merged(payloads, index, loss, None if settings.gather_detections else found)
+    validation.run()
+    return validation.gathered()
+
+
+class Validation:
+    """One validation of this rank: :meth:`run` detects and matches, :meth:`gathered` merges the parts of all ranks.
+
+    Args:
+        model: on ``device``, in eval mode, fused or not.
+        workers: loader processes; the constructor starts them. cache: of decoded images.
+        loss: computes validation losses; None: no losses.
+        on_batch: called after each batch.
+        stops: asked after each batch: whether to leave out the rest. It may differ between ranks.
+
+    Raises:
+        ConfigError: the model and the data have different numbers of classes.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        index: DataIndex,
+        settings: EvaluationSettings,
+        *,
+        world: Ranks,
+        device: torch.device,
+        workers: int = 0,
+        cache: ImageCache | None = None,
+        loss: DetectionLoss | None = None,
+        on_batch: OnBatch | None = None,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> None:
+        assert not model.training, "evaluate in eval mode"
+        if not settings.single_cls and model.nc != len(index.names):
+            raise ConfigError(
+                f"the model has {model.nc} classes, the data set {len(index.names)}",
+                hint="validate with the data set that the model was trained on",
+            )
+        every = val_batches(index, settings.img, settings.batch, max(model.strides))
+        if settings.size_hw is not None:
+            every = [replace(b, size_hw=settings.size_hw) for b in every]
+        self._index, self._settings, self._world, self._loss = index, settings, world, loss
+        self._on_batch, self._stops = on_batch, stops
+        self._share = _shares(every, world.size)[world.rank]
+        self._detect = _Detect(model, index, settings, device, loss)
+        self._watch = _Stopwatch()
+        self._loader = val_loader(
+            index,
+            self._share,
+            settings.img,
+            workers=workers,
+            cache=cache,
+            pin_memory=devices.can_pin(device),
+        )
+        self._left_out = False
+        self._found = _Shard().detections()
+        self._payload = b""  # empty: this rank left out batches
+
+    def run(self) -> None:
+        """Compute this rank's part, without collectives, in any thread."""
+        index, share, watch, shard = self._index, self._share, self._watch, _Shard()
+        with self._loader as batches, _Threads(self._detect.device) as threads:
+            done = 0
+            for done, detected in enumerate(threads.map(self._detect, watch.each("load", batches)), 1):
+                shard.add(detected)
+                watch.add("forward", detected.forward_s / threads.count)
+                watch.add("nms", detected.nms_s / threads.count)
+                if self._on_batch is not None:
+                    self._on_batch(done, len(share))
+                if self._left_out or self._stops():
+                    break
+        if done < len(share):
+            return
+        with watch("match"):
+            positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
+            labels, self._found = labels_of(index, positions), shard.detections()
+            # position -> order of ids
+            place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))
+            records = match_detections(
+                replace(labels, image=place[labels.image]),
+                replace(self._found, image=place[self._found.image]),
+                classes=len(index.names),
+                images_seen=len(positions),
+            )
+            confusion = confusion_matrix(labels, self._found, len(index.names))
+        self._payload = shard.to_bytes(records, confusion, watch.seconds(), self._settings.gather_detections)
+
+    def leave_out_rest(self) -> None:
+        """End :meth:`run`, which another thread executes, after its current batch."""
+        self._left_out = True
+
+    def gathered(self) -> Evaluation:
+        """Return the figures of all ranks. Collective: every rank, once, after :meth:`run`.
+
+        Raises:
+            ValidationStopped: a rank left out batches.
+        """
+        payloads = self._world.all_gather_bytes(self._payload)
+        if not all(payloads):
+            raise ValidationStopped
+        own = None if self._settings.gather_detections else self._found
+        return _merged(payloads, self._index, self._loss, own)
 
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
@@ -306,7 +370,7 @@ class _Detect:
             if self.loss.predicted_divisor:
                 sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
         decoded = self.model.decode(raws)
-        devices.synchronize(self.device)  # NMS waits for it anyway
+        devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
         per_image, cut = decoded_to_detections(
             decoded,

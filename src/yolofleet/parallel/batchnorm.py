@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.parallel.world import World
@@ -42,7 +43,8 @@ class RunningStatistics:
         means = [m.running_mean for _, m in self.layers if m.running_mean is not None]
         device = means[0].device if means else torch.device("cpu")
         self.running = torch.zeros(self.size, device=device)
-        self._batch = torch.zeros(self.size, device=device)
+        self._batch = torch.zeros((1, self.size), device=device)  # a row for each micro-batch of a pass
+        self._images = 0  # of a micro-batch; 0: a pass is one micro-batch
         self.views: dict[str, Tensor] = {}  # state_dict name -> view of `running`
         at = 0
         for name, m in self.layers:
@@ -51,17 +53,38 @@ class RunningStatistics:
                 view = self.running[at : at + m.num_features]
                 view.copy_(value)
                 self.views[f"{name}.{buffer}"] = view
-                setattr(m, buffer, self._batch[at : at + m.num_features])
+                setattr(m, buffer, self._batch[0, at : at + m.num_features])
                 at += m.num_features
             m.momentum = 1.0
             m.num_batches_tracked = None  # `batches` counts for all layers
         self.batches = 0
 
-    def collect(self, total: Tensor, ordinal: int, micro_batches: int) -> None:
-        """Add the share of micro-batch ``ordinal`` of ``micro_batches`` to ``total``. Call after its forward pass."""
+    def pass_together(self, micro_batches: int, images: int) -> None:
+        """Keep the statistics of up to ``micro_batches`` micro-batches of ``images`` images in a forward pass."""
+        self._batch = self.running.new_zeros((micro_batches, self.size))
+        self._images = images
+        at = 0
+        for _, m in self.layers:
+            c = m.num_features
+            m.__class__ = GroupedBatchNorm2d
+            layer = cast(GroupedBatchNorm2d, m)
+            layer.images = images
+            layer.rows = [(row[at : at + c], row[at + c : at + 2 * c]) for row in self._batch]
+            layer.running_mean, layer.running_var = layer.rows[0]
+            at += 2 * c
+
+    def collect(self, total: Tensor, ordinal: int, micro_batches: int, images: int) -> None:
+        """Add the shares of the micro-batches of a pass to ``total``. Call after its forward pass.
+
+        Args:
+            ordinal: of the first of them within the step, which has ``micro_batches``.
+            images: of the pass.
+        """
         if self.size and self.counts_here:
-            m = self.momentum
-            total.add_(self._batch, alpha=m * (1 - m) ** (micro_batches - 1 - ordinal))
+            m, last = self.momentum, micro_batches - 1
+            rows = -(-images // self._images) if self._images else 1
+            for number, row in enumerate(self._batch[:rows], ordinal):
+                total.add_(row, alpha=m * (1 - m) ** (last - number))
 
     def merge(self, total: Tensor, micro_batches: int, finite: Tensor) -> None:
         """Add one step to the running average, unless ``finite`` (bool) is False. Call after the reduction."""
@@ -69,6 +92,27 @@ class RunningStatistics:
             merged = (self.running * (1 - self.momentum) ** micro_batches).add_(total)
             torch.where(finite, merged, self.running, out=self.running)
         self.batches += micro_batches
+
+
+class GroupedBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm2d that normalises each micro-batch of a pass by its own statistics ("ghost" batches, arXiv:1705.08741).
+
+    Attributes:
+        images: of a micro-batch; the last one of a pass may have fewer.
+        rows: for each micro-batch, the tensors [C] that receive its mean and its unbiased variance.
+    """
+
+    images: int
+    rows: list[tuple[Tensor, Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        normalised = [
+            F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+            for part, (mean, variance) in zip(x.split(self.images), self.rows, strict=False)
+        ]
+        return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
 
 class GroupBatchNorm(torch.autograd.Function):

@@ -71,6 +71,9 @@ class IntegerFormat:
         self._total[-1] += (~finite).to(self._total.dtype)
         self.flat.zero_()
 
+    def add(self, other: IntegerFormat) -> None:
+        self._total.add_(other._total.to(self._total.device))
+
     def message(self) -> Tensor:
         return self._total
 

@@ -12,18 +12,19 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from yolofleet.devices import wait_for
 from yolofleet.parallel.batchnorm import RunningStatistics
-from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.buckets import GradientBuckets, make_half
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.world import World
 
 Done = TypeVar("Done")
+Reduce = Literal["fast", "fast16", "exact"]
 
 
 @dataclass
@@ -37,18 +38,20 @@ class Replica:
 
     @classmethod
     def build(
-        cls, model: nn.Module, device: torch.device, world: World, *, exact: bool, synced: bool
+        cls, model: nn.Module, device: torch.device, world: World, *, reduce: Reduce = "fast", synced: bool
     ) -> Replica:
         """Build a replica of ``model``, which is on ``device``.
 
         Args:
-            exact: sum gradients as integers.
+            reduce: number format of the sum of gradients over ranks (``--reduce``).
             synced: batch norm is synchronised over ranks.
         """
         statistics = RunningStatistics(model, counts_here=world.is_main or not synced)
         buckets = GradientBuckets(model.parameters(), world, statistics=statistics.size)
-        if exact:
+        if reduce == "exact":
             make_exact(buckets)
+        elif reduce == "fast16" and world.size > 1:
+            make_half(buckets)
         return cls(device, model, statistics, buckets)
 
 
@@ -71,7 +74,13 @@ class Replicas:
 
     @classmethod
     def build(
-        cls, model: nn.Module, devices: Sequence[torch.device], world: World, *, exact: bool, synced: bool
+        cls,
+        model: nn.Module,
+        devices: Sequence[torch.device],
+        world: World,
+        *,
+        reduce: Reduce = "fast",
+        synced: bool,
     ) -> Replicas:
         """Copy ``model``, which is on the first device, to the others."""
         models = [model, *(copy.deepcopy(model).to(device) for device in devices[1:])]
@@ -80,7 +89,12 @@ class Replicas:
                 if theirs.device == mine.device:
                     theirs.data = mine.data
         pairs = zip(models, devices, strict=True)
-        return cls([Replica.build(m, device, world, exact=exact, synced=synced) for m, device in pairs])
+        return cls([Replica.build(m, device, world, reduce=reduce, synced=synced) for m, device in pairs])
+
+    def pass_together(self, micro_batches: int, images: int) -> None:
+        """Prepare for passes of up to ``micro_batches`` micro-batches of ``images`` images."""
+        for replica in self.all:
+            replica.statistics.pass_together(micro_batches, images)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of ``micro_batches`` micro-batches (on all ranks)."""

@@ -64,7 +64,7 @@ class Training:
         description = describe(MODEL)
         model = build_model(description, CLASSES).to(device).train()
         self.loss = family_of(description).loss(model, recipe, IMG)
-        replicas = Replicas.build(model, [device], self.world, exact=False, synced=False)
+        replicas = Replicas.build(model, [device], self.world, synced=False)
         self.state = TrainState.build(
             replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
         )

@@ -116,6 +116,39 @@ def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) 
     return min((size for size in found if size), default=given)
 
 
+def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int:
+    """Return how many micro-batches pass the network together on a device of this process (``--micro-batches-per-pass``).
+
+    Ranks may choose different numbers, because batch-norm statistics are those of a micro-batch anyway. The trial has a
+    quarter more micro-batches than the result, so that memory is left.
+
+    Args:
+        config: with the micro-batch of the run.
+        most: micro-batches of a step for a device of this rank.
+    """
+    replicas, images = largest.state.replicas, micro_batch_of(config)
+    chosen = min(config.micro_batches_per_pass or most, most)
+    if config.sync_bn or config.reduce == "exact" or chosen < 2:
+        return 1
+    if not config.micro_batches_per_pass:
+        if devices.is_host(replicas.lead.device):
+            return 1
+
+        def attempt(micro_batches: int) -> None:
+            with_room = micro_batches + micro_batches // 4
+            replicas.pass_together(with_room, images)
+            largest.run(with_room * images)
+
+        chosen = largest_that_fits([*_halves(chosen), 1], attempt, replicas.lead.device)
+    replicas.pass_together(chosen, images)
+    return chosen
+
+
+def _halves(n: int) -> list[int]:
+    """Return n, n/2, n/4, ... above 1, rounded up."""
+    return [n, *_halves(-(-n // 2))] if n > 1 else []
+
+
 def is_out_of_memory(problem: Exception) -> bool:
     """Return whether an allocation of CUDA, the CPU allocator, Python or NumPy failed."""
     words = ("out of memory", "allocate memory", "not enough memory")
@@ -134,7 +167,9 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
         if settings.micro_batch < 0:
             at_once = f"the micro-batch of --micro-batch -1, --img {settings.img}"
             hint = "a new run with a smaller --micro-batch than that of the log"
-        hint += ", or a smaller --val-batch if the run was validating"
+        hint += (
+            "; --micro-batches-per-pass 1 if the run was training, a smaller --val-batch if it was validating"
+        )
     else:
         at_once = f"--batch {settings.batch}, --img {settings.img}"
         hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"

@@ -30,7 +30,7 @@ from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import StorageError
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
+from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import Detector, square_of
@@ -53,12 +53,12 @@ from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
-from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch
+from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
 from yolofleet.train.agreement import check_settings, have_equal_kernels
-from yolofleet.train.loop import StepSplitter, TrainingRun
+from yolofleet.train.loop import PrepareValidation, StepSplitter, TrainingRun
 from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
 from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
@@ -109,6 +109,7 @@ def _train(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     data = _data(config, world)
+    levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
@@ -116,7 +117,7 @@ def _train(
     set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
-    config = _with_micro_batch(config, network, state, data.train, snapshot, precision, world)
+    config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
     averaged = _averaged(network.model, state)
     if snapshot is not None:
@@ -150,14 +151,13 @@ def _train(
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
-        splitter = _splitter(config, network, len(data.train), world)
         splitter.check()
         training = TrainingRun(
             config=config,
             state=state,
             schedule=schedule,
             splitter=splitter,
-            loader=_loader(config, network, data.train, cache, world),
+            loader=_loader(config, network, data.train, cache, splitter.per_pass, world),
             loss=network.loss,
             clip_norm=network.recipe.value.clip_norm,
             precision=precision,
@@ -165,7 +165,7 @@ def _train(
             report=report,
             store=store,
             memory=memory if world.local_rank == 0 else None,
-            evaluate=_evaluator(config, network, averaged, data.val, val_cache, precision, world, console),
+            validation=_validation(config, network, averaged, data.val, val_cache, precision, world, console),
             fingerprint=identity,
             newest_state=partial(
                 snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
@@ -177,7 +177,10 @@ def _train(
             data.train,
             data.val,
             data_notes=data.notes,
-            facts=_header_lines(config, network, schedule, frozen, precision, cache.note, world),
+            facts={
+                **_header_lines(config, network, schedule, splitter, frozen, precision, cache.note, world),
+                **({"network": levels} if levels else {}),
+            },
             settings=_given(resolved),
             versions=versions(),
             resumed=snapshot is not None,
@@ -288,7 +291,7 @@ def _state(
     schedule = replace(schedule, lr_factor=factor)
     on_devices = replica_devices(config, world)
     state = TrainState.build(
-        Replicas.build(model, on_devices, world, exact=config.reduce == "exact", synced=synced),
+        Replicas.build(model, on_devices, world, reduce=config.reduce, synced=synced),
         recipe,
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
@@ -297,16 +300,21 @@ def _state(
     return state, schedule, frozen
 
 
-def _with_micro_batch(
+def _split(
     config: TrainConfig,
     network: _Network,
     state: TrainState,
+    schedule: Schedule,
     index: DataIndex,
     snapshot: Snapshot | None,
     precision: str,
     world: World,
-) -> TrainConfig:
-    """Probe the memory with the largest pass; return the settings with the micro-batch of the run. Collective: every rank."""
+) -> tuple[TrainConfig, StepSplitter]:
+    """Probe the memory with the largest pass. Collective: every rank.
+
+    Returns:
+        The settings with the micro-batch of the run, and how this rank passes its share of a step.
+    """
     if snapshot is not None and config.micro_batch < 0:
         stored = snapshot.values["fingerprint"]["settings"].get("micro_batch")
         config = config.model_copy(update={"micro_batch": stored})
@@ -314,7 +322,10 @@ def _with_micro_batch(
     labels = most_labels(index, network.recipe.value)
     with world.activity.doing("memory probe"):
         largest = LargestPass(state, network.loss, precision, side, labels)
-        return config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        splitter = _splitter(config, network, len(index), world)
+        per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+    return config, replace(splitter, per_pass=per_pass)
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:
@@ -344,9 +355,14 @@ def _caches(
 
 
 def _loader(
-    config: TrainConfig, network: _Network, index: DataIndex, cache: ImageCache, world: World
+    config: TrainConfig,
+    network: _Network,
+    index: DataIndex,
+    cache: ImageCache,
+    per_pass: int,
+    world: World,
 ) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
-    """Return the function that turns the keys of a rank into its micro-batches."""
+    """Return the function that loads the images of a rank's keys, which have ``per_pass`` micro-batches each."""
     samples = TrainSamples(
         index, cache, network.recipe.value, img=network.img, seed=config.seed, epochs=config.epochs
     )
@@ -355,13 +371,13 @@ def _loader(
         samples,
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
-        prefetch=config.prefetch,
+        prefetch=-(-config.prefetch // per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
         on_device=config.augment_on == "device",
     )
 
 
-def _evaluator(
+def _validation(
     config: TrainConfig,
     network: _Network,
     averaged: Detector,
@@ -370,8 +386,8 @@ def _evaluator(
     precision: str,
     world: World,
     console: NullConsole,
-) -> Callable[[DetectionLoss], Evaluation]:
-    """Return the validation of the averaged network; calling it is collective: every rank."""
+) -> PrepareValidation:
+    """Return the function that prepares a validation of the averaged network as it is then."""
     settings = EvaluationSettings(
         precision=precision,
         img=network.img,
@@ -380,8 +396,10 @@ def _evaluator(
         single_cls=config.single_cls,
     )
 
-    def evaluate_average(loss: DetectionLoss) -> Evaluation:
-        return evaluate(
+    progress = validation_progress(world, console)
+
+    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress) -> Validation:
+        return Validation(
             fuse(averaged),
             index,
             settings,
@@ -390,11 +408,11 @@ def _evaluator(
             workers=loader_processes(config.workers, world),
             cache=cache,
             loss=loss,
-            on_batch=validation_progress(world, console),
+            on_batch=on_batch,
             stops=lambda: world.activity.stop_requested,
         )
 
-    return evaluate_average
+    return prepared
 
 
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:
@@ -422,6 +440,7 @@ def _header_lines(
     config: TrainConfig,
     network: _Network,
     schedule: Schedule,
+    splitter: StepSplitter,
     frozen: Sequence[str],
     precision: str,
     cached: str,
@@ -437,8 +456,9 @@ def _header_lines(
         "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         + (f", {len(frozen)} tensors frozen" if frozen else ""),
-        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {micro_batch_of(config)}, "
-        f"{precision}, {config.reduce} sums",
+        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
+        + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
+        + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step)",
         "image": f"{network.img} px{rounded}",

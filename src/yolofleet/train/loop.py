@@ -14,8 +14,9 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.run import Evaluation, ValidationStopped
+from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
 from yolofleet.keyed import generator
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
@@ -34,6 +35,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.train.agreement import check_agreement
+from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.save_timer import AUTO, SaveTimer
 from yolofleet.train.schedule import Schedule, StepPlan
@@ -54,7 +56,8 @@ MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that 
 class StepSplitter:
     """Divides a step into the forward passes of one rank.
 
-    A pass is one micro-batch, or with synchronised batch norm this rank's share of each group of ``batch`` images.
+    A pass is up to ``per_pass`` micro-batches, or with synchronised batch norm this rank's share of each group of
+    ``batch`` images.
 
     Args:
         partition: over the replicas of all ranks, in rank order.
@@ -77,17 +80,18 @@ class StepSplitter:
     img: int
     stride: int
     seed: int
+    per_pass: int = 1
 
-    def passes_total(self, plan: StepPlan) -> int:
+    def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
 
     def keys(self, plan: StepPlan) -> list[MicroBatchKey]:
-        """Return the keys of this rank's micro-batches of a step, in replica order."""
+        """Return the keys of this rank's passes of a step, in replica order."""
         return [key for replica in range(self.replicas) for key in self._replica_keys(plan, replica)]
 
     def by_replica(self, plan: StepPlan, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """Return the micro-batches of :meth:`keys`, one list per replica."""
+        """Return the results for :meth:`keys`, one list per replica."""
         rest = iter(micro_batches)
         return [
             list(islice(rest, len(self._replica_keys(plan, replica)))) for replica in range(self.replicas)
@@ -97,7 +101,11 @@ class StepSplitter:
         size, number = self.size_of(plan.step), self.rank * self.replicas + replica
         if not self.sync_bn:
             mine = self.partition.ranges(plan.images // self.micro_batch)[number]
-            return [self._key(plan, v, v * self.micro_batch, self.micro_batch, size) for v in mine]
+            passes = [mine[at : at + self.per_pass] for at in range(0, len(mine), self.per_pass)]
+            return [
+                self._key(plan, p.start, p.start * self.micro_batch, len(p) * self.micro_batch, size)
+                for p in passes
+            ]
         share = self.partition.ranges(self.batch // self.micro_batch)[number]
         first, images = share.start * self.micro_batch, len(share) * self.micro_batch
         groups = range(plan.images // self.batch)
@@ -107,6 +115,12 @@ class StepSplitter:
         first = plan.first_image + offset
         samples = tuple(divmod(first + i, self.dataset_images) for i in range(images))
         return MicroBatchKey(plan.step, ordinal, samples, size)
+
+    def largest_share(self, step_images: int) -> int:
+        """Return the most micro-batches of a step that a device of this rank gets."""
+        ranges = self.partition.ranges(step_images // self.micro_batch)
+        first = self.rank * self.replicas
+        return max(map(len, ranges[first : first + self.replicas]))
 
     def check(self) -> None:
         """Raise if batch normalisation has only one value per channel on the coarsest feature map.
@@ -144,11 +158,11 @@ class StepSplitter:
 
 
 class SpeedProbe:
-    """Counts this rank's micro-batches and compute seconds over ``MEASURED_STEPS``."""
+    """Counts this rank's images and compute seconds over ``MEASURED_STEPS``."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
-        self.passes, self.compute_s = 0, 0.0
+        self.images, self.compute_s = 0, 0.0
 
     def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
         """Record a finished step; return True after the last measured one."""
@@ -156,11 +170,17 @@ class SpeedProbe:
         if number == MEASURED_STEPS.start - 1:
             self.compute_s = -compute_s
         elif number in MEASURED_STEPS:
-            self.passes += len(splitter.keys(plan))
+            self.images += sum(len(key.samples) for key in splitter.keys(plan))
         if number == MEASURED_STEPS.stop - 1:
             self.compute_s += compute_s
             return True
         return False
+
+
+class PrepareValidation(Protocol):
+    """Prepares a validation of the averaged weights as they are now."""
+
+    def __call__(self, loss: DetectionLoss, on_batch: OnBatch = ..., /) -> Validation: ...
 
 
 class Asked(NamedTuple):
@@ -190,7 +210,7 @@ class TrainingRun:
     report: TrainReport
     store: CheckpointStore
     memory: StateMemory | None  # of this host, if this rank writes there
-    evaluate: Callable[[DetectionLoss], Evaluation]
+    validation: PrepareValidation
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
@@ -201,6 +221,7 @@ class TrainingRun:
     saves: SaveTimer = field(init=False)
     kept_at_s: float = field(default_factory=time.monotonic)  # the last state in memory
     keep_s: float = 0.0  # what training stood still for it
+    overlapped: OverlappedValidation | None = None  # of the last epoch
 
     def plans(self) -> Iterator[StepPlan]:
         """Yield the remaining steps of the run."""
@@ -232,7 +253,7 @@ class TrainingRun:
         self._restore_tally()
         # A resumed run may have crashed after training, before it wrote its results.
         if self.is_over() and self._unended_epoch() is None:
-            self.report.ended_before(self.evaluate(self.loss.at(1)))
+            self.report.ended_before(self._evaluate(self.loss.at(1)))
             return
         self._open_loader()
         hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
@@ -249,6 +270,8 @@ class TrainingRun:
             with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
+            if self.overlapped is not None:
+                self.overlapped.abandon()
             self.micro_batches.close()
             self.store.finish_writing()
 
@@ -286,10 +309,12 @@ class TrainingRun:
         """
         ends, ends_epoch = False, self._ends_epoch(plan)
         try:
-            epoch_asks = self._end_epochs(plan, saves=asked.save or asked.stop)
+            epoch_asks = self._end_epochs(plan, saves=asked.save, stops=asked.stop)
             ends = self.is_last(plan) or self._out_of_patience()
         except ValidationStopped:
             asked, epoch_asks = asked._replace(stop=True), True
+        if asked.stop:
+            self._end_validation()
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
         if asked.save or epoch_asks or steps_ask or asked.stop or ends:
             self._save(ends_epoch=ends_epoch)
@@ -324,6 +349,7 @@ class TrainingRun:
         if sum(image // self.schedule.dataset_images == epoch for image in left_out) > MOST_ROLLBACKS:
             problem.what += f"; epoch {epoch + 1} has already had {MOST_ROLLBACKS} rollbacks"
             raise problem
+        self._end_validation()
         self.micro_batches.close()
         self.store.finish_writing()
         try:
@@ -391,7 +417,7 @@ class TrainingRun:
             self.loss.at(self.schedule.progress(plan.first_image)),
             self.world,
             self.report.clock,
-            total_micro_batches=self.splitter.passes_total(plan),
+            total_micro_batches=self.splitter.statistics_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
             requests=(int(bool(stop)), int(save_due), int(self._keep_is_due()), len(broken)),
@@ -464,7 +490,7 @@ class TrainingRun:
 
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
-        packed = struct.pack("<d", probe.passes / max(probe.compute_s, 1e-9))
+        packed = struct.pack("<d", probe.images / max(probe.compute_s, 1e-9))
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
@@ -484,11 +510,12 @@ class TrainingRun:
         done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
         return done > self.state.progress.epochs_done
 
-    def _end_epochs(self, plan: StepPlan, *, saves: bool) -> bool:
+    def _end_epochs(self, plan: StepPlan, *, saves: bool, stops: bool) -> bool:
         """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
 
         Args:
             saves: a checkpoint is due anyway.
+            stops: the run ends after this step, on request.
         Collective: every rank, after each step that ends an epoch.
 
         Raises:
@@ -499,33 +526,68 @@ class TrainingRun:
         if not (self._ends_epoch(plan) or last):
             return False
         self._watch_numerics()
+        self._end_validation()
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
-        progress = replace(self.state.progress, epochs_done=done)
         evaluation = None
-        if last or self._every(self.config.val_period, before, epoch):
-            with self.report.clock("evaluate"):
-                evaluation = self.evaluate(self.loss.at(self.schedule.progress(plan.first_image)))
-            fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
-            if fitness > progress.best_fitness:
-                progress = replace(progress, best_fitness=fitness, best_epoch=epoch)
-                self.report.write_weights("best", self.state, epoch)
-        self.state.progress = progress
+        loss = self.loss.at(self.schedule.progress(plan.first_image))
+        is_due = last or self._every(self.config.val_period, before, epoch)
+        ends = last or stops or self._out_of_patience(done)
+        overlaps = is_due and self.config.val_overlap and not ends
+        if is_due and not overlaps:
+            evaluation = self._evaluate(loss)
+            self._compare_with_best(epoch, evaluation, self.state.weights())
+        self.state.progress = replace(self.state.progress, epochs_done=done)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = 0
         period = self.config.save_period
-        if saves or last or period != AUTO or self._out_of_patience():
+        if saves or stops or last or period != AUTO or self._out_of_patience():
             with self.saves.spending():
                 self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
+        if overlaps:
+            weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
+            prepare = partial(self.validation, loss)
+            self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
         return period != AUTO and self._every(int(period), before, epoch)
 
-    def _out_of_patience(self) -> bool:
+    def _evaluate(self, loss: DetectionLoss) -> Evaluation:
+        """Validate the averaged weights now. Collective: every rank.
+
+        Raises:
+            ValidationStopped: a rank got a stop request.
+        """
+        with self.report.clock("evaluate"):
+            validation = self.validation(loss)
+            validation.run()
+            return validation.gathered()
+
+    def _end_validation(self) -> None:
+        """Wait for the validation that overlaps with training, if there is one, and report it. Collective: every rank."""
+        overlapped, self.overlapped = self.overlapped, None
+        if overlapped is None:
+            return
+        try:
+            with self.report.clock("evaluate"):
+                evaluation = overlapped.result(self.world.activity.tick)
+        except ValidationStopped:
+            return  # the row of that epoch has no figures
+        self._compare_with_best(overlapped.epoch, evaluation, overlapped.weights)
+        self.report.validated(evaluation)
+
+    def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
+        """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far."""
+        fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
+        if fitness > self.state.progress.best_fitness:
+            self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
+            self.report.write_weights("best", self.state, epoch, weights)
+
+    def _out_of_patience(self, epochs_done: int = 0) -> bool:
+        """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""
         progress, patience = self.state.progress, self.config.patience
-        return bool(
-            patience and progress.best_epoch >= 0 and progress.epochs_done - progress.best_epoch >= patience
-        )
+        done = epochs_done or progress.epochs_done
+        return bool(patience and progress.best_epoch >= 0 and done - progress.best_epoch >= patience)
 
     def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.

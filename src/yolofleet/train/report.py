@@ -217,11 +217,15 @@ class TrainReport:
                 if not self._refused:
                     self.console.note(f"{self.world.host}: the disk works again, and everything is saved")
 
-    def write_weights(self, name: str, state: TrainState, epoch: int) -> None:
-        """Write the moving average to ``weights/<name>.safetensors``."""
+    def write_weights(
+        self, name: str, state: TrainState, epoch: int, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write the moving average, or ``weights``, to ``weights/<name>.safetensors``."""
         if self.is_writer:
             extra = {"epoch": epoch, "step": state.step, "images_seen": state.images_seen}
-            self._unwritten[name] = Weights(state.weights(), replace(self.header, extra=extra))
+            self._unwritten[name] = Weights(
+                dict(weights or state.weights()), replace(self.header, extra=extra)
+            )
             self._write_unwritten()
             if name in self._unwritten:  # the next steps would change the tensors
                 copies = {key: t.detach().cpu().clone() for key, t in self._unwritten[name].tensors.items()}
@@ -262,23 +266,39 @@ class TrainReport:
             **{f"{phase}_share": times.share(phase) for phase in ("data", "compute", "comm")},
         }
         if evaluation is not None:
-            self.last_evaluation = evaluation
-            metrics = evaluation.metrics
-            row |= {
-                "metrics/precision": metrics.figures["P"],
-                "metrics/recall": metrics.figures["R"],
-                "metrics/mAP50": metrics.map50,
-                "metrics/mAP50-95": metrics.map50_95,
-                **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
-            }
-            show_evaluation(self.console, evaluation, per_class=self.config.verbose)
+            row |= self._evaluated(evaluation)
         self.events.write("epoch", **row)
+        self._row = row
+        self._write_row()
+        self._open_epoch(epoch + 1)
+
+    def validated(self, evaluation: Evaluation) -> None:
+        """Report a validation of the last epoch that overlapped with training."""
+        self.console.note(f"validation of epoch {self._row['epoch']:.0f}")
+        row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
+        self.events.write("validation", **row)
+        self._row |= row
+        self._write_row()
+
+    def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
+        """Show the figures of an evaluation, and return them by column."""
+        self.last_evaluation = evaluation
+        show_evaluation(self.console, evaluation, per_class=self.config.verbose)
+        metrics = evaluation.metrics
+        return {
+            "metrics/precision": metrics.figures["P"],
+            "metrics/recall": metrics.figures["R"],
+            "metrics/mAP50": metrics.map50,
+            "metrics/mAP50-95": metrics.map50_95,
+            **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
+        }
+
+    def _write_row(self) -> None:
         if self.is_writer:
-            self._rows.append(row)
+            self._rows.append(self._row)
             self._write_unwritten()
         if self.tensorboard:
-            self.tensorboard.write(row)
-        self._open_epoch(epoch + 1)
+            self.tensorboard.write(self._row)
 
     def ended_before(self, evaluation: Evaluation) -> None:
         """Report that the resumed run had already ended."""

@@ -51,7 +51,9 @@ class Training:
         self.world, recipe = World.single(), Recipe()
         self.model = cast(Any, build_model(describe("yolov5n"), NC))  # torch's stub lacks memory_format
         self.model.to(memory_format=torch.channels_last).train()
-        replicas = Replicas.build(self.model, [self.world.device], self.world, exact=exact, synced=False)
+        replicas = Replicas.build(
+            self.model, [self.world.device], self.world, reduce="exact" if exact else "fast", synced=False
+        )
         self.state = TrainState.build(
             replicas, recipe, optimizer=optimizer, weight_decay=5e-4, precision="fp16"
         )
@@ -242,7 +244,7 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
     device, world = torch.device("cpu"), World.single()
     waits: list[torch.device] = []
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    replicas = Replicas([Replica.build(model, device, world, exact=False, synced=False)] * 2)
+    replicas = Replicas([Replica.build(model, device, world, synced=False)] * 2)
     # a wait for the CPU has no effect that a test could see
     monkeypatch.setattr(replicas_module, "wait_for", waits.append)
     for replicas.timed, expected in ((False, []), (True, [device] * 3)):

@@ -1,0 +1,103 @@
+"""Several micro-batches that pass the network together give the gradient and the statistics of one after the other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_training import SmallRun, small_run
+from torch import nn
+
+from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
+from yolofleet.parallel.partition import Partition
+from yolofleet.train.loop import StepSplitter
+from yolofleet.train.schedule import StepPlan
+
+MODELS = [("yolov5n", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
+
+
+def gradient(run: SmallRun) -> torch.Tensor:
+    return torch.cat([bucket.flat for bucket in run.state.buckets.buckets])
+
+
+@pytest.mark.parametrize(("model", "progress"), MODELS)
+def test_a_step_in_fewer_passes_has_the_same_gradient_and_statistics(model: str, progress: float) -> None:
+    runs = []
+    for per_pass in (1, 2, 5):  # 2: the last pass has one micro-batch
+        run = small_run(model, images=10, micro_batch=2, per_pass=per_pass)
+        run.progress, run.rate = progress, 0.0
+        assert len(run.micro_batches(0)[0]) == -(-5 // per_pass)
+        terms = run.do(1).terms
+        runs.append((gradient(run), run.state.statistics.running.clone(), terms))
+    (expected, statistics, terms), *others = runs
+    for found, found_statistics, found_terms in others:
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+        torch.testing.assert_close(found_statistics, statistics, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found_terms, terms, rtol=1e-4, atol=1e-6)
+
+
+def test_one_pass_over_all_images_without_groups_is_another_step() -> None:
+    """So the comparison above would notice statistics of the whole pass."""
+    apart = small_run("yolov5n", images=8, micro_batch=2)
+    whole = small_run("yolov5n", images=8, micro_batch=8)
+    for run in (apart, whole):
+        run.rate = 0.0
+        run.do(1)
+    assert (gradient(whole) - gradient(apart)).norm() > 0.01 * gradient(apart).norm()
+
+
+@pytest.mark.parametrize("images", [2, 5, 6])
+def test_a_layer_normalises_each_part_by_its_own_statistics(images: int) -> None:
+    """In float64, with a last part of one image, against a layer that sees the parts one by one."""
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(3).double()
+    nn.init.uniform_(plain.weight)
+    grouped = copy.deepcopy(plain)
+    statistics = RunningStatistics(nn.Sequential(grouped))
+    statistics.running, total = statistics.running.double(), torch.zeros(6, dtype=torch.float64)
+    statistics.pass_together(3, 2)
+    assert isinstance(grouped, GroupedBatchNorm2d)
+    x = torch.randn(images, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [torch.cat([plain(part) for part in inputs[0].split(2)]), grouped(inputs[1])]
+    for out in outs:
+        (out * torch.arange(out.numel(), dtype=torch.float64).view_as(out).cos()).sum().backward()
+    torch.testing.assert_close(outs[1], outs[0])
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    torch.testing.assert_close(grouped.weight.grad, plain.weight.grad)
+    assert outs[1].is_contiguous(memory_format=torch.channels_last)
+    parts = -(-images // 2)
+    statistics.collect(total, 0, parts, images)
+    statistics.merge(total, parts, torch.tensor(True))
+    assert plain.running_mean is not None and plain.running_var is not None
+    expected = torch.cat([plain.running_mean, plain.running_var])
+    torch.testing.assert_close(statistics.running, expected)
+
+
+@pytest.mark.parametrize(("shares", "per_pass"), [("1", 3), ("3,1", 2), ("1,1", 100)])
+def test_passes_hold_the_images_of_their_micro_batches(shares: str, per_pass: int) -> None:
+    plan = StepPlan(3, 192, 64, 0.01, 0.01, 0.9)
+    for rank in range(shares.count(",") + 1):
+        splitters = [
+            StepSplitter(
+                partition=Partition.parse(shares, shares.count(",") + 1),
+                rank=rank,
+                replicas=1,
+                micro_batch=4,
+                batch=16,
+                dataset_images=100,
+                sync_bn=False,
+                sizes=(1, 1),
+                img=64,
+                stride=32,
+                seed=0,
+                per_pass=each,
+            )
+            for each in (1, per_pass)
+        ]
+        single, several = (splitter.keys(plan) for splitter in splitters)
+        assert [k for key in several for k in key.samples] == [k for key in single for k in key.samples]
+        assert len(several) == -(-len(single) // per_pass)
+        assert [key.ordinal for key in several] == [key.ordinal for key in single[::per_pass]]
+        assert splitters[0].largest_share(64) == len(single)
