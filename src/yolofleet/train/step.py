@@ -206,9 +206,7 @@ def pass_micro_batches(
         if loss.predicted_divisor:
             divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
             sums = sums[:-1]
-        replica.statistics.collect(
-            replica.buckets.statistics, mb.ordinal, total_micro_batches, len(mb.images)
-        )
+        replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images))
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
             replica.buckets.start_reducing()
