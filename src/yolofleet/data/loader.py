@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import mmap
 import multiprocessing
 import os
 import signal
@@ -263,23 +264,22 @@ class _SharedBuffers:
         worker: number of this loader process.
     """
 
-    def __init__(self, in_use: Tensor, worker: int) -> None:
-        self.in_use = in_use.numpy()
+    def __init__(self, in_use: np.ndarray, worker: int) -> None:
+        self.in_use = in_use
         self.worker = worker
-        self.buffers: list[Tensor | None] = [None] * len(in_use)
+        self.buffers: list[Tensor] = [_new_buffer(0)] * len(in_use)
         self.taken: int | None = None  # for the value that is being made
 
     def take(self, size: int) -> Tensor:
         """Return an uninitialised tensor uint8 [size]; a value has at most one."""
-        free = np.flatnonzero(self.in_use == 0)
-        if not len(free):
+        free = np.flatnonzero(self.in_use == 0).tolist()
+        if not free:
             return _new_buffer(size)
-        self.taken = slot = int(free[0])
+        self.taken = slot = max(free, key=lambda slot: len(self.buffers[slot]))
         self.in_use[slot] = 1
-        buffer = self.buffers[slot]
-        if buffer is None or len(buffer) < size:
-            buffer = self.buffers[slot] = _new_buffer(size)
-        return buffer[:size]
+        if len(self.buffers[slot]) < size:
+            self.buffers[slot] = _new_buffer(size)
+        return self.buffers[slot][:size]
 
     def address(self) -> tuple[int, int] | None:
         """Return the number of this process and of the buffer that was taken since the last call."""
@@ -333,12 +333,13 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._items: Iterator[Any]
-        # The main process may hold the micro-batches of a step while loader processes prepare others.
-        self._in_use = torch.zeros(workers, 2 * prefetch + 2, dtype=torch.uint8).share_memory_()
         if workers == 0:
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
             return
+        # The main process may hold the micro-batches of a step while loader processes prepare others.
+        most = 2 * prefetch + 2
+        self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
         with (
@@ -385,10 +386,10 @@ class Loader(Generic[Key, Made], Iterator[Made]):
     def _received(self, sent: _Sent[Made]) -> Made:
         """Return the value; its loader process may use the buffer again once the memory is released here."""
         if sent.buffer is not None:
-            release = partial(_release, self._in_use.numpy(), sent.buffer, self._owner)
+            release = partial(_release, self._in_use, sent.buffer, self._owner)
             if sent.is_copied:
                 release()
-            else:
+            else:  # a copy of pageable memory to a GPU has read it when it returns
                 weakref.finalize(_memory_of(sent.made), release).atexit = False
         return sent.made
 
@@ -504,9 +505,9 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(worker: int, in_use: Tensor) -> None:
+def _start_worker(worker: int, in_use: np.ndarray) -> None:
     global _buffers
-    # Elsewhere a copy to the device may still read the memory after the tensor is released.
+    # Elsewhere processes are not forked, so ``in_use`` is a copy.
     _buffers = _SharedBuffers(in_use[worker], worker) if sys.platform == "linux" else None
     cv2.setNumThreads(0)
     torch.set_num_threads(1)

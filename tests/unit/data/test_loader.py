@@ -231,7 +231,7 @@ def test_buffers_that_are_filled_again_hold_what_they_should(on_device):
 
 
 def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
-    in_use = torch.zeros(2, dtype=torch.uint8)
+    in_use = np.zeros(2, np.uint8)
     buffers = _SharedBuffers(in_use, worker=3)
     first = buffers.take(100)
     assert buffers.address() == (3, 0) and buffers.address() is None
