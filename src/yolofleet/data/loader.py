@@ -279,7 +279,8 @@ class _SharedBuffers:
         self.in_use[slot] = 1
         if len(self.buffers[slot]) < size:
             self.buffers[slot] = _new_buffer(size)
-        return self.buffers[slot][:size]
+        part: Tensor = self.buffers[slot][:size]
+        return part
 
     def address(self) -> tuple[int, int] | None:
         """Return the number of this process and of the buffer that was taken since the last call."""
