@@ -213,6 +213,17 @@ def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
     torch.backends.cudnn.benchmark = benchmark
 
 
+@contextmanager
+def untimed_kernels() -> Iterator[None]:
+    """Do not choose kernels by measured time inside the block: each new image shape would time every convolution."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 def kernel_versions(device: torch.device) -> dict[str, Any]:
     """Return what the last bits of results on an accelerator depend on, as values for JSON."""
     found: dict[str, Any] = {"device": name_of(device)}

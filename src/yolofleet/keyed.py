@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+_CHUNK = 1 << 18
+
 
 def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
     """Return the generator of a key, for example ``generator(seed, "augment", epoch, position)``. Takes about 20 us."""
@@ -43,5 +45,23 @@ def _key(seed: int, purpose: str, index: tuple[int, ...]) -> int:
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
-    """Return the order in which an epoch visits its samples: int64 [length], each of 0 .. length - 1 once."""
-    return np.argsort(generator(seed, "order", epoch).random(length), kind="stable")
+    """Return the order in which an epoch visits its samples: int32 [length], each of 0 .. length - 1 once.
+
+    It is the stable order of random numbers. Every loader process computes it, so a long one takes little memory: an
+    eighth of the numbers is sorted at a time, and they are drawn again for each eighth. At two million samples this
+    takes 7 MB beside the result instead of 40 MB, and 0.3 s.
+    """
+    order, start = np.empty(length, np.int32), 0
+    ranges = 8 if length > _CHUNK else 1
+    for number in range(ranges):
+        rng = generator(seed, "order", epoch)
+        members, values = [np.empty(0, np.int32)], [np.empty(0)]
+        for first in range(0, length, _CHUNK):
+            drawn = rng.random(min(_CHUNK, length - first))
+            inside = np.flatnonzero((drawn * ranges).astype(np.int8) == number)
+            members.append((first + inside).astype(np.int32))
+            values.append(drawn[inside])
+        ordered = np.concatenate(members)[np.argsort(np.concatenate(values), kind="stable")]
+        order[start : start + len(ordered)] = ordered
+        start += len(ordered)
+    return order

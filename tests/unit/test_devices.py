@@ -251,3 +251,18 @@ def test_validation_uses_the_memory_layout_of_training(tmp_path: Path):
     with register_module_forward_pre_hook(look):
         val.validate(config.value, World.single(), RunFolder(tmp_path))
     assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
+
+
+def test_kernels_are_not_timed_inside_the_block() -> None:
+    def timed() -> bool:
+        return bool(torch.backends.cudnn.benchmark)
+
+    before = timed()
+    try:
+        torch.backends.cudnn.benchmark = True
+        with pytest.raises(RuntimeError), devices.untimed_kernels():
+            assert not timed()
+            raise RuntimeError
+        assert timed()
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -30,8 +30,8 @@ MAY_OPEN = {
     ),
     "cli/selftest.py:started": "a new file in our temporary folder",
     **dict.fromkeys(
-        ("data/cache.py:__setstate__", "data/cache.py:_shared_file", "data/cache.py:_sweep"),
-        "files of our cache folder",
+        ("data/entryfile.py:reopen", "data/entryfile.py:open_shared", "data/entryfile.py:sweep"),
+        "files of our cache folder, and of the folder of --stage",
     ),
     **dict.fromkeys(
         ("datasets/download.py:_write_list", "datasets/convert.py:write", "datasets/writers.py:write_lines",

@@ -2,6 +2,7 @@ import pickle
 import subprocess
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,25 @@ def test_numbers_stay_as_they_were_in_the_first_release():
 
 def test_permutation_visits_every_sample_once_and_differs_by_epoch():
     first, second = permutation(0, 0, 1000), permutation(0, 1, 1000)
-    assert first.dtype == np.int64
+    assert first.dtype == np.int32  # every loader process keeps two
     assert sorted(first) == list(range(1000))
     assert (first == second).mean() < 0.02
     assert permutation(0, 0, 1).tolist() == [0] and permutation(0, 0, 0).tolist() == []
+
+
+def test_a_long_permutation_is_sorted_in_ranges_and_as_a_whole_the_same():
+    length = 3 * 2**18 + 1
+    whole = np.argsort(generator(7, "order", 2).random(length), kind="stable")
+    assert np.array_equal(permutation(7, 2, length), whole)
+
+
+def test_a_long_permutation_takes_little_memory_beside_the_result():
+    length = 1 << 20
+    tracemalloc.start()
+    permutation(0, 0, length)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 14 * length  # 4 bytes each for the result; sorting all at once takes 20 more
 
 
 def test_draws_are_uniform():

@@ -1,7 +1,7 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change.
+the run may change. ``--cache jpeg`` changes pixels, so a run has it from its start to its end.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def continue_run(
         # If the run chose its micro-batch, the checkpoint stores the size.
         if name == "micro_batch" and was <= 0:
             pass
-        elif was != now and group_of(field) in FIXED_GROUPS:
+        elif was != now and (group_of(field) in FIXED_GROUPS or (name == "cache" and "jpeg" in (was, now))):
             if name not in MAY_CHANGE:
                 raise _fixed(
                     found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]

@@ -265,9 +265,15 @@ class TrainConfig(FleetSettings):
         "let cuDNN choose kernels by timing them; auto: on, unless image sizes vary or kernels are deterministic",
         group="execution",
     )
-    cache: Literal["auto", "none", "ram", "disk"] = setting(
+    cache: Literal["auto", "none", "ram", "disk", "jpeg"] = setting(
         "auto",
-        "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder",
+        "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder; jpeg: training "
+        "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit, else disk if faster",
+        group="execution",
+    )
+    stage: Path | None = setting(
+        None,
+        "copy the image files into this folder on a local disk of each machine, once, and read them there",
         group="execution",
     )
     prefetch: Natural = setting(

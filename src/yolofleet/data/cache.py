@@ -1,62 +1,56 @@
-"""Decoded images at training size, one copy per machine. The first process that decodes an image stores it.
-
-One flat file holds all pixels. The offset of each image follows from the index alone, so processes need not
-communicate. Reading returns a view of the mapped file. Writing uses ``pwrite``, because a full disk or /dev/shm is then
-an error that can be handled; a write to mapped memory would kill the process with SIGBUS. Every image has a CRC-32,
-which is written after its pixels and compared when a process reads the image for the first time. So an incomplete
-write is detected, and the image is decoded again. Two processes that write the same image write the same bytes.
+"""Images at training size, one copy per machine. The first process that decodes an image stores it in an ``EntryFile``.
 
 ``ram``: a file in /dev/shm that is unlinked once every local process has opened it, so a crash leaves nothing behind.
-``disk``: a file in the cache folder, kept for the next run. A cache does not change results. If there is none, images
-are decoded each time, and ``note`` gives the reason.
+``disk``: a file in the cache folder, kept for the next run. Neither changes results. If there is no cache, images are
+decoded each time, and ``note`` gives the reason.
+
+``jpeg``: as ``ram``, but each image is kept as a JPEG, which takes about an eighth of the memory and is decoded again
+each time. That changes pixels, so it is a setting of the run and no fallback: every image passes through the JPEG on
+every host, also where it is not cached.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import secrets
 import shutil
-import struct
 import tempfile
-import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from yolofleet.data.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
+from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
-from yolofleet.images.decode import read_image
+from yolofleet.images.decode import decode_image, read_image
 from yolofleet.system.cgroup import available_bytes
+from yolofleet.system.disks import network_disk
 from yolofleet.text import size_text
 
-try:
-    import fcntl
-except ImportError:  # Windows: each process keeps its own cache
-    fcntl = None  # type: ignore[assignment]
-
-_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-Mode = Literal["none", "ram", "disk", "auto"]
-RAM_SHARE = {"auto": 0.5, "ram": 0.8}  # share of the memory that is free now; the rest is for the run itself
-OPEN_WAIT_S = 60.0  # timeout for another local process to initialise the file
-DISK_SHARE = 0.9
-_MAGIC = b"YFIMAGE1"
-_HEADER = struct.Struct("<8sqq16s")  # magic, images, images covered, digest of the layout
-_HEADER_BYTES = 4096
+Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
+RAM_SHARE = {
+    "auto": 0.5,
+    "ram": 0.8,
+    "jpeg": 0.8,
+}  # of the memory that is free now; the rest is for the run itself
+DISK_SHARE = {"auto": 0.5, "disk": 0.9}  # of the space that is free now
+SHM_SHARE = 0.9
+JPEG_QUALITY = (
+    92  # with colours at half resolution: 2.4 of 255 levels away on average (COCO), for 1.06 ms at 640 px
+)
+_JPEG_SAMPLES = 16  # images whose size as a JPEG is measured, to estimate the memory that all take
 _PREFIX = "yolofleet-images-"
 _STALE_S = 60.0  # an older named file in /dev/shm that no process has open was left by a crash
 _UNUSED_S = (
     30 * 86400.0
 )  # a file on disk that no run has opened for 30 days most likely belongs to changed data
-_FDS = Path("/proc/self/fd")  # if it exists, a process can open an unlinked file of another process
 
 
 def _temporary_folders() -> list[Path]:
@@ -99,47 +93,68 @@ class ImageCache:
     """The images of an index at training size, from the cache or decoded.
 
     Attributes:
-        mode: what is in use: none, ram or disk.
+        mode: what is in use: none, ram, disk or jpeg.
         covered: images 0..covered-1 are cached; the others are decoded each time.
         note: a line for the user: what is in use and why.
     """
 
     def __init__(
-        self, index: DataIndex, img: int, mode: Mode, *, token: str = "", quick: bool = False
+        self,
+        index: DataIndex,
+        img: int,
+        mode: Mode,
+        *,
+        token: str = "",
+        quick: bool = False,
+        staged: StagedImages | None = None,
     ) -> None:
         """Open or create the cache. If that fails, ``mode`` is none and ``note`` gives the reason.
 
         Args:
             index: the images.
             img: longer side in pixels.
-            mode: ``ram`` covers a part of the images if not all fit; ``auto`` is ``ram`` if all fit into half of the
-                free memory, else none.
-            token: text that is equal in all processes of a machine that share a ``ram`` cache; one of them calls
+            mode: ``ram``, ``jpeg`` and ``disk`` cover a part of the images if not all fit. ``auto`` is ``ram`` if all
+                fit into half of the free memory; else ``disk`` if the files have more bytes than the pixels, the cache
+                folder is on a local disk, and all fit into half of its free space; else none.
+            token: text that is equal in all processes of a machine that share a cache in memory; one of them calls
                 ``unlink`` after all have been constructed. '': only this process and those it starts share it.
             quick: for training. JPEGs are decoded at a half, a quarter or an eighth of their size if that is still
                 ``img`` or more, and images up to twice too large are shrunk linearly (YOLOv5's rule for training)
                 and not by areas. It takes about half the time, for pixels that differ slightly.
+            staged: copies of the image files, which are read instead.
         """
         self.index = index
         self.img = img
         self.quick = quick
-        self.mode: Literal["none", "ram", "disk"] = "none"
+        self.is_jpeg = mode == "jpeg"
+        self.mode: Literal["none", "ram", "disk", "jpeg"] = "none"
         self.covered = 0
         self.note = "cache: none, images are decoded each time"
-        self._file: _PixelFile | None = None
+        self._staged = staged
+        self._file: EntryFile | None = None
         if mode == "none" or not len(index):
             return
-        layout = _Layout(index, img, quick)
+        self._sizes_wh = resized_wh(index.sizes_wh, img)
+        layout = self._layout()
         try:
-            self._file = _disk_file(layout) if mode == "disk" else _ram_file(layout, mode, token)
-        except (OSError, ValueError, _NoCache) as error:
-            self.note = f"cache: none ({error})"
+            share = self._jpeg_share() if self.is_jpeg else 1.0
+            if mode == "auto":
+                self.mode, self._file, why = _chosen_file(layout, token, int(index.stamps[:, 0].sum()))
+            else:
+                self._file = (
+                    _disk_file(layout, mode) if mode == "disk" else _ram_file(layout, mode, token, share)
+                )
+                self.mode, why = mode, ""
+        except (OSError, ValueError, Unusable) as error:
+            self.note = f"cache: none ({error})" + ("; images are changed by a JPEG" if self.is_jpeg else "")
             return
-        self.mode = "disk" if mode == "disk" else "ram"
         self.covered = self._file.covered
-        self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size_text(self._file.size)}"
+        size = size_text(self._file.size * share)
+        self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size}{why}"
         if self.covered < len(index):
-            self.note += f"; all would need {size_text(layout.size_of(len(index)))}"
+            needed = size_text(layout.size_of(len(index)) * share)
+            others = "" if mode == "disk" else "; --cache disk holds what its disk has room for"
+            self.note += f", all would need {needed}{others}"
 
     def get(self, image: int) -> np.ndarray:
         """Return an image whose longer side is ``img``: uint8 [h, w, 3] BGR, read-only.
@@ -147,28 +162,37 @@ class ImageCache:
         Raises:
             DataError: the image cannot be read, or its size has changed since it was indexed.
         """
-        if self._file is not None and image < self.covered:
-            kept = self._file.read(image)
-            if kept is not None:
-                return kept
-        pixels = self._decode(image)
-        pixels.flags.writeable = False
-        if self._file is not None and image < self.covered:
-            self._file.write(image, pixels)
-        return pixels
+        file = self._file if image < self.covered else None
+        content = file.read(image) if file is not None else None
+        if content is None:
+            pixels = self._decode(image)
+            content = _as_jpeg(pixels) if self.is_jpeg else np.ascontiguousarray(pixels).reshape(-1)
+            if file is not None and content.nbytes <= file.layout.span(image)[1]:
+                with contextlib.suppress(OSError):  # the disk or memory is full
+                    file.write(image, content)
+            if not self.is_jpeg:
+                pixels.flags.writeable = False
+                return pixels
+        if self.is_jpeg:
+            pixels = np.asarray(cv2.imdecode(content, cv2.IMREAD_COLOR))
+            pixels.flags.writeable = False
+            return pixels
+        width, height = self._sizes_wh[image].tolist()
+        return content.reshape(height, width, 3)
 
     def unlink(self) -> None:
-        """Unlink the file of a ``ram`` cache; processes that have it open, and those they start, can still use it.
+        """Unlink the file of a cache in memory; processes that have it open, and those they start, can still use it.
 
         Any local process may call this after all have been constructed. On systems other than Linux, where an
         unlinked file cannot be opened again, ``close`` unlinks it.
         """
-        if self._file is not None and _FDS.is_dir():
+        if self._file is not None and FDS.is_dir():
             self._file.unlink()
 
     def close(self) -> None:
         """Close the cache; images that ``get`` returned stay valid."""
         if self._file is not None:
+            _promised.pop(self._file, None)
             self._file.close()
         self._file, self.mode, self.covered = None, "none", 0
 
@@ -176,7 +200,11 @@ class ImageCache:
         path = self.index.path(image)
         width, height = self.index.sizes_wh[image].tolist()
         reduction = reduction_for(width, height, self.img) if self.quick else 1
-        pixels = read_image(path, reduction=reduction)
+        staged = self._staged.read(image) if self._staged is not None else None
+        if staged is None:
+            pixels = read_image(path, reduction=reduction)
+        else:
+            pixels = decode_image(staged, path, reduction=reduction)
         if pixels.shape[:2] not in ((height, width), (-(-height // reduction), -(-width // reduction))):
             raise DataError(
                 f"image {path} has {pixels.shape[1]} x {pixels.shape[0]} pixels; the index has {width} x {height}",
@@ -189,265 +217,132 @@ class ImageCache:
         by_areas = shrunk >= 2 or (shrunk > 1 and not self.quick)
         return cv2.resize(pixels, new_wh, interpolation=cv2.INTER_AREA if by_areas else cv2.INTER_LINEAR)
 
+    def _layout(self) -> Layout:
+        # versions of OpenCV may decode to different pixels
+        identity = f"{self.index.images_key()} {self.img} {self.quick} {cv2.__version__}"
+        identity += f" jpeg {JPEG_QUALITY}" if self.is_jpeg else ""
+        return Layout(self._sizes_wh.prod(axis=1) * 3, identity)
+
+    def _jpeg_share(self) -> float:
+        """Return the size of the images as JPEGs as a fraction of that of their pixels, estimated from a few."""
+        jpegs = pixels = 0
+        for image in np.linspace(0, len(self.index) - 1, _JPEG_SAMPLES).astype(int).tolist():
+            with contextlib.suppress(DataError):
+                decoded = self._decode(image)
+                jpegs += _as_jpeg(decoded).nbytes + 4096  # memory is taken in pages
+                pixels += decoded.nbytes
+        return min(jpegs / pixels, 1.0) if pixels else 1.0
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_file"] = self._file and self._file.address()
+        state.pop("_sizes_wh", None)  # larger than all the rest
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._file = None
         if state["_file"] is not None:
+            self._sizes_wh = resized_wh(self.index.sizes_wh, self.img)
             try:
-                handle = os.open(state["_file"], os.O_RDWR | _OPEN_FLAGS)
-                self._file = _PixelFile(handle, None, _Layout(self.index, self.img, self.quick))
-            except (OSError, ValueError, _NoCache) as error:
+                self._file = EntryFile.reopen(state["_file"], self._layout())
+            except (OSError, ValueError, Unusable) as error:
                 self.mode, self.covered, self.note = "none", 0, f"cache: none ({error})"
 
 
-class _NoCache(Exception):
-    """Why there is no cache."""
+def _as_jpeg(pixels: np.ndarray) -> np.ndarray:
+    """Return pixels [h, w, 3] BGR as a JPEG: uint8 [bytes]."""
+    _, jpeg = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+    return np.asarray(jpeg).reshape(-1)
 
 
-class _Layout:
-    """The offsets within the file: header, a CRC-32 per image, the pixels of one image after the other."""
-
-    def __init__(self, index: DataIndex, img: int, quick: bool) -> None:
-        self.sizes_wh = resized_wh(index.sizes_wh, img)
-        self.images = len(index)
-        start = -(-(_HEADER_BYTES + 4 * self.images) // 4096) * 4096
-        self.ends = start + np.cumsum(self.sizes_wh.prod(axis=1) * 3)  # int64 [N]
-        text = f"{index.key} {img} {quick} {cv2.__version__}"  # versions of OpenCV may decode to different pixels
-        self.digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-    def size_of(self, covered: int) -> int:
-        """Return the size of a file that holds the first ``covered`` images, at least one."""
-        return int(self.ends[covered - 1])
-
-    def covered_by(self, size: float) -> int:
-        """Return how many images fit into ``size`` bytes."""
-        return int(np.searchsorted(self.ends, size, side="right"))
-
-
-class _PixelFile:
-    """An initialised file of pixels. Owns ``handle``, and unlinks ``path`` when it is closed unless that is None."""
-
-    def __init__(self, handle: int, path: Path | None, layout: _Layout) -> None:
-        """Map the file. Raises OSError, or _NoCache if it has another layout; the handle is then closed."""
-        self.handle, self._path, self._layout = handle, path, layout
-        self._close = weakref.finalize(self, _close, handle, path, os.getpid())
-        try:
-            self.covered = _covered(handle, layout)
-            if not self.covered:
-                raise _NoCache("the cache of another process cannot be used")
-            self.size = layout.size_of(self.covered)
-            self._mapped = mmap.mmap(handle, self.size, access=mmap.ACCESS_READ)
-        except BaseException:
-            self._close()
-            raise
-        self._crcs = np.frombuffer(self._mapped, np.uint32, layout.images, _HEADER_BYTES)
-        self._compared = np.zeros(layout.images, bool)
-
-    def read(self, image: int) -> np.ndarray | None:
-        """Return a view of the file, or None if the image is not stored."""
-        crc = int(self._crcs[image])
-        if crc == 0:
-            return None
-        width, height = self._layout.sizes_wh[image].tolist()
-        count = width * height * 3
-        pixels = np.frombuffer(self._mapped, np.uint8, count, int(self._layout.ends[image]) - count)
-        if not self._compared[image]:
-            if _crc(pixels) != crc:
-                return None
-            self._compared[image] = True
-        return pixels.reshape(height, width, 3)
-
-    def write(self, image: int, pixels: np.ndarray) -> None:
-        """Store an image; do nothing if the disk or memory is full."""
-        flat = np.ascontiguousarray(pixels).reshape(-1)
-        try:
-            _write_at(self.handle, flat.data, int(self._layout.ends[image]) - flat.nbytes)
-            _write_at(self.handle, memoryview(struct.pack("=I", _crc(flat))), _HEADER_BYTES + 4 * image)
-        except OSError:
-            pass
-
-    def address(self) -> str:
-        """Return a path that opens this file while this process lives, even after it was unlinked."""
-        return f"/proc/{os.getpid()}/fd/{self.handle}" if _FDS.is_dir() else str(self._path)
-
-    def unlink(self) -> None:
-        _unlink(self._path)
-
-    def close(self) -> None:
-        del self._crcs, self._mapped
-        _promised.pop(self, None)
-        self._close()
-
-
-def _close(handle: int, path: Path | None, owner: int) -> None:
-    os.close(handle)
-    if os.getpid() == owner:  # a forked child that ends must not unlink the parent's file
-        _unlink(path)
-
-
-def _unlink(path: Path | None) -> None:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _crc(pixels: np.ndarray) -> int:
-    return zlib.crc32(pixels.data) or 1  # 0 means that the image is not stored
-
-
-def _write_at(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        if hasattr(os, "pwrite"):
-            written = os.pwrite(handle, data, offset)
-        else:
-            os.lseek(handle, offset, os.SEEK_SET)
-            written = os.write(handle, data)
-        data, offset = data[written:], offset + written
-
-
-def _covered(handle: int, layout: _Layout) -> int:
-    """Return how many images an initialised file covers; 0 for any other file."""
-    os.lseek(handle, 0, os.SEEK_SET)
-    head = os.read(handle, _HEADER.size)
-    if len(head) < _HEADER.size:
-        return 0
-    magic, images, covered, digest = _HEADER.unpack(head)
-    ours = (magic, images, digest) == (_MAGIC, layout.images, layout.digest) and 0 < covered <= images
-    return covered if ours and os.fstat(handle).st_size >= layout.size_of(covered) else 0
-
-
-def _lay_out(handle: int, layout: _Layout, covered: int) -> None:
-    """Initialise a file. It is sparse: at first, only the checksums take space.
-
-    The header is written last, so a file that is not finished has none.
-    """
-    os.ftruncate(handle, 0)
-    os.ftruncate(handle, layout.size_of(covered))
-    _write_at(handle, memoryview(bytes(4 * layout.images)), _HEADER_BYTES)
-    _write_at(handle, memoryview(_HEADER.pack(_MAGIC, layout.images, covered, layout.digest)), 0)
-
-
-def _shared_file(path: Path, layout: _Layout, cover: Callable[[], int], mode: int) -> int:
-    """Open a file that other processes may open at the same time; the first one initialises it.
-
-    A shared lock is held while the file is open, here or in a forked child. It marks the file as in use.
+def _chosen_file(
+    layout: Layout, token: str, files_bytes: int
+) -> tuple[Literal["ram", "disk"], EntryFile, str]:
+    """Open the cache of ``auto``; return its mode, its file, and why it was chosen. Raises OSError or Unusable.
 
     Args:
-        cover: returns how many images to cover; only the process that initialises the file calls it. May raise
-            _NoCache.
-        mode: permissions of a new file, before the umask.
+        files_bytes: size of all image files.
     """
-    deadline_s = time.monotonic() + OPEN_WAIT_S
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, mode)
-        try:
-            if _lock(handle, exclusive=True):
-                if os.fstat(handle).st_nlink or not fcntl:  # else it was unlinked between open and lock
-                    if not _covered(handle, layout):
-                        try:
-                            _lay_out(handle, layout, cover())
-                        except BaseException:
-                            _unlink(path)
-                            raise
-                    _lock(handle, exclusive=False)
-                    return handle
-            elif _lock(handle, exclusive=False) and _covered(handle, layout):
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-        if time.monotonic() > deadline_s:
-            raise _NoCache(f"another process has been preparing {path} for {OPEN_WAIT_S:.0f} s")
-        time.sleep(0.02)
-
-
-def _lock(handle: int, *, exclusive: bool) -> bool:
-    """Lock a file without waiting; return whether that succeeded."""
-    if not fcntl:
-        return True
     try:
-        fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return "ram", _ram_file(layout, "auto", token, 1.0), ", all fit into half of the free memory"
+    except Unusable as full:
+        # With fewer bytes than the files, a cache on disk is faster than any of them, and takes less space than the data.
+        if layout.size_of(layout.entries) >= files_bytes:
+            other = (
+                "JPEGs take an eighth with --cache jpeg; --cache disk would be larger than the image files"
+            )
+            raise Unusable(f"{full}; {other}") from None
+        if kind := network_disk(cache_root()):
+            raise Unusable(
+                f"{full}, and the cache folder {cache_root()} is on a network disk ({kind})"
+            ) from None
+        try:
+            file = _disk_file(layout, "auto")
+        except (OSError, Unusable) as problem:
+            raise Unusable(f"{full}; disk: {problem}") from None
+        return "disk", file, f", smaller than the image files ({full})"
 
 
-def _disk_file(layout: _Layout) -> _PixelFile:
+def _disk_file(layout: Layout, mode: Mode) -> EntryFile:
     folder = cache_root() / "images"
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.glob("*.pixels"), _UNUSED_S)
+    sweep(folder.glob("*.pixels"), _UNUSED_S)
 
     def cover() -> int:
         free = shutil.disk_usage(folder).free
-        covered = layout.covered_by(free * DISK_SHARE)
-        if not covered:
-            raise _NoCache(f"{folder} has only {size_text(free)} free")
+        covered = layout.covered_by(free * DISK_SHARE[mode])
+        if not covered or (mode == "auto" and covered < layout.entries):
+            raise Unusable(f"{folder} has only {size_text(free)} free")
         return covered
 
     path = folder / f"{layout.digest.hex()}.pixels"
-    handle = _shared_file(path, layout, cover, 0o666)
-    os.utime(path)  # so that _sweep does not take it for unused
-    return _PixelFile(handle, None, layout)
+    handle = open_shared(path, layout, cover, 0o666)
+    os.utime(path)  # so that sweep does not take it for unused
+    return EntryFile(handle, None, layout)
 
 
-def _ram_file(layout: _Layout, mode: Mode, token: str) -> _PixelFile:
-    """Open or create the file of a ``ram`` cache. Raises OSError or _NoCache."""
+def _ram_file(layout: Layout, mode: Mode, token: str, share: float) -> EntryFile:
+    """Open or create the file of a cache in memory. Raises OSError or Unusable.
+
+    Args:
+        share: of the bytes of an entry in the layout, how many it takes on average.
+    """
     folders = [folder for folder in MEMORY_FOLDERS if folder.is_dir()]
     if not folders:
-        raise _NoCache("neither /dev/shm nor the folder for temporary files can be written")
-    _sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)
-    shared = token if fcntl else ""
-    secret = f"{shared or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if fcntl else 0}"
+        raise Unusable("neither /dev/shm nor the folder for temporary files can be written")
+    sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)
+    shared = token if HAS_LOCKS else ""
+    secret = f"{shared or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if HAS_LOCKS else 0}"
     name = _PREFIX + hashlib.blake2b(secret.encode(), digest_size=16).hexdigest()
-    whole = layout.size_of(layout.images)
+    whole = layout.size_of(layout.entries) * share
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     there = [folder for folder in folders if (folder / name).exists()]
-    roomy = [folder for folder in folders if whole <= free[folder] * DISK_SHARE]
+    roomy = [folder for folder in folders if whole <= free[folder] * SHM_SHARE]
     folder = (there or roomy or sorted(folders, key=lambda item: -free[item]))[0]
 
     def cover() -> int:
         memory = available_bytes()
         if memory is None and mode == "auto":
-            raise _NoCache("the amount of free memory is unknown on this system; --cache ram ignores that")
-        budget = free[folder] * DISK_SHARE
+            raise Unusable("the amount of free memory is unknown on this system; --cache ram ignores that")
+        budget = free[folder] * SHM_SHARE
         if memory is not None:
             budget = min(budget, memory * RAM_SHARE[mode] - sum(_promised.values()))
-        covered = layout.covered_by(budget)
-        if not covered or (mode == "auto" and covered < layout.images):
-            raise _NoCache(
-                f"all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
+        covered = layout.covered_by(budget / share)
+        if not covered or (mode == "auto" and covered < layout.entries):
+            raise Unusable(
+                f"in memory all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
             )
         return covered
 
     path = folder / name
     # Every user of the machine can list this folder, so the file is readable by its owner only.
-    file = _PixelFile(_shared_file(path, layout, cover, 0o600), path, layout)
-    _promised[file] = file.size
-    if not shared and _FDS.is_dir():
+    file = EntryFile(open_shared(path, layout, cover, 0o600), path, layout)
+    _promised[file] = int(file.size * share)
+    if not shared and FDS.is_dir():
         file.unlink()
     return file
 
 
 # Sizes of the open files in memory. They fill up later, so the amount of free memory does not include them yet.
-_promised: weakref.WeakKeyDictionary[_PixelFile, int] = weakref.WeakKeyDictionary()
-
-
-def _sweep(paths: Iterable[Path], older_s: float) -> None:
-    """Remove this user's files that no process has open and that were not used for ``older_s`` seconds."""
-    for path in paths if fcntl else ():
-        with contextlib.suppress(OSError):
-            about = path.stat()
-            if about.st_uid != os.getuid() or time.time() - about.st_mtime < older_s:
-                continue
-            handle = os.open(path, os.O_RDWR | _OPEN_FLAGS)
-            try:
-                if _lock(handle, exclusive=True):
-                    path.unlink()
-            finally:
-                os.close(handle)
+_promised: weakref.WeakKeyDictionary[EntryFile, int] = weakref.WeakKeyDictionary()

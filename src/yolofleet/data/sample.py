@@ -15,7 +15,7 @@ from yolofleet.data.pixels import Look, finish
 from yolofleet.errors import DataError
 from yolofleet.keyed import ReusedGenerator, generator, permutation
 
-ORDERS_KEPT = 3  # permutations kept in memory: a step may span two epochs, and loader processes work ahead
+ORDERS_KEPT = 2  # permutations kept in memory: a micro-batch may span two epochs
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
@@ -68,9 +68,9 @@ class TrainSamples:
         """Return the number of the image at a position in the order of an epoch."""
         order = self._orders.get(epoch)
         if order is None:
-            order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
-            for old in sorted(self._orders)[:-ORDERS_KEPT]:
+            for old in sorted(self._orders)[: 1 - ORDERS_KEPT]:
                 del self._orders[old]
+            order = self._orders[epoch] = permutation(self.seed, epoch, len(self))
         return int(order[position])
 
     def sample(

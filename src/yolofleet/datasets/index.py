@@ -5,7 +5,8 @@
 The index is stored in the cache folder, not in the data set. Its key is a hash of the names, sizes and modification
 times of all images and label files, so a changed data set gets a new index. If several processes need the same index,
 one builds it and the others wait. On a file system without locks, each builds it and the last rename wins, with the
-same content. A checksum detects a file that a crash damaged, and the index is built again.
+same content. If the ranks of a run need the same index, each reads a part of the files, and all exchange what they
+found. A checksum detects a file that a crash damaged, and the index is built again.
 
 Legend: N images, M labels, C classes.
 """
@@ -21,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog
 from yolofleet.datasets.reader import SplitReader, without_repeats
-from yolofleet.datasets.scan import Scanned, scan
+from yolofleet.datasets.scan import Scanned, pack, scan, unpack
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
@@ -36,12 +37,13 @@ from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 3
+_FORMAT = 4
 _CHUNK = 512  # images that a thread takes at a time
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
 _ARRAYS = (
     "path_bytes",
     "path_offsets",
+    "stamps",
     "image_ids",
     "sizes_wh",
     "offsets",
@@ -65,6 +67,7 @@ class DataIndex:
         split: train, val or test.
         names: of the classes; a single name if all classes are treated as one.
         path_bytes, path_offsets: uint8 [...], int64 [N + 1]: image i is bytes offsets[i]:offsets[i + 1].
+        stamps: int64 [N, 2]: size in bytes and modification time in ns of each image file.
         image_ids: int64 [N]: COCO's ids; else the file names if these are distinct whole numbers; else 0..N-1.
         sizes_wh: int32 [N, 2] pixels, after EXIF rotation.
         offsets: int64 [N + 1]: labels of image i are rows offsets[i]:offsets[i + 1].
@@ -84,6 +87,7 @@ class DataIndex:
     names: tuple[str, ...]
     path_bytes: np.ndarray
     path_offsets: np.ndarray
+    stamps: np.ndarray
     image_ids: np.ndarray
     sizes_wh: np.ndarray
     offsets: np.ndarray
@@ -109,6 +113,13 @@ class DataIndex:
     def paths(self) -> tuple[str, ...]:
         """Return all paths; each call decodes them again."""
         return tuple(self.path(image) for image in range(len(self)))
+
+    def images_key(self) -> str:
+        """Return a hash of the paths, sizes and times of the image files; labels do not matter. Takes 60 ns an image."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.path_bytes, self.path_offsets, self.stamps):
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
     def labels(self, image: int) -> np.ndarray:
         """Return the labels to train on, without crowd regions: float32 [n, 5] class, cx, cy, w, h."""
@@ -183,6 +194,16 @@ def _reload(file: Path) -> DataIndex:
     return index
 
 
+class Ranks(Protocol):
+    """The part of ``World`` that ranks need to divide the work."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
+
+
 def build_index(
     spec: DatasetSpec,
     split: str,
@@ -192,6 +213,7 @@ def build_index(
     strict: bool = True,
     problems_kept: int = MAX_PROBLEMS_KEPT,
     on_progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> DataIndex:
     """Return the stored index of a split, or build and store it if its files changed.
 
@@ -203,7 +225,9 @@ def build_index(
         workers: number of threads; 0 means 8.
         strict: raise if a label has a class that the data set does not have; else such labels are dropped.
         problems_kept: number of problems to keep in full; an index that was stored with fewer is built again.
-        on_progress: called in this thread with (images read, all images).
+        on_progress: called in this thread with (images read, all images that this process reads).
+        ranks: the ranks of a run. Then this is collective: every rank. If their files have equal names, sizes and
+            times and no rank has the index, they divide the files.
     Raises:
         DataError: no images; most images or most labels are unusable; wrong classes (see ``strict``); a train split
             without any label.
@@ -225,23 +249,30 @@ def build_index(
             return None
         return index
 
-    if (found := stored()) is not None:
+    build = partial(
+        _build,
+        spec,
+        split,
+        readers,
+        log,
+        key=key,
+        single_cls=single_cls,
+        workers=workers or _THREADS,
+        strict=strict,
+        problems_kept=problems_kept,
+        on_progress=on_progress,
+    )
+    found, index = stored(), None
+    if ranks is not None and ranks.size > 1:
+        every = ranks.all_gather_bytes(f"{key} {found is not None}".encode())
+        if found is None and len(set(every)) == 1:
+            index = build(ranks=ranks)
+    if found is not None:
         return found
     with in_turn(file.with_suffix(".lock")):
-        if (found := stored()) is not None:  # the process that held the lock has built it
+        if (found := stored()) is not None:  # the process that held the lock has stored it
             return found
-        index = _build(
-            spec,
-            split,
-            readers,
-            log,
-            key=key,
-            single_cls=single_cls,
-            workers=workers or _THREADS,
-            strict=strict,
-            problems_kept=problems_kept,
-            on_progress=on_progress,
-        )
+        index = index or build()
         try:
             index.save(file)
         except OSError:
@@ -261,9 +292,9 @@ def _build(
     strict: bool,
     problems_kept: int,
     on_progress: Callable[[int, int], None] | None,
+    ranks: Ranks | None = None,
 ) -> DataIndex:
-    """Read every image header and label. ``log`` holds the problems that were found before."""
-    total = sum(len(reader.images) for reader in readers)
+    """Read every image header and label. ``log`` holds the problems that were found before. Collective if ``ranks``."""
     jobs = [
         (reader, start, min(start + _CHUNK, len(reader.images)))
         for reader in readers
@@ -272,14 +303,18 @@ def _build(
     read = partial(
         scan, class_count=len(spec.names), single_cls=single_cls, problems_kept=problems_kept, root=spec.root
     )
+    mine = jobs if ranks is None else jobs[ranks.rank :: ranks.size]
     parts: list[Scanned] = []
-    done = 0
+    done, total = 0, sum(stop - start for _, start, stop in mine)
     with ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
-        for part in pool.map(lambda job: read(*job), jobs):
+        for part in pool.map(lambda job: read(*job), mine):
             parts.append(part)
-            done += part.images_read
+            done += len(part.usable)
             if on_progress:
                 on_progress(done, total)
+    if ranks is not None:
+        every = [unpack(packed) for packed in ranks.all_gather_bytes(pack(parts))]
+        parts = [every[job % ranks.size][job // ranks.size] for job in range(len(jobs))]
     wrong_classes = sum(part.log.kinds["wrong-class"] for part in parts)
     if strict and wrong_classes:
         shown = ProblemLog()
@@ -290,7 +325,7 @@ def _build(
         many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"
         raise _unusable(spec, split, f"{many} a class that names does not have", shown)
     names = ("object",) if single_cls and len(spec.names) > 1 else spec.names
-    arrays = _join(parts, readers, log, spec, split, total)
+    arrays = _join(parts, jobs, readers, log, spec, split)
     return DataIndex(key=key, digest=_digest(names, arrays), split=split, names=names, **arrays)
 
 
@@ -308,11 +343,11 @@ def _key(spec: DatasetSpec, split: str, readers: Sequence[SplitReader], **choice
 
 def _join(
     parts: Sequence[Scanned],
+    jobs: Sequence[tuple[SplitReader, int, int]],
     readers: Sequence[SplitReader],
     log: ProblemLog,
     spec: DatasetSpec,
     split: str,
-    total: int,
 ) -> dict[str, Any]:
     """Return the arrays and counts of the whole split. Raises DataError if most of it is not usable."""
     for part in parts:
@@ -321,7 +356,12 @@ def _join(
         if reader.stray_labels is not None:
             problem, count = reader.stray_labels
             log.add(problem.below(spec.root), count)
-    paths = [path for part in parts for path in part.paths]
+    kept = [  # reader, and the numbers of its usable images
+        (reader, (start + np.flatnonzero(part.usable)).tolist())
+        for (reader, start, _), part in zip(jobs, parts, strict=True)
+    ]
+    paths = [reader.images[at] for reader, images in kept for at in images]
+    total = sum(len(reader.images) for reader in readers)
     rows_read = sum(part.rows_read for part in parts)
     if len(paths) * 2 < total:
         raise _unusable(spec, split, f"{total - len(paths)} of {total} images cannot be used", log)
@@ -339,7 +379,8 @@ def _join(
     return {
         "path_bytes": np.frombuffer(b"".join(encoded), np.uint8),
         "path_offsets": _offsets(np.array([len(path) for path in encoded], np.int64)),
-        "image_ids": _image_ids(parts, readers, paths),
+        "stamps": np.array([reader.stamps[at] for reader, images in kept for at in images], np.int64),
+        "image_ids": _image_ids(kept, paths),
         "sizes_wh": joined("sizes_wh"),
         "offsets": _offsets(joined("counts")),
         "classes": classes,
@@ -357,10 +398,11 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _image_ids(parts: Sequence[Scanned], readers: Sequence[SplitReader], paths: Sequence[str]) -> np.ndarray:
+def _image_ids(kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]) -> np.ndarray:
     """Return the ids of the annotations, else the numbers in the file names, else 0..N-1; always distinct."""
-    if all(reader.image_ids is not None for reader in readers):
-        ids = np.concatenate([part.image_ids for part in parts if part.image_ids is not None])
+    given = [reader.image_ids[images] for reader, images in kept if reader.image_ids is not None]
+    if len(given) == len(kept):
+        ids = np.concatenate(given)
     else:
         stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
         if not all(stem.isascii() and stem.isdecimal() and len(stem) <= 18 for stem in stems):

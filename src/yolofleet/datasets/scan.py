@@ -1,10 +1,14 @@
 """Read a range of images of a split: headers and labels, without decoding.
 
-Threads of ``build_index`` call ``scan`` for ranges of 512 images.
+Threads of ``build_index`` call ``scan`` for ranges of 512 images. ``pack`` and ``unpack`` send the results to other ranks.
 """
 
 from __future__ import annotations
 
+import json
+import struct
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +26,13 @@ class Scanned:
     """The usable images of one range, and their labels. The arrays are those of ``DataIndex``.
 
     Attributes:
-        images_read: all images of the range.
-        image_ids: None if the annotations give images no numbers.
-        counts: labels of each usable image.
+        usable: bool, one for each image of the range.
+        counts: int64, labels of each usable image.
         rows_read: all label rows of the range.
         unlabelled: images without a label file.
     """
 
-    images_read: int
-    paths: list[str]
-    image_ids: np.ndarray | None
+    usable: np.ndarray
     sizes_wh: np.ndarray
     counts: np.ndarray
     classes: np.ndarray
@@ -81,7 +82,6 @@ def scan(
     usable = np.asarray((sizes > 0).all(1))
     usable[list(raw.unusable)] = False
     keep = cleaned.keep & usable[raw.image]
-    kept_images = start + np.flatnonzero(usable)
     boxes = cleaned.boxes_cxcywh_unit[keep]
     size = sizes[raw.image[keep]].astype(np.float64)
     box_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
@@ -89,11 +89,9 @@ def scan(
     log.kept = [problem.below(root) for problem in log.kept]
     log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
     return Scanned(
-        images_read=stop - start,
-        paths=[reader.images[at] for at in kept_images.tolist()],
-        image_ids=None if reader.image_ids is None else reader.image_ids[kept_images],
+        usable=usable,
         sizes_wh=sizes[usable],
-        counts=np.bincount(raw.image[keep], minlength=stop - start)[usable],
+        counts=np.bincount(raw.image[keep], minlength=stop - start)[usable].astype(np.int64),
         classes=raw.values[keep, 0].astype(np.int32),
         boxes_cxcywh_unit=boxes,
         crowd=raw.crowd[keep],
@@ -118,3 +116,60 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
     if header.fault:
         raise DataError(f"image {path} {header.fault}")
     return header.size_wh
+
+
+_COLUMNS = {  # array -> type and columns of its rows, as they are sent
+    "usable": (np.bool_, ()),
+    "sizes_wh": (np.int32, (2,)),
+    "counts": (np.int64, ()),
+    "classes": (np.int32, ()),
+    "boxes_cxcywh_unit": (np.float32, (4,)),
+    "crowd": (np.bool_, ()),
+    "area_px": (np.float64, ()),
+}
+
+
+def pack(parts: Sequence[Scanned]) -> bytes:
+    """Return ranges as bytes: the length of a JSON text, that text, and the arrays of all ranges one after the other."""
+    about = [
+        {
+            "rows": [len(getattr(part, name)) for name in _COLUMNS],
+            "rows_read": part.rows_read,
+            "unlabelled": part.unlabelled,
+            "log": {
+                "limit": part.log.limit,
+                "kept": [[p.path, p.line, p.what, p.kind] for p in part.log.kept],
+                "count": part.log.count,
+                "kinds": part.log.kinds,
+            },
+        }
+        for part in parts
+    ]
+    text = json.dumps(about).encode()
+    arrays = [
+        np.ascontiguousarray(getattr(part, name), dtype).tobytes()
+        for part in parts
+        for name, (dtype, _) in _COLUMNS.items()
+    ]
+    return b"".join([struct.pack("<Q", len(text)), text, *arrays])
+
+
+def unpack(data: bytes) -> list[Scanned]:
+    """Return the ranges that ``pack`` packed. Their arrays are views of ``data``."""
+    (length,) = struct.unpack_from("<Q", data)
+    at, parts = 8 + length, []
+    for about in json.loads(data[8:at]):
+        arrays = {}
+        for rows, (name, (dtype, columns)) in zip(about["rows"], _COLUMNS.items(), strict=True):
+            count = rows * int(np.prod(columns, dtype=int))
+            arrays[name] = np.frombuffer(data, dtype, count, at).reshape(rows, *columns)
+            at += arrays[name].nbytes
+        log = about["log"]
+        log["kept"] = [Problem(*row) for row in log["kept"]]
+        log["kinds"] = Counter(log["kinds"])
+        parts.append(
+            Scanned(
+                **arrays, rows_read=about["rows_read"], unlabelled=about["unlabelled"], log=ProblemLog(**log)
+            )
+        )
+    return parts

@@ -282,7 +282,7 @@ class Predictor:
         with autocast(self.precision, self.device):
             raws = self.model(images)
         decoded = self.model.decode(raws)
-        devices.synchronize(self.device)  # so that the times of "forward" and "nms" are separate
+        devices.wait_for(self.device)  # so that the times of "forward" and "nms" are separate
         return decoded
 
     def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:

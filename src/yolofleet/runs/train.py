@@ -27,6 +27,7 @@ from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.data.pixels import COMPILED
 from yolofleet.data.sample import TrainSamples
+from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import StorageError
@@ -54,6 +55,7 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
+from yolofleet.runs.staging import stage_images
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
@@ -114,7 +116,9 @@ def _train(
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
-    set_kernels(config, sizes_vary=network.sizes != (1, 1), tf32=precision == "tf32")
+    # kernels cannot be timed for the training alone while a validation runs beside it
+    sizes_vary = network.sizes != (1, 1) or config.val_overlap
+    set_kernels(config, sizes_vary=sizes_vary, tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
@@ -136,7 +140,7 @@ def _train(
     with ExitStack() as caches:
         if memory is not None:
             caches.callback(memory.close)
-        cache, val_cache = _caches(config, data, network.img, world, caches)
+        cache, val_cache = _caches(config, data, network.img, world, caches, console)
         report = TrainReport(
             folder,
             console,
@@ -222,8 +226,8 @@ def _data(config: TrainConfig, world: World) -> _Data:
     with world.activity.doing("data set"):
         spec = load_dataset(config.data)
     with world.activity.doing("indexing"):
-        index = build_index(spec, "train", single_cls=config.single_cls)
-        val_index = build_index(spec, "val", single_cls=config.single_cls)
+        index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
+        val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
     return _Data(index, val_index, spec.notes)
 
@@ -338,18 +342,30 @@ def _averaged(model: Detector, state: TrainState) -> Detector:
 
 
 def _caches(
-    config: TrainConfig, data: _Data, img: int, world: World, caches: ExitStack
+    config: TrainConfig, data: _Data, img: int, world: World, caches: ExitStack, console: NullConsole
 ) -> tuple[ImageCache, ImageCache]:
     """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
+    staged: list[StagedImages | None] = [None, None]
+    if config.stage is not None:
+        staged[:] = stage_images(config.stage, (data.train, data.val), world, console)
+    val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
     opened = [
         caches.enter_context(
-            closing(ImageCache(index, img, config.cache, token=f"{token}-{split}", quick=split == "train"))
+            closing(
+                ImageCache(
+                    index, img, mode, token=f"{token}-{index.split}", quick=index is data.train, staged=copies
+                )
+            )
         )
-        for split, index in (("train", data.train), ("val", data.val))
+        for index, mode, copies in (
+            (data.train, config.cache, staged[0]),
+            (data.val, val_mode, staged[1]),
+        )
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
+        NullConsole.note(console, f"{cache.index.split} images: {cache.note}")  # to the log only
         cache.unlink()
     return opened[0], opened[1]
 

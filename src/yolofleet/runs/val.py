@@ -54,7 +54,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     with world.activity.doing("data set"):
         spec = load_dataset(config.data)
     with world.activity.doing("indexing"):
-        index = build_index(spec, config.split, single_cls=config.single_cls)
+        index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", index.digest)
     model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else world.device)
     device, precision, size_hw, where = world.device, "fp32", None, place_text(world)

@@ -27,8 +27,8 @@ from yolofleet.train.state import TrainState
 # settings that may differ between machines: paths, devices, memory and disk
 PER_MACHINE_SETTINGS = {
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
-    *("device", "threads", "workers", "cache", "prefetch", "pin_memory", "timeout_s", "preempt_notice"),
-    *("plots", "tensorboard", "verbose", "keep_last"),
+    *("device", "threads", "workers", "cache", "stage", "prefetch", "pin_memory", "timeout_s"),
+    *("preempt_notice", "plots", "tensorboard", "verbose", "keep_last"),
 }
 ROUNDING = 1e-4  # largest relative difference of the weights' norm that counts as rounding
 
@@ -63,6 +63,7 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
         for name, field in TrainConfig.model_fields.items()
         if name not in PER_MACHINE_SETTINGS
     }
+    mine |= {"--cache jpeg": config.cache == "jpeg", "--stage": config.stage is not None}
     mine |= {f"--set {name}": value for name, value in recipe.model_dump().items()}
     mine |= {"yolofleet": __version__, "host": world.host}
     every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]

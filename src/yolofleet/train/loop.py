@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
@@ -560,7 +561,8 @@ class TrainingRun:
         """
         with self.report.clock("evaluate"):
             validation = self.validation(loss)
-            validation.run()
+            with devices.untimed_kernels():
+                validation.run()
             return validation.gathered()
 
     def _end_validation(self) -> None:

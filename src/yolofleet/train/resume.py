@@ -127,8 +127,11 @@ def fingerprint(
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
-    if config.augment_on != "cpu":  # checkpoints of earlier versions have no such key
+    # keys that checkpoints of earlier versions do not have
+    if config.augment_on != "cpu":
         settings["augment_on"] = config.augment_on
+    if config.cache == "jpeg":  # the other caches do not change pixels
+        settings["cache"] = "jpeg"
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),

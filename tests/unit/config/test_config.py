@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -629,6 +630,15 @@ def test_what_the_result_depends_on_cannot_change_when_resuming(run, given, says
     with pytest.raises(ConfigError) as caught:
         resolve_train({"resume": str(folder), **given})
     assert says in caught.value.render() and "--weights" in str(caught.value.hint)
+
+
+def test_a_cache_that_changes_pixels_stays_with_the_run(run):
+    config, _ = resolve_train({"resume": str(run()), "cache": "disk", "stage": "/local"})
+    assert config.value.cache == "disk" and config.value.stage == Path("/local")
+    with pytest.raises(ConfigError, match="--cache jpeg differs from the run's auto"):
+        resolve_train({"resume": str(run("second")), "cache": "jpeg"})
+    with pytest.raises(ConfigError, match="--cache ram differs from the run's jpeg"):
+        resolve_train({"resume": str(run("third", cache="jpeg")), "cache": "ram"})
 
 
 def test_resume_names_a_run_a_checkpoint_or_as_in_yolov5_its_weights(run):

@@ -55,7 +55,7 @@ WORDS = {
     "save_period",
     "save_minutes",
 }
-NEW_FOLDERS = {"project", "name"}
+NEW_FOLDERS = {"project", "name", "stage"}  # files with the name of a hash are added to stage
 TYPED = [
     (verb, name)
     for verb, (model, _, _) in MODELS.items()

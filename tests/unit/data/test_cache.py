@@ -8,6 +8,7 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -458,4 +459,78 @@ def test_whole_and_reduced_images_are_cached_apart(index):
         whole.get(2)
         reduced.get(2)
         assert whole._file is not None and reduced._file is not None
-        assert whole._file._layout.digest != reduced._file._layout.digest
+        assert whole._file.layout.digest != reduced._file.layout.digest
+
+
+# JPEGs
+
+
+def test_jpegs_are_the_same_pixels_whether_they_are_kept_or_not(index, decodes, monkeypatch):
+    with closing(ImageCache(index, 64, "jpeg")) as kept:
+        first = [kept.get(image) for image in range(len(index))]
+        decodes.clear()
+        again = [kept.get(image) for image in range(len(index))]
+        assert kept.mode == "jpeg" and kept.covered == 5 and "cache: jpeg, 5 of 5" in kept.note
+        assert len(decodes) == 5  # of the JPEGs, and none of the files
+    # the free memory of a machine cannot be chosen
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: 0)
+    unkept = ImageCache(index, 64, "jpeg")
+    assert unkept.mode == "none"
+    for image in range(len(index)):
+        pixels = unkept.get(image)
+        assert np.array_equal(pixels, first[image]) and np.array_equal(pixels, again[image])
+        assert pixels.shape == expected(index, image, 64).shape and not pixels.flags.writeable
+
+
+def test_jpegs_are_close_to_the_pixels_and_small(tmp_path):
+    yolo_set(tmp_path / "data", {})
+    write_picture(tmp_path / "data" / "images" / "train" / "smooth.png", 640, 480)
+    (tmp_path / "data" / "labels" / "train").mkdir(parents=True)
+    (tmp_path / "data" / "labels" / "train" / "smooth.txt").write_text(LABEL)
+    index = build_index(load_dataset(str(tmp_path / "data")), "train")
+    with closing(ImageCache(index, 640, "jpeg")) as cache:
+        difference = np.abs(cache.get(0).astype(int) - expected(index, 0, 640))
+        assert difference.mean() < 4
+        assert cache._file is not None
+        jpeg = cache._file.read(0)
+        assert jpeg is not None and jpeg.nbytes < 640 * 480 * 3 / 4
+
+
+def test_a_cache_that_does_not_fit_says_why_and_names_the_others(index, monkeypatch):
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: 60_000)
+    note = ImageCache(index, 64, "auto").note
+    assert "all images need 47.2 KiB, but only 29.3 KiB may be used" in note
+    assert "--cache jpeg" in note and "--cache disk would be larger than the image files" in note
+
+
+def test_files_with_more_bytes_than_the_pixels_are_cached_on_a_local_disk(tmp_path, decodes, monkeypatch):
+    # the free memory and the disks of a machine cannot be chosen
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: 20_000)
+    yolo_set(tmp_path / "large", {})
+    (tmp_path / "large" / "labels" / "train").mkdir(parents=True)
+    (tmp_path / "large" / "labels" / "train" / "a.txt").write_text(LABEL)
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)  # PNG cannot make it smaller
+    (tmp_path / "large" / "images" / "train").mkdir(parents=True)
+    cv2.imwrite(str(tmp_path / "large" / "images" / "train" / "a.png"), noise)
+    index = build_index(load_dataset(str(tmp_path / "large")), "train")
+    with closing(ImageCache(index, 64, "auto")) as cache:
+        assert cache.mode == "disk" and "smaller than the image files" in cache.note
+        assert np.array_equal(cache.get(0), cache.get(0)) and len(decodes) == 1
+    with monkeypatch.context() as patched, closing(ImageCache(index, 64, "disk")):
+        patched.setattr(cache_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=200_000))
+        cache = ImageCache(index, 200, "auto")  # 128 kB; half of 200 kB may be used
+        assert cache.mode == "none" and "has only 195.3 KiB free" in cache.note
+    monkeypatch.setattr(cache_module, "network_disk", lambda _: "nfs4")
+    with closing(ImageCache(index, 64, "auto")) as cache:
+        assert cache.mode == "none" and "is on a network disk (nfs4)" in cache.note
+
+
+def test_new_labels_leave_the_images_on_disk_in_use(index, decodes, tmp_path):
+    with closing(ImageCache(index, 64, "disk")) as cache:
+        cache.get(0)
+    (tmp_path / "data" / "labels" / "train" / "it's 0.txt").write_text(LABEL + "1 0.2 0.2 0.1 0.1\n")
+    changed = build_index(load_dataset(str(tmp_path / "data")), "train")
+    assert changed.key != index.key
+    with closing(ImageCache(changed, 64, "disk")) as cache:
+        cache.get(0)
+    assert len(decodes) == 1

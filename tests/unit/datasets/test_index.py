@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fleet import on_fleet
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
@@ -465,7 +466,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "random":
         data = bytearray(np.random.default_rng(0).bytes(len(data)))
     else:
-        data = data.replace(b'"format": "3"', b'"format": "0"')
+        data = data.replace(b'"format": "4"', b'"format": "0"')
     assert bytes(data) != index.file.read_bytes()
     index.file.unlink()  # the mapped file stays readable
     index.file.write_bytes(bytes(data))
@@ -558,6 +559,67 @@ def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path)
         assert process.exitcode == 0
     assert {digest for digest, _ in found} == {index_of(tmp_path).digest}
     assert sum(has_built for _, has_built in found) == 1 and len(stored_files()) == 1
+
+
+def _divide(world, root, cache):
+    os.environ["YOLOFLEET_CACHE"] = str(cache / (str(world.rank) if cache.name == "each" else "one"))
+    told = []
+    index = index_of(root, ranks=world, on_progress=lambda *progress: told.append(progress))
+    again = index_of(root, ranks=world, on_progress=lambda *progress: told.append(progress))
+    assert again.digest == index.digest
+    columns = [
+        getattr(index, name).tolist() for name in ("offsets", "classes", "sizes_wh", "stamps", "image_ids")
+    ]
+    problems = [
+        index.problem_count,
+        dict(index.problem_kinds),
+        index.unlabelled,
+        [str(p) for p in index.problems],
+    ]
+    return index.digest, list(index.paths), columns, problems, told
+
+
+@pytest.mark.parametrize("caches", ["together", "each"])
+def test_ranks_that_need_the_same_index_divide_the_files(tmp_path, caches):
+    labels: dict[str, str | None] = {f"it's {i:04}": f"{i % 3} .5 .5 .2 .{1 + i % 8}\n" for i in range(1300)}
+    labels |= {
+        "it's 0700": "1 .5 .5 .2 2.5\n",
+        "it's 0801": "0 .5 .5 3 .1\n0 .5 .5 .2 .1\n",
+        "it's 1250": None,
+    }
+    data = encoded(picture(32, 24))
+    root = tmp_path / "set"
+    yolo_set(root, {})
+    for folder in ("images", "labels"):
+        (root / folder / "train").mkdir(parents=True)
+    for name, text in labels.items():
+        (root / "images" / "train" / f"{name}.jpg").write_bytes(data)
+        if text is not None:
+            (root / "labels" / "train" / f"{name}.txt").write_text(text)
+    (root / "images" / "train" / "it's 0003.jpg").write_bytes(data[:40])
+    alone = on_fleet(1, tmp_path, _divide, root, tmp_path / "alone")[0]
+    ranks = on_fleet(2, tmp_path, _divide, root, tmp_path / caches)
+    assert [rank[:4] for rank in ranks] == [alone[:4]] * 2
+    assert alone[4][-1] == (1300, 1300)
+    assert [rank[4] for rank in ranks] == [
+        [(512, 788), (788, 788)],
+        [(512, 512)],
+    ]  # and nothing the second time
+
+
+def _has_it(world, root, cache):
+    os.environ["YOLOFLEET_CACHE"] = str(cache / str(world.rank))
+    if world.rank:
+        index_of(root)
+    told = []
+    return index_of(root, ranks=world, on_progress=lambda *progress: told.append(progress)).digest, told
+
+
+def test_a_rank_without_the_index_that_others_have_builds_it_alone(tmp_path):
+    yolo_set(tmp_path / "set", {str(i): GOOD for i in range(3)})
+    first, second = on_fleet(2, tmp_path, _has_it, tmp_path / "set", tmp_path / "caches")
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == ([(3, 3)], [])
 
 
 def test_a_cache_folder_where_no_lock_can_be_made_is_done_without(tmp_path, monkeypatch):
