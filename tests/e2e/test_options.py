@@ -62,6 +62,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
             "recipe": "scratch-high",
             "set": ("mosaic9=0.5", "degrees=10", "shear=2", "perspective=0.0005", "flipud=0.5"),
         },
+        {"augment_on": "device", "multi_scale": True, "set": ("mixup=0.5", "scale=0.9"), "plots": True},
         {"single_cls": True, "val_period": 0, "save_minutes": 0.0001},
         {
             "tensorboard": True,
@@ -86,6 +87,23 @@ def test_loader_processes_and_caches_change_no_bit(data: Path) -> None:
     ]
     hashes = {json.loads((run / "results.json").read_text())["weights_sha256"] for run in runs}
     assert len(hashes) == 1
+
+
+def test_images_augmented_on_the_device_train_as_those_of_the_cpu(data: Path) -> None:
+    rotated = {"set": ("degrees=5", "mixup=0.5"), "max_steps": 1, "epochs": 1}
+    here, there, two = (
+        next(csv.DictReader((train(data, **rotated, **more) / "results.csv").open()))
+        for more in (
+            {},
+            {"augment_on": "device", "workers": 1},
+            {"augment_on": "device", "parallel": "dp", "device": "cpu:2"},
+        )
+    )
+    losses = [name for name in here if name.startswith("train/")]
+    for row in (there, two):
+        assert losses and all(
+            float(row[name]) == pytest.approx(float(here[name]), rel=1e-3) for name in losses
+        )
 
 
 def test_frozen_layers_keep_weights_and_statistics(data: Path) -> None:

@@ -90,6 +90,20 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
 
 
 @needs_proc
+def test_images_augmented_on_the_device_train_the_same_network_also_after_a_resume(
+    folder: Path, data: Path, whole: dict[str, Path]
+) -> None:
+    run = folder / "runs" / "train" / "augmented on the device"
+    args = train_args(data, "--device", "cpu:2", "--name", run.name, "--save-steps", "2", "--workers", "1")
+    killed_at_step(folder, 2, run, *args, "--augment-on", "device")
+    refused = yolofleet(folder, "train", "--resume", run, "--augment-on", "cpu", code=2).err
+    assert "--augment-on cpu differs from the run's device" in refused
+    said = yolofleet(folder, "train", "--resume", run).out
+    assert "resumed after step" in said and "augmented on the device" in said
+    assert weights_of(run) == weights_of(whole["two"])  # this recipe neither warps nor mixes images
+
+
+@needs_proc
 @pytest.mark.slow
 def test_a_checkpoint_cut_in_half_is_passed_over(folder: Path, data: Path, whole: dict[str, Path]) -> None:
     run = folder / "runs" / "train" / "cut"

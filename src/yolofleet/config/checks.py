@@ -135,6 +135,14 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "timing chooses different kernels in each run, and their results differ in the last bits",
             "leave out --cudnn-benchmark",
         )
+    if c.reduce == "exact" and c.augment_on == "device":
+        raise _clash(
+            config,
+            "reduce",
+            "augment_on",
+            "devices of other types may round pixels differently",
+            "leave out --augment-on",
+        )
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)

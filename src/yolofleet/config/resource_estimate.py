@@ -11,6 +11,9 @@ PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measur
 CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition
 LOADER_BYTES = 150 << 20  # private memory of a loader process; it shares the rest with its parent
 PIXEL_BYTES = 1150  # training on CPUs, per pixel of the input: yolov5s, measured at 320 px
+WINDOW_AREA = (
+    2  # pixels that a device needs to render one pixel; measured: 1.3 with scratch-low, 2.0 with scratch-high
+)
 OPEN_FILES = 256  # libraries, logs, sockets
 
 
@@ -26,6 +29,7 @@ class ResourceEstimate:
         img: side of an image, pixels.
         on_gpu: the run uses CUDA devices.
         on_cpu: the run uses the CPU.
+        augments_on_device: shared memory holds what the device renders images from.
         gpu_ids: numbers of the CUDA devices, if ``--device`` names them.
     """
 
@@ -38,6 +42,7 @@ class ResourceEstimate:
     on_gpu: bool
     gpu_ids: tuple[int, ...] = ()
     on_cpu: bool = False
+    augments_on_device: bool = False
 
     @property
     def waiting(self) -> int:
@@ -47,7 +52,8 @@ class ResourceEstimate:
     @property
     def train_shm_bytes(self) -> int:
         """Maximum bytes of shared memory for the images of training micro-batches."""
-        return self.ranks * self.waiting * self.micro_batch * 3 * self.img**2
+        area = self.img**2 * (WINDOW_AREA if self.augments_on_device else 1)
+        return self.ranks * self.waiting * self.micro_batch * 3 * area
 
     @property
     def shm_bytes(self) -> int:
@@ -100,6 +106,7 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
         on_gpu=on_gpu,
         gpu_ids=named,
         on_cpu=wanted.device.startswith("cpu"),
+        augments_on_device=wanted.augments_on_device,
     )
 
 

@@ -20,6 +20,7 @@ class RunResources:
         prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
         img: side of an image, pixels.
+        augments_on_device: loader processes leave it to the device to render images.
         data: the data set; "" for none.
         single_cls: treat all its classes as one.
         results: parent folder of the run folder.
@@ -33,6 +34,7 @@ class RunResources:
     micro_batch: int
     val_batch: int
     img: int
+    augments_on_device: bool
     data: str
     single_cls: bool
     results: Path
@@ -50,8 +52,10 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     if isinstance(settings, ValConfig):
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
+        augments_on_device = False
     else:
         prefetch, micro_batch, val_batch = settings.prefetch, micro_batch_of(settings), settings.val_batch
+        augments_on_device = settings.augment_on == "device"
     return RunResources(
         device=settings.device,
         one_process=settings.parallel == "dp",
@@ -60,6 +64,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         micro_batch=micro_batch,
         val_batch=val_batch,
         img=settings.img,
+        augments_on_device=augments_on_device,
         data=settings.data,
         single_cls=settings.single_cls,
         results=settings.project or Path("runs", settings.verb),

@@ -215,6 +215,11 @@ class TrainConfig(FleetSettings):
         "layers to freeze: a number N (the first N), a list 0,1,2, backbone, or prefixes of parameter names",
         group="method",
     )
+    augment_on: Literal["cpu", "device"] = setting(
+        "cpu",
+        "where training images are augmented; device: on the GPU that trains, for GPUs with few CPU cores",
+        group="method",
+    )
     seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
     autoanchor: bool = setting(
         True, "compute new anchors if the anchors match less than 98 % of the labels", group="method"

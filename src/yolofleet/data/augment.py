@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -74,6 +75,30 @@ class View:
         """Return whether a rectangle of the canvas overlaps the window."""
         x1, y1, x2, y2 = self.window_xyxy
         return left < x2 and right > x1 and top < y2 and bottom > y1
+
+
+class Scene(NamedTuple):
+    """Images on a canvas, and the view of it."""
+
+    tiles: list[Tile]
+    view: View
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample before it is rendered: everything that was drawn for it.
+
+    Attributes:
+        scenes: one scene, or two that are mixed.
+        weight: of the first of two scenes.
+        look: of the output, after mixing.
+        labels: float32 [n, 5] class, cx, cy, w, h as fractions of the output.
+    """
+
+    scenes: list[Scene]
+    weight: float
+    look: Look
+    labels: np.ndarray
 
 
 def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_px: int) -> View:
@@ -188,8 +213,7 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
         pixels.render(placed, (x1, y1, x2 - x1), view.canvas_px, look, out)
         return
     painted = pixels.paint(placed, view.window_xyxy, view.canvas_px)
-    # Coordinates of OpenCV's warps are those of pixel centres; all others here are those of pixel edges.
-    matrix = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
+    matrix = window_to_output(view)
     size, fill = (view.output_px, view.output_px), (FILL, FILL, FILL)
     if matrix[2, 0] or matrix[2, 1]:
         image = cv2.warpPerspective(painted, matrix, size, flags=cv2.INTER_LINEAR, borderValue=fill)
@@ -199,6 +223,13 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
         out[:] = image
     else:
         pixels.finish(image, look, out)
+
+
+def window_to_output(view: View) -> np.ndarray:
+    """Return the map of a view as OpenCV's warps need it: float64 [3, 3], between coordinates of pixel centres."""
+    x1, y1, _, _ = view.window_xyxy
+    matrix: np.ndarray = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
+    return matrix
 
 
 def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:

@@ -10,6 +10,8 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 from __future__ import annotations
 
 import atexit
+import math
+import mmap
 import multiprocessing
 import os
 import signal
@@ -17,10 +19,12 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import cv2
@@ -30,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from yolofleet.data.cache import ImageCache
+from yolofleet.data.device_render import PackedImages, pack
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
@@ -60,7 +65,8 @@ class MicroBatch:
     """Images that pass through the network together.
 
     Attributes:
-        images: uint8 [m, 3, H, W] RGB with channels-last strides.
+        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
+            to render them; see :meth:`images_on`.
         labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
         targets: the result of ``match`` for the labels.
         unreadable: numbers of images that were replaced, and why.
@@ -68,7 +74,7 @@ class MicroBatch:
 
     step: int
     ordinal: int
-    images: Tensor
+    images: Tensor | PackedImages
     labels: np.ndarray
     targets: Any
     unreadable: dict[int, str] = field(default_factory=dict)
@@ -76,6 +82,12 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
         return replace(self, images=self.images.pin_memory())
+
+    def images_on(self, device: torch.device) -> Tensor:
+        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
+        if isinstance(self.images, PackedImages):
+            return self.images.render(device)
+        return self.images.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,7 @@ def train_loader(
     workers: int,
     prefetch: int = 4,
     pin_memory: bool = False,
+    on_device: bool = False,
 ) -> Loader[MicroBatchKey, MicroBatch]:
     """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
 
@@ -111,10 +124,10 @@ def train_loader(
         workers: number of loader processes; 0 means this process.
         prefetch: micro-batches that each loader process prepares ahead.
         pin_memory: copy images to page-locked memory (needs a GPU).
+        on_device: leave it to the device to render the images (``--augment-on device``).
     """
-    return Loader(
-        _TrainBuilder(samples, match), keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory
-    )
+    builder = _TrainBuilder(samples, match, on_device=on_device)
+    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
 
 def val_batches(index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5) -> list[ValBatch]:
@@ -164,29 +177,40 @@ def val_loader(
 class _TrainBuilder:
     """Makes the micro-batch of a key."""
 
-    def __init__(self, samples: TrainSamples, match: Match) -> None:
+    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
         self.samples = samples
         self.match = match
+        self.on_device = on_device
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
-        img = self.samples.img
-        side = key.size or img
+        side = key.size or self.samples.img
+        images, truths = self._packed(key, side) if self.on_device else self._rendered(key, side)
+        none = np.zeros(
+            (0, 6), np.float32
+        )  # a rank without work in a step gets a micro-batch without samples
+        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
+        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
+        targets = self.match(all_labels, len(key.samples), (side, side))
+        unreadable, self.samples.unreadable = self.samples.unreadable, {}
+        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+
+    def _rendered(self, key: MicroBatchKey, side: int) -> tuple[Tensor, list[np.ndarray]]:
+        """Return the images, and the labels of each."""
         images, pixels = _image_buffer(len(key.samples), side, side)
         labels = []
         for i, (epoch, position) in enumerate(key.samples):
-            if side == img:
+            if side == self.samples.img:
                 _, truth = self.samples.sample(epoch, position, out=pixels[i])
             else:
                 image, truth = self.samples.sample(epoch, position)
                 cv2.resize(image, (side, side), dst=pixels[i], interpolation=cv2.INTER_LINEAR)
-            labels.append(np.concatenate([np.full((len(truth), 1), i, np.float32), truth], axis=1))
-        none = np.zeros(
-            (0, 6), np.float32
-        )  # a rank without work in a step gets a micro-batch without samples
-        all_labels = np.concatenate([none, *labels])  # [n, 6]
-        targets = self.match(all_labels, len(key.samples), (side, side))
-        unreadable, self.samples.unreadable = self.samples.unreadable, {}
-        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+            labels.append(truth)
+        return images, labels
+
+    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
+        """Return what the device needs to render the images, and the labels of each."""
+        drawn = [self.samples.draw(epoch, position) for epoch, position in key.samples]
+        return pack(drawn, self.samples.img, side, _buffer), [sample.labels for sample in drawn]
 
 
 class _ValBuilder:
@@ -211,15 +235,81 @@ class _ValBuilder:
 
 def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
     """Return an uninitialised buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
-    buffer = torch.empty((images, height, width, 3), dtype=torch.uint8)
+    buffer = _buffer(images, height, width, 3)
+    return buffer.permute(0, 3, 1, 2), buffer.numpy()
+
+
+def _buffer(*shape: int) -> Tensor:
+    """Return an uninitialised tensor uint8, in shared memory if this is a loader process."""
+    if _buffers is not None:
+        return _buffers.take(math.prod(shape)).view(shape)
+    return _new_buffer(*shape)
+
+
+def _new_buffer(*shape: int) -> Tensor:
+    buffer = torch.empty(shape, dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
         # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
         buffer.share_memory_()
-    return buffer.permute(0, 3, 1, 2), buffer.numpy()
+    return buffer
+
+
+class _SharedBuffers:
+    """Buffers in shared memory that a loader process fills again once the main process has released them.
+
+    A new one costs more than its content, because the kernel clears each of its pages: half of the CPU time of an image.
+
+    Args:
+        in_use: uint8 [n], shared with the main process: 1 for each buffer that it may still read. It sets zeros.
+        worker: number of this loader process.
+    """
+
+    def __init__(self, in_use: np.ndarray, worker: int) -> None:
+        self.in_use = in_use
+        self.worker = worker
+        self.buffers: list[Tensor] = [_new_buffer(0)] * len(in_use)
+        self.taken: int | None = None  # for the value that is being made
+
+    def take(self, size: int) -> Tensor:
+        """Return an uninitialised tensor uint8 [size]; a value has at most one."""
+        free = np.flatnonzero(self.in_use == 0).tolist()
+        if not free:
+            return _new_buffer(size)
+        self.taken = slot = max(free, key=lambda slot: len(self.buffers[slot]))
+        self.in_use[slot] = 1
+        if len(self.buffers[slot]) < size:
+            self.buffers[slot] = _new_buffer(size)
+        part: Tensor = self.buffers[slot][:size]
+        return part
+
+    def address(self) -> tuple[int, int] | None:
+        """Return the number of this process and of the buffer that was taken since the last call."""
+        slot, self.taken = self.taken, None
+        return None if slot is None else (self.worker, slot)
+
+
+_buffers: _SharedBuffers | None = None  # of this loader process
 
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class _Sent(Generic[Made]):
+    """What a loader process sends.
+
+    Attributes:
+        buffer: address of the shared buffer that ``made`` uses.
+        is_copied: ``made`` no longer uses it.
+    """
+
+    made: Made
+    buffer: tuple[int, int] | None
+    is_copied: bool = False
+
+    def pin_memory(self) -> _Sent[Made]:
+        return replace(self, made=_pinned(self.made), is_copied=True)
 
 
 class Loader(Generic[Key, Made], Iterator[Made]):
@@ -248,6 +338,9 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
             return
+        # The main process may hold the micro-batches of a step while loader processes prepare others.
+        most = 2 * prefetch + 2
+        self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
         with (
@@ -265,7 +358,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
                     prefetch_factor=prefetch,
                     collate_fn=_unchanged,
                     pin_memory=pin_memory,
-                    worker_init_fn=_start_worker,
+                    worker_init_fn=partial(_start_worker, in_use=self._in_use),
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
                 )
             )
@@ -289,8 +382,17 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         if isinstance(made, YolofleetError):
             self.close()
             raise made
-        # The pinning thread turns tuples into lists.
-        return cast(Made, tuple(made) if isinstance(made, list) else made)
+        return self._received(made) if isinstance(made, _Sent) else cast(Made, made)
+
+    def _received(self, sent: _Sent[Made]) -> Made:
+        """Return the value; its loader process may use the buffer again once the memory is released here."""
+        if sent.buffer is not None:
+            release = partial(_release, self._in_use, sent.buffer, self._owner)
+            if sent.is_copied:
+                release()
+            else:  # a copy of pageable memory to a GPU has read it when it returns
+                weakref.finalize(_memory_of(sent.made), release).atexit = False
+        return sent.made
 
     def __enter__(self) -> Loader[Key, Made]:
         return self
@@ -357,11 +459,23 @@ class _AsDataset(Generic[Key, Made]):
     def __init__(self, build: Callable[[Key], Made]) -> None:
         self.build = build
 
-    def __getitem__(self, key: Key) -> Made | YolofleetError:
+    def __getitem__(self, key: Key) -> _Sent[Made] | YolofleetError:
         try:
-            return self.build(key)
+            made = self.build(key)
         except YolofleetError as error:
             return error
+        return _Sent(made, _buffers.address() if _buffers is not None else None)
+
+
+def _memory_of(made: Any) -> torch.UntypedStorage:
+    """Return the memory of the images of a micro-batch or of a validation batch. Views of the images keep it alive."""
+    images = made[1] if isinstance(made, tuple) else made.images
+    return (images.buffer if isinstance(images, PackedImages) else images).untyped_storage()
+
+
+def _release(in_use: np.ndarray, buffer: tuple[int, int], owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has copies of the values
+        in_use[buffer] = 0
 
 
 def _unchanged(made: Made) -> Made:
@@ -392,7 +506,10 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(_worker: int) -> None:
+def _start_worker(worker: int, in_use: np.ndarray) -> None:
+    global _buffers
+    # Elsewhere processes are not forked, so ``in_use`` is a copy.
+    _buffers = _SharedBuffers(in_use[worker], worker) if sys.platform == "linux" else None
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,

@@ -77,10 +77,16 @@ def plain_render(
         plain_finish(resized, look, out)
 
 
-def paint(placed: list[Placed], window_xyxy: tuple[int, int, int, int], canvas_px: int) -> np.ndarray:
-    """Return a rectangle of a canvas with the parts of the images in it: uint8 [h, w, 3]."""
+def paint(
+    placed: list[Placed],
+    window_xyxy: tuple[int, int, int, int],
+    canvas_px: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return a rectangle of a canvas with the parts of the images in it: uint8 [h, w, 3], ``out`` if that is given."""
     x1, y1, x2, y2 = window_xyxy
-    painted = np.full((y2 - y1, x2 - x1, 3), FILL, np.uint8)
+    painted = np.empty((y2 - y1, x2 - x1, 3), np.uint8) if out is None else out
+    painted.fill(FILL)
     for image, image_left, image_top in placed:
         height, width = image.shape[:2]
         left, right = max(image_left, x1, 0), min(image_left + width, x2, canvas_px)

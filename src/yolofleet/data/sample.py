@@ -10,6 +10,7 @@ import numpy as np
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data import augment
+from yolofleet.data.augment import Drawn, Scene
 from yolofleet.data.pixels import Look, finish
 from yolofleet.errors import DataError
 from yolofleet.keyed import ReusedGenerator, generator, permutation
@@ -84,30 +85,38 @@ class TrainSamples:
         Raises:
             DataError: an image and its replacements cannot be read.
         """
+        drawn = self.draw(epoch, position)
+        if out is None:
+            out = self._empty()
+        if len(drawn.scenes) == 1:
+            augment.render(*drawn.scenes[0], drawn.look, out)
+        else:
+            first, second = self._empty(), self._empty()
+            augment.render(*drawn.scenes[0], None, first)
+            augment.render(*drawn.scenes[1], None, second)
+            finish(cv2.addWeighted(first, drawn.weight, second, 1 - drawn.weight, 0), drawn.look, out)
+        return out, drawn.labels
+
+    def draw(self, epoch: int, position: int) -> Drawn:
+        """Return a sample before it is rendered. Its tiles are the images of the cache, not copies.
+
+        Raises:
+            DataError: as :meth:`sample`.
+        """
         # One more number drawn from this generator would change all samples of existing runs: a new augmentation
         # draws from a generator with a purpose of its own.
         rng = self._rng.restart(self.seed, "augment", epoch, position)
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.image_of(epoch, position)
         read = partial(self._read, epoch)
-        tiles, view = self._scene(rng, read, number, is_mosaic)
-        labels = augment.map_labels(tiles, view)
-        others, weight = None, 1.0
+        scenes = [self._scene(rng, read, number, is_mosaic)]
+        labels, weight = augment.map_labels(*scenes[0]), 1.0
         if is_mosaic and is_mixed:
-            others = self._scene(rng, read, self._any(rng), True)
-            labels = np.concatenate([labels, augment.map_labels(*others)])
+            scenes.append(self._scene(rng, read, self._any(rng), True))
+            labels = np.concatenate([labels, augment.map_labels(*scenes[1])])
             weight = augment.mixing_weight(rng)
         look = Look(augment.colour_gains(rng, self.recipe), is_mirrored, is_upside_down)
-        if out is None:
-            out = self._empty()
-        if others is None:
-            augment.render(tiles, view, look, out)
-        else:
-            first, second = self._empty(), self._empty()
-            augment.render(tiles, view, None, first)
-            augment.render(*others, None, second)
-            finish(cv2.addWeighted(first, weight, second, 1 - weight, 0), look, out)
-        return out, _unit(augment.flip_labels(labels, self.img, look), self.img)
+        return Drawn(scenes, weight, look, _unit(augment.flip_labels(labels, self.img, look), self.img))
 
     def _empty(self) -> np.ndarray:
         return np.empty((self.img, self.img, 3), np.uint8)
@@ -118,19 +127,17 @@ class TrainSamples:
         is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
         return 0.0 if is_closed else recipe.mosaic, recipe.mixup, recipe.fliplr, recipe.flipud
 
-    def _scene(
-        self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool
-    ) -> tuple[list[augment.Tile], augment.View]:
+    def _scene(self, rng: np.random.Generator, read: augment.Read, number: int, is_mosaic: bool) -> Scene:
         """Return the images of a mosaic, or a single image, on a canvas, and the view of it."""
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img)
-            return augment.centred(read, number, view), view
+            return Scene(augment.centred(read, number, view), view)
         view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img)
         is_nine = rng.random() < self.recipe.mosaic9
         numbers = [number, *(self._any(rng) for _ in range(8 if is_nine else 3))]
         places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
         build = augment.mosaic9 if is_nine else augment.mosaic4
-        return build(rng, read, [numbers[place] for place in places], view), view
+        return Scene(build(rng, read, [numbers[place] for place in places], view), view)
 
     def _any(self, rng: np.random.Generator) -> int:
         """Draw the number of an image."""

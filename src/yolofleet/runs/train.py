@@ -415,6 +415,7 @@ def _loader(
         workers=loader_processes(config.workers, world),
         prefetch=-(-config.prefetch // per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
+        on_device=config.augment_on == "device",
     )
 
 
@@ -505,6 +506,7 @@ def _header_lines(
         "image": f"{network.img} px{rounded}",
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
+        + ("; images are augmented on the device" if config.augment_on == "device" else "")
         + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
         **({"anchors": network.anchors} if network.anchors else {}),
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
@@ -34,7 +35,8 @@ def draw_micro_batch(
     micro_batch: MicroBatch, names: Sequence[str], folder: Path, note: Callable[[str], None]
 ) -> None:
     """Draw images of a micro-batch with their labels, as the network sees them."""
-    pictures = training_pictures(micro_batch.images, micro_batch.labels, most=SHOWN)
+    images = micro_batch.images_on(torch.device("cpu"))
+    pictures = training_pictures(images, micro_batch.labels, most=SHOWN)
     attempt(note, plot_pictures, pictures, names, folder / f"train_step{micro_batch.step}.jpg")
 
 

@@ -127,6 +127,9 @@ def fingerprint(
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    # keys that checkpoints of earlier versions do not have
+    if config.augment_on != "cpu":
+        settings["augment_on"] = config.augment_on
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
     return {

@@ -199,16 +199,14 @@ def pass_micro_batches(
     terms = torch.zeros_like(loss_factors)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
-        images = mb.images.to(replica.device, non_blocking=True).float().div_(255)  # [m, 3, H, W] in 0..1
+        images = mb.images_on(replica.device).float().div_(255)  # [m, 3, H, W] in 0..1
         with autocast(precision, replica.device):
             raws = replica.model(images)
         sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
         if loss.predicted_divisor:
             divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
             sums = sums[:-1]
-        replica.statistics.collect(
-            replica.buckets.statistics, mb.ordinal, total_micro_batches, len(mb.images)
-        )
+        replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images))
         is_last = mb is micro_batches[-1]
         if is_last and is_alone:
             replica.buckets.start_reducing()

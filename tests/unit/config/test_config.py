@@ -346,6 +346,7 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
         ({"deterministic": True, "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
+        ({"reduce": "exact", "augment_on": "device"}, "leave out --augment-on"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
         (
@@ -619,6 +620,7 @@ def test_a_run_with_a_default_micro_batch_may_be_told_the_one_that_its_version_h
     [
         ({"batch": "16"}, "--batch 16 differs from the run's 32"),
         ({"seed": "1"}, "--seed 1 differs from the run's 0"),
+        ({"augment_on": "device"}, "--augment-on device differs from the run's cpu"),
         ({"set": ["lr0=0.5"]}, "lr0 0.5 differs from the run's 0.02"),
         ({"recipe": "scratch-high"}, "lr0 0.01 differs from the run's 0.02"),
     ],

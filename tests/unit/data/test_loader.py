@@ -20,7 +20,15 @@ import torch
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
 from yolofleet.data.cache import ImageCache, Mode
-from yolofleet.data.loader import MicroBatchKey, train_loader, val_batches, val_loader
+from yolofleet.data.device_render import PackedImages
+from yolofleet.data.loader import (
+    MicroBatch,
+    MicroBatchKey,
+    _SharedBuffers,
+    train_loader,
+    val_batches,
+    val_loader,
+)
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
@@ -39,6 +47,10 @@ def keys(count: int | None = None, images: int = 3):
     numbers = itertools.count() if count is None else range(count)
     for n in numbers:
         yield MicroBatchKey(n // 2, n % 2, tuple(divmod(n * images + i, 12) for i in range(images)))
+
+
+def images_of(batch: MicroBatch) -> torch.Tensor:
+    return batch.images_on(torch.device("cpu"))
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -71,10 +83,10 @@ def test_micro_batches_are_those_of_the_keys_whatever_the_workers(workers):
     with train_loader(made, keys(), count_labels, workers=workers, prefetch=2) as loader:
         for key, batch in zip(keys(5), loader, strict=False):
             assert (batch.step, batch.ordinal) == (key.step, key.ordinal)
-            assert batch.images.shape == (3, 3, IMG, IMG) and batch.images.dtype == torch.uint8
+            assert images_of(batch).shape == (3, 3, IMG, IMG) and images_of(batch).dtype == torch.uint8
             expected = [made.sample(*sample) for sample in key.samples]
             for i, (image, labels) in enumerate(expected):
-                assert np.array_equal(batch.images[i].permute(1, 2, 0).numpy(), image)
+                assert np.array_equal(images_of(batch)[i].permute(1, 2, 0).numpy(), image)
                 assert np.array_equal(batch.labels[batch.labels[:, 0] == i][:, 1:], labels)
             assert batch.labels.dtype == np.float32
             assert batch.targets[:3] == (len(batch.labels), 3, (IMG, IMG))
@@ -85,9 +97,9 @@ def test_micro_batches_are_those_of_the_keys_whatever_the_workers(workers):
 def test_images_arrive_channels_last_and_without_a_copy(workers):
     with train_loader(samples(), keys(2), count_labels, workers=workers) as loader:
         for batch in loader:
-            assert batch.images.is_contiguous(memory_format=torch.channels_last)
-            assert batch.images.permute(0, 2, 3, 1).is_contiguous()
-            assert batch.images.is_shared() == (workers > 0)
+            assert images_of(batch).is_contiguous(memory_format=torch.channels_last)
+            assert images_of(batch).permute(0, 2, 3, 1).is_contiguous()
+            assert images_of(batch).is_shared() == (workers > 0)
 
 
 @pytest.mark.gpu
@@ -96,7 +108,7 @@ def test_images_arrive_channels_last_and_without_a_copy(workers):
 def test_pinned_images_stay_channels_last(workers):
     with train_loader(samples(), keys(2), count_labels, workers=workers, pin_memory=True) as loader:
         for batch in loader:
-            assert batch.images.is_pinned() and batch.images.permute(0, 2, 3, 1).is_contiguous()
+            assert images_of(batch).is_pinned() and images_of(batch).permute(0, 2, 3, 1).is_contiguous()
             assert batch.targets[1] == 3
     pictures: Any = Pictures(4)  # val_loader only calls get
     index = index_of([(image.shape[1], image.shape[0]) for image in pictures.images])
@@ -133,13 +145,14 @@ def test_multi_scale_resizes_images_and_matches_at_that_size():
     sized = [MicroBatchKey(0, 0, ((0, 1), (0, 2)), size) for size in (96, IMG, None)]
     large, same, plain = train_loader(made, sized, count_labels, workers=0)
     image, _ = made.sample(0, 1)
-    assert large.images.shape == (2, 3, 96, 96)
+    assert images_of(large).shape == (2, 3, 96, 96)
     assert large.targets[2] == (96, 96)
     assert np.array_equal(
-        large.images[0].permute(1, 2, 0).numpy(), cv2.resize(image, (96, 96), interpolation=cv2.INTER_LINEAR)
+        images_of(large)[0].permute(1, 2, 0).numpy(),
+        cv2.resize(image, (96, 96), interpolation=cv2.INTER_LINEAR),
     )
     assert np.array_equal(large.labels, plain.labels)
-    assert torch.equal(same.images, plain.images)
+    assert torch.equal(images_of(same), images_of(plain))
 
 
 def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_path, monkeypatch):
@@ -154,7 +167,9 @@ def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_
         with contextlib.closing(cache), contextlib.closing(val_cache):
             stream = TrainSamples(index, cache, FULL, img=IMG, seed=0, epochs=2)
             with train_loader(stream, some, count_labels, workers=workers) as loader:
-                made.append([(batch.images.numpy().tobytes(), batch.labels.tobytes()) for batch in loader])
+                made.append(
+                    [(images_of(batch).numpy().tobytes(), batch.labels.tobytes()) for batch in loader]
+                )
             batches = val_batches(val_index, IMG, 2, 32)
             with val_loader(val_index, batches, IMG, workers=workers, cache=val_cache) as loader:
                 validated.append([(batch, images.numpy().tobytes(), back) for batch, images, back in loader])
@@ -188,6 +203,47 @@ class Deadly(Pictures):
         if image == 7 and multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().get(image)
+
+
+def part_of(batch: MicroBatch) -> torch.Tensor:
+    """A view of its memory."""
+    return batch.images.buffer[8:] if isinstance(batch.images, PackedImages) else batch.images[1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_buffer_is_not_filled_again_while_a_part_of_it_is_held(on_device):
+    """A loader process has ten buffers, and nine parts are held."""
+    made = samples()
+    with train_loader(made, keys(60), count_labels, workers=1, on_device=on_device) as loader:
+        held = [part_of(batch) for number, batch in enumerate(loader) if number % 7 == 0]
+    expected = list(train_loader(made, keys(60), count_labels, workers=0, on_device=on_device))
+    for mine, batch in zip(held, expected[::7], strict=True):
+        assert torch.equal(mine, part_of(batch))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_that_are_filled_again_hold_what_they_should(on_device):
+    made = samples()
+    expected = train_loader(made, keys(60), count_labels, workers=0, on_device=on_device)
+    with train_loader(made, keys(60), count_labels, workers=2, on_device=on_device) as loader:
+        for mine, theirs in zip(loader, expected, strict=True):
+            assert torch.equal(part_of(mine), part_of(theirs))
+
+
+def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
+    in_use = np.zeros(2, np.uint8)
+    buffers = _SharedBuffers(in_use, worker=3)
+    first = buffers.take(100)
+    assert buffers.address() == (3, 0) and buffers.address() is None
+    second = buffers.take(100)
+    assert buffers.address() == (3, 1)
+    assert in_use.tolist() == [1, 1] and first.data_ptr() != second.data_ptr()
+    third = buffers.take(100)  # belongs to the main process
+    assert buffers.address() is None and third.data_ptr() not in (first.data_ptr(), second.data_ptr())
+    in_use[1] = 0
+    assert buffers.take(60).data_ptr() == second.data_ptr() and buffers.address() == (3, 1)
+    in_use[0] = 0
+    assert buffers.take(101).shape == (101,) and buffers.address() == (3, 0)
 
 
 @forks

@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_training import small_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yolofleet.config.schema import Recipe
+from yolofleet.data.device_render import pack
+from yolofleet.data.sample import TrainSamples
+from yolofleet.runs.device_checks import Pictures
+
 ROOM = 1.1  # other versions of torch split some operations
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+
+
+def new_buffer(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 class Launches(TorchDispatchMode):
@@ -24,12 +34,23 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+RENDERING = {"default": (Recipe(), 82), "rotated": (Recipe(degrees=5), 120)}  # of a micro-batch
 BUDGETS = {  # in float32: forward, loss, backward, and the rest of a step of one micro-batch
     ("yolov5n", 0.0): (201, 72, 495, 51),
     ("yolov3-narrow", 0.0): (45, 68, 193, 48),
     ("ppyoloe-narrow", 0.0): (317, 262, 703, 58),
     ("ppyoloe-narrow", 0.9): (317, 360, 703, 58),
 }
+
+
+@pytest.mark.parametrize("name", RENDERING)
+def test_rendering_launches_no_more_operations_than_its_budget(name: str) -> None:
+    (recipe, budget), pictures = RENDERING[name], Pictures()
+    samples = TrainSamples(pictures, pictures, recipe, img=64, seed=0, epochs=1)
+    packed = pack([samples.draw(0, image) for image in range(4)], 64, 64, new_buffer)
+    with Launches() as rendering:
+        packed.render(torch.device("cpu"))
+    assert rendering.count <= ROOM * budget
 
 
 @pytest.mark.parametrize(("model", "progress"), BUDGETS)
@@ -40,7 +61,7 @@ def test_a_step_launches_no_more_operations_than_its_budget(model: str, progress
     shares = run.micro_batches(run.step)
     replica, loss, (batch,) = run.state.replicas.all[0], run.loss.at(progress), shares[0]
     run.state.replicas.begin(1)
-    images = batch.images.float().div_(255)
+    images = batch.images_on(replica.device).float().div_(255)
     with Launches() as forward:
         raws = replica.model(images)
     with Launches() as of_loss:

@@ -30,3 +30,10 @@ def test_a_hyperparameter_that_is_newer_than_the_checkpoint_has_its_default() ->
     used["recipe"]["mosaic9"] = 0.5  # type: ignore[index]
     with pytest.raises(CheckpointError, match="with another recipe: mosaic9"):
         check_resume(then, used, TrainConfig(data="shapes"), NullConsole())
+
+
+def test_a_checkpoint_of_the_cpu_s_images_does_not_continue_with_those_of_the_device() -> None:
+    now = {**NOW, "settings": {"micro_batch": 8, "augment_on": "device"}}
+    check_resume(now, now, TrainConfig(data="shapes", augment_on="device"), NullConsole())
+    with pytest.raises(CheckpointError, match="with other settings: augment_on"):
+        check_resume(NOW, now, TrainConfig(data="shapes", augment_on="device"), NullConsole())
