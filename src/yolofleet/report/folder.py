@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from yolofleet.files.lock import exclusive
 RESUME_COMMAND = (
     "YOLOFLEET_RESUME_COMMAND"  # of the environment: from a launcher that knows better than the run
 )
+
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,23 @@ class RunFolder:
             raise storage_error(problem, project / name) from None
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
         """Lock the folder for the block, because two processes that resume one run would corrupt its checkpoints.
 
+        Args:
+            wait_s: for another process that holds the lock.
         Raises:
             ConfigError: another process holds the lock.
             StorageError: the lock file cannot be written.
         """
+        gives_up_at_s = time.monotonic() + wait_s
         with ExitStack() as stack:
             try:
-                is_mine = stack.enter_context(exclusive(self.path / ".lock"))
+                while not (is_mine := stack.enter_context(exclusive(self.path / ".lock"))):
+                    if time.monotonic() >= gives_up_at_s:
+                        break
+                    stack.close()
+                    time.sleep(POLL_S)
             except OSError as problem:
                 raise storage_error(problem, self.path) from None
             if not is_mine:

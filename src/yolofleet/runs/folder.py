@@ -21,6 +21,8 @@ from yolofleet.system.proc import started_at
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
 
+LOCK_WAIT_S = 20.0
+
 AGENT_MARK = "logs/torchrun-agent.txt"
 MOST_MARK_BYTES = 1 << 10
 
@@ -40,7 +42,7 @@ def shared_folder(
     if world.is_main:
         try:
             made = made or new_folder(settings)
-            lock.enter_context(made.locked())
+            lock.enter_context(made.locked(_lock_wait_s(world)))
         except YolofleetError as error:
             problem = error
     path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")
@@ -49,6 +51,11 @@ def shared_folder(
     if not path:
         raise ClusterError("rank 0 could not use the run's folder", hint="read the message of rank 0")
     return made or RunFolder(Path(os.fsdecode(path)))
+
+
+def _lock_wait_s(world: World) -> float:
+    """Return how long to wait for a folder's lock: ranks of the attempt before may still be ending on this host."""
+    return LOCK_WAIT_S if world.restarts else 0.0
 
 
 def _folder_before(world: World, settings: TrainConfig | ValConfig) -> RunFolder | None:
@@ -101,7 +108,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
             try:
                 folder.make_tree()
                 if not world.is_main:
-                    lock.enter_context(folder.locked())
+                    lock.enter_context(folder.locked(_lock_wait_s(world)))
                 mark.touch()
             except OSError as error:
                 problem = storage_error(error, mark)

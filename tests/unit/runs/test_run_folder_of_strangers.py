@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -139,12 +140,13 @@ def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
     assert other.stdout.readline() == "held\n"
     with pytest.raises(ConfigError, match="another process is writing into"), folder.locked():
         pass
-    other.stdin.close()
-    assert other.wait() == 0
-    other.stdout.close()
-    with folder.locked():
+    # the next attempt of a run waits for the ranks of the last one
+    threading.Timer(0.3, other.stdin.close).start()
+    with folder.locked(wait_s=60):
         assert (tmp_path / ".lock").exists()
     assert not (tmp_path / ".lock").exists()
+    assert other.wait() == 0
+    other.stdout.close()
 
 
 class OneRank:
