@@ -146,5 +146,6 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
     assert all(t.isfinite().all() for t in run.tensors().values())
     assert probed_per_pass(config.model_copy(update={"reduce": "exact"}), largest, 16) == 1
     assert probed_per_pass(config.model_copy(update={"micro_batches_per_pass": 20}), largest, 16) == 16
+    assert probed_per_pass(config.model_copy(update={"device": "0:2"}), largest, 16) == 1
     on_the_host = LargestPass(small_run().state, run.loss, "fp32", 64, 3)
     assert probed_per_pass(config, on_the_host, 16) == 1

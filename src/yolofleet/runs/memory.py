@@ -131,8 +131,8 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
     if config.sync_bn or config.reduce == "exact" or chosen < 2:
         return 1
     if not config.micro_batches_per_pass:
-        if devices.is_host(replicas.lead.device):
-            return 1
+        if devices.is_host(replicas.lead.device) or ":" in config.device:
+            return 1  # processes that share a GPU would take each other's memory in the trial
 
         def attempt(micro_batches: int) -> None:
             with_room = micro_batches + micro_batches // 4
