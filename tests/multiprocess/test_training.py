@@ -141,7 +141,7 @@ def test_a_validation_beside_the_training_changes_no_figure(
     for run in runs:
         with (run / "results.csv").open() as file:
             found = list(csv.DictReader(file))
-        timed = ("seconds", "images_per_s", "data_share", "compute_share", "comm_share")
+        timed = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
         rows.append([{name: cell for name, cell in row.items() if name not in timed} for row in found])
     assert rows[0] == rows[1] and all(row["metrics/mAP50"] for row in rows[0])
     for name in ("best", "last"):

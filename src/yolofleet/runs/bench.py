@@ -68,6 +68,7 @@ SETTINGS: dict[str, Any] = {  # of a run that only measures
     "parallel": "ddp",
     "multi_scale": False,
     "val_period": 0,
+    "val_overlap": False,
     "save_period": "0",
     "save_minutes": "0",
     "save_steps": 0,
