@@ -17,7 +17,7 @@ from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
-EPOCHS = ("--epochs", "24")
+EPOCHS = ("--epochs", "60")  # longer than a host takes to come back on a busy machine
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
 TWO = ("--hosts", "m1:cpu:1,m2:cpu:1")
 

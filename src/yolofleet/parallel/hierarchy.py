@@ -73,11 +73,14 @@ class Hierarchy:
 
     def __init__(self, rank: int, leaders: list[int]) -> None:
         self.leader, self.is_leader = leaders[rank], leaders[rank] == rank
+        self.is_alone = leaders.count(self.leader) == 1
         self._inward: Any = None
         self._outward: Any = None
         hosts = sorted(set(leaders))
         for leader in hosts:  # every rank must create all groups
             members = [r for r, its in enumerate(leaders) if its == leader]
+            if len(members) == 1:
+                continue
             inward, outward = dist.new_group(members), dist.new_group(members)
             if leader == self.leader:
                 self._inward, self._outward = inward, outward
@@ -87,10 +90,13 @@ class Hierarchy:
     def sum_async(self, tensor: Tensor) -> Pending:
         """Start to sum ``tensor`` over all ranks in place. Collective: every rank, same shapes and order."""
         pending = Pending()
-        _, between, back = self._stages
+        inside, between, back = self._stages
+        if self.is_alone:
+            between.put(pending.then(lambda: dist.all_reduce(tensor, group=self._between), None, None))
+            return pending
         give = pending.then(lambda: dist.broadcast(tensor, self.leader, group=self._outward), None, None)
         join = pending.then(lambda: dist.all_reduce(tensor, group=self._between), back, give)
         after, following = (between, join) if self.is_leader else (back, give)
         take = pending.then(lambda: dist.reduce(tensor, self.leader, group=self._inward), after, following)
-        self._stages[0].put(take)
+        inside.put(take)
         return pending
