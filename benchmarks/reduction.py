@@ -158,11 +158,18 @@ def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[s
 
     model = network()
     loss = family_of(model.description).loss(model, recipe, img)
-    mine = [random_micro_batch(loss, first + v, images, img) for v in range(shares[world.rank])]
+    per_pass = case.get("per_pass", 1)
+    mine = [
+        random_micro_batch(loss, first + v, images * per_pass, img)
+        for v in range(0, shares[world.rank], per_pass)
+    ]
     modes: dict[str, Any] = {
         mode: DdpStep(network(), world, recipe) if mode == "ddp" else OursStep(network(), world, recipe, mode)
         for mode in job["modes"]
     }
+    for mode in modes.values():
+        if per_pass > 1 and isinstance(mode, OursStep):
+            mode.state.replicas.pass_together(per_pass, images)
     works = {name: partial(step, mine, loss, total, total * images) for name, step in modes.items()}
     found = in_turns(world, works, job["rounds"])
     return {**case, "modes": found, "digest": modes["exact"].digest() if "exact" in modes else ""}
@@ -429,6 +436,7 @@ def speedup_table(asked: argparse.Namespace) -> None:
     def medians(size: int, link: str) -> dict[str, Any]:
         shares = [asked.images // asked.micro_batch // size] * size
         case = {"img": asked.img, "micro_batch": asked.micro_batch, "shares": shares}
+        case["per_pass"] = asked.per_pass
         job = {
             **{"what": "step", "model": asked.model, "rounds": asked.rounds},
             **{"modes": ["fast", "fast16", "ddp"], "cases": [case]},
@@ -519,6 +527,7 @@ def main() -> None:
     speedup.add_argument("--img", type=int, default=320, help="pixels")
     speedup.add_argument("--images", type=int, default=64, help="of a step")
     speedup.add_argument("--micro-batch", type=int, default=8, help="images")
+    speedup.add_argument("--per-pass", type=int, default=1, help="micro-batches")
     speedup.set_defaults(work=speedup_table)
 
     exchange = verbs.add_parser("exchange", help="the reduction alone")

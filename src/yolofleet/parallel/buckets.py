@@ -247,13 +247,17 @@ def make_half(buckets: GradientBuckets) -> None:
 
 
 def grouped(parameters: Iterable[nn.Parameter], bytes_each: int) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters, last first, in groups of at most ``bytes_each`` where possible."""
+    """Return the trainable parameters, last first, in groups of at most ``bytes_each`` where possible.
+
+    The last groups are smaller, down to an eighth. They hold the first layers, whose gradients come last and take most of
+    the time of the backward pass, so nothing is left to hide their reduction behind.
+    """
     groups: list[list[nn.Parameter]] = []
-    filled = 0
-    for p in [p for p in parameters if p.requires_grad][::-1]:
-        if not groups or filled + 4 * p.numel() > bytes_each:
+    filled, limit = 0, bytes_each // 16
+    for p in [p for p in parameters if p.requires_grad]:
+        if not groups or filled + 4 * p.numel() > limit:
             groups.append([])
-            filled = 0
+            filled, limit = 0, min(2 * limit, bytes_each)
         groups[-1].append(p)
         filled += 4 * p.numel()
-    return groups
+    return [group[::-1] for group in groups[::-1]]
