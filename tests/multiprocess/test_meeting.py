@@ -193,8 +193,8 @@ def talk_of(name: str) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("make", "name", "calls"),
     [
-        (step_of, "yolov5n", 4),  # counts, statistics, two buckets
-        (step_of, "ppyoloe-narrow", 4),  # counts, statistics, a bucket, the divisor
+        (step_of, "yolov5n", 6),  # counts, statistics, four buckets
+        (step_of, "ppyoloe-narrow", 5),  # counts, statistics, two buckets, the divisor
         (talk_of, "gather", 2),  # lengths, bytes
         (talk_of, "broadcast", 2),
         (talk_of, "barrier", 1),
