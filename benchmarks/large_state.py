@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,12 +50,14 @@ def main() -> int:
             command.process.send_signal(signal.SIGINT)
             command.process.wait(300)
             table = lab.desk.run("cat", "runs/train/exp/results.csv").stdout
-            rows = [row for row in csv.DictReader(table.splitlines()) if int(row["epoch"]) > LEFT_OUT]
-            images = [int(row["images"]) for row in rows]
-            each = images[1] - images[0]
+            rows = list(csv.DictReader(table.splitlines()))
+            ends = [int(row["images"]) for row in rows]
+            images = [after - before for before, after in pairwise(ends)][LEFT_OUT - 1 :]
+            rows = rows[LEFT_OUT:]
             whole = sum(float(row["seconds"]) for row in rows)
-            steps = sum(each / float(row["images_per_s"]) for row in rows)
-            pauses = [float(row["seconds"]) - each / float(row["images_per_s"]) for row in rows]
+            trained = [n / float(row["images_per_s"]) for n, row in zip(images, rows, strict=True)]
+            pauses = [float(row["seconds"]) - took for took, row in zip(trained, rows, strict=True)]
+            steps = sum(trained)
             print(
                 f"{whole:.0f} s, of which steps stood still for {whole - steps:.1f} s = {1 - steps / whole:.2%}; "
                 f"{sum(pause > 0.1 for pause in pauses)} pauses of more than 0.1 s, the longest {max(pauses):.1f} s"
