@@ -17,7 +17,8 @@ from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
-EPOCHS = ("--epochs", "60")  # longer than a host takes to come back on a busy machine
+LAST = 60  # epoch; the run is longer than a host takes to come back on a busy machine
+EPOCHS = ("--epochs", str(LAST))
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
 TWO = ("--hosts", "m1:cpu:1,m2:cpu:1")
 
@@ -60,7 +61,7 @@ def ended_as_quiet(lab: Lab, folder: Path, command: Command, quiet_sha256: str) 
     found = json.loads(lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout)
     assert found["weights_sha256"] == quiet_sha256, command.said
     rows = lab.desk.run("cat", folder / "own/runs/train/exp/results.csv").stdout.splitlines()
-    assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, 25)]
+    assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, LAST + 1)]
     nothing_left(lab, 30)
 
 
