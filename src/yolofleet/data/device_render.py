@@ -130,7 +130,7 @@ def _output_to_window(view: View, look: Look) -> np.ndarray:
     last = view.output_px - 1
     flip = np.diag([-1.0 if look.mirrored else 1.0, -1.0 if look.upside_down else 1.0, 1.0])
     flip[:2, 2] = last * look.mirrored, last * look.upside_down
-    _, inverse = cv2.invert(window_to_output(view))  # zeros if there is none, as in OpenCV's warps
+    _, inverse = cv2.invert(window_to_output(view))  # all zeros for a singular map, as in OpenCV's warps
     return np.asarray(inverse @ flip)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.text import size_text
+from yolofleet.train.save_timer import MOST_COST
 
 NOTABLE = 0.05  # of a step's time: a smaller loss needs no advice
-MOST_STANDSTILL = 0.01  # of the time, for checkpoints; as --save-minutes auto
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,6 @@ def checkpoint_line(size_bytes: int, write_s: float, standstill_s: float) -> str
     """Return what a checkpoint costs, and how far apart saves must be to cost little."""
     return (
         f"a checkpoint has {size_text(size_bytes)}: written and verified in {write_s:.3g} s in the background; training "
-        f"stands still {1000 * standstill_s:.3g} ms, which is under {MOST_STANDSTILL:.0%} if saves are "
-        f"{standstill_s / MOST_STANDSTILL:.2g} s apart"
+        f"stands still {1000 * standstill_s:.3g} ms, which is under {MOST_COST:.0%} if saves are "
+        f"{standstill_s / MOST_COST:.2g} s apart"
     )
