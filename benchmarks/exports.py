@@ -32,7 +32,7 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.data.loader import val_batches, val_loader
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.evaluate.run import EvaluationSettings, evaluate
+from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
@@ -155,13 +155,13 @@ def kept(decoded: Tensor) -> Tensor:
 
 
 def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | None) -> float:
-    result = evaluate(
+    result = Validation(
         model,
         index,
         EvaluationSettings(img=img, size_hw=size_hw, batch=8),
         world=Alone(),
         device=torch.device("cpu"),
-    )
+    ).evaluate()
     return float(result.metrics.figures["mAP50-95"])
 
 

@@ -22,7 +22,7 @@ from yolofleet.config.recipe import load_recipe
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
-from yolofleet.evaluate.run import EvaluationSettings, evaluate
+from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.families import build_model, family_of
 from yolofleet.geometry.nms import detections
 from yolofleet.losses import ppyoloe as ppyoloe_module
@@ -178,10 +178,10 @@ def validate(accelerator: Accelerator, family: str, precision: str, index: DataI
     loss = parts.loss(model, load_recipe(parts.recipe_name).value, 64).at(progress)
     model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     accelerator.reset()
-    evaluate(
+    Validation(
         model, index, EvaluationSettings(precision=precision, img=64, batch=2, max_det=5),
         world=World.single(ZERO), device=ZERO, loss=loss,
-    )  # fmt: skip
+    ).evaluate()  # fmt: skip
 
 
 def predict(accelerator: Accelerator, family: str, precision: str, index: DataIndex) -> None:

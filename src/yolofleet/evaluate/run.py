@@ -131,46 +131,6 @@ class EvaluationSettings:
     gather_detections: bool = False
 
 
-def evaluate(
-    model: Network,
-    index: DataIndex,
-    settings: EvaluationSettings,
-    *,
-    world: Ranks,
-    device: torch.device,
-    workers: int = 0,
-    cache: ImageCache | None = None,
-    loss: DetectionLoss | None = None,
-    on_batch: OnBatch | None = None,
-    stops: Callable[[], bool] = lambda: False,
-) -> Evaluation:
-    """Detect on every image once, match the detections, and return the figures.
-
-    Collective: every rank, once, with the same arguments, even without work. One gather at the end.
-
-    Args:
-        world: of this rank. For the others see :class:`Validation`.
-
-    Raises:
-        ConfigError: the model and the data have different numbers of classes.
-        ValidationStopped: a rank left out batches.
-    """
-    validation = Validation(
-        model,
-        index,
-        settings,
-        world=world,
-        device=device,
-        workers=workers,
-        cache=cache,
-        loss=loss,
-        on_batch=on_batch,
-        stops=stops,
-    )
-    validation.run()
-    return validation.gathered()
-
-
 class Validation:
     """One validation of this rank: :meth:`run` detects and matches, :meth:`gathered` merges the parts of all ranks.
 
@@ -224,6 +184,17 @@ class Validation:
         self._left_out = False
         self._found = _Shard().detections()
         self._payload = b""  # empty: this rank left out batches
+
+    def evaluate(self) -> Evaluation:
+        """Detect on every image once, match the detections, and return the figures.
+
+        Collective: every rank, once, with the same arguments, even without work. One gather at the end.
+
+        Raises:
+            ValidationStopped: a rank left out batches.
+        """
+        self.run()
+        return self.gathered()
 
     def run(self) -> None:
         """Compute this rank's part, without collectives, in any thread."""

@@ -14,7 +14,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, evaluate
+from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Validation
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.models.detector import square_of
@@ -95,7 +95,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         gather_detections=config.save_json or config.save_txt,
     )
     workers = loader_processes(config.workers, world)
-    evaluation = evaluate(
+    evaluation = Validation(
         model,
         index,
         settings,
@@ -103,7 +103,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         device=device,
         workers=workers,
         on_batch=validation_progress(world, console),
-    )
+    ).evaluate()
     show_evaluation(console, evaluation, per_class=config.verbose)
     if world.is_main:
         _write(config, folder, evaluation, index, console)

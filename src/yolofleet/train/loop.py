@@ -559,11 +559,8 @@ class TrainingRun:
         Raises:
             ValidationStopped: a rank got a stop request.
         """
-        with self.report.clock("evaluate"):
-            validation = self.validation(loss)
-            with devices.untimed_kernels():
-                validation.run()
-            return validation.gathered()
+        with self.report.clock("evaluate"), devices.untimed_kernels():
+            return self.validation(loss).evaluate()
 
     def _end_validation(self) -> None:
         """Wait for the validation that overlaps with training, if there is one, and report it. Collective: every rank."""

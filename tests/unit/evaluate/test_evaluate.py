@@ -16,7 +16,7 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import EvaluationSettings, evaluate, labels_of
+from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
 
 SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
 
@@ -125,7 +125,9 @@ def index(tmp_path_factory):
 def evaluated(index, world, **more):
     settings = EvaluationSettings(**{"img": 96, "batch": 2, "gather_detections": True} | more)
     cpu = torch.device("cpu")
-    return evaluate(RectangleFinder(), index, settings, world=world, device=cpu, loss=CentreLoss())
+    return Validation(
+        RectangleFinder(), index, settings, world=world, device=cpu, loss=CentreLoss()
+    ).evaluate()
 
 
 def test_boxes_come_back_to_native_pixels_and_match_the_labels(index):
@@ -209,10 +211,10 @@ def test_another_number_of_classes_is_refused(index):
     model = RectangleFinder()
     model.nc = 3
     with pytest.raises(ConfigError, match="3 classes, the data set 2"):
-        evaluate(
+        Validation(
             model,
             index,
             EvaluationSettings(),
             world=ThreadWorld(0, 1, threading.Barrier(1), [b""]),
             device=torch.device("cpu"),
-        )
+        ).evaluate()
