@@ -68,6 +68,7 @@ class StepSplitter:
         img, stride: pixels.
         sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
             stride; (1, 1) = always img.
+        per_pass: micro-batches that pass the network together.
     """
 
     partition: Partition
