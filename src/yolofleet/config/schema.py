@@ -611,7 +611,10 @@ class Recipe(Frozen):
         "parameter names; the factors of all parts that fit are multiplied",
     )
     lr_layer_decay: float = setting(
-        1.0, "factor of the learning rate from each layer to the one before it; the last layer has lr0", gt=0, le=1
+        1.0,
+        "factor of the learning rate from each layer to the one before it; the last layer has lr0",
+        gt=0,
+        le=1,
     )
     clip_norm: float = setting(10.0, "limit of the total gradient norm; 0 = off", ge=0)
     ema_decay: float = setting(

@@ -43,7 +43,9 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
     if config.lr_scale != "none" or 1 / FAR <= ratio <= FAR:
         return ""
     rule, factor = ("linear", ratio) if config.optimizer in LINEAR else ("sqrt", math.sqrt(ratio))
-    longer = f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
+    longer = (
+        f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
+    )
     large = images >= LARGE_STEP and config.optimizer not in ("LARS", "LAMB")
     return (
         f"a step has {images} images, but lr0 was chosen for {recipe.reference_batch}: try --lr-scale {rule}{longer} "

@@ -94,7 +94,9 @@ def named(model: Detector, part: str) -> list[str]:
     """Return the names of the parameters of ``part``: ``backbone``, a pattern with ``*``, ``?`` or ``[``, or a prefix."""
     names = [name for name, _ in model.named_parameters()]
     if part == "backbone":
-        return [name for name in names if name.startswith(tuple(model.freeze_groups()[: model.backbone_groups]))]
+        return [
+            name for name in names if name.startswith(tuple(model.freeze_groups()[: model.backbone_groups]))
+        ]
     if set(part) & set("*?["):
         return [name for name in names if fnmatch.fnmatchcase(name, part)]
     return [name for name in names if name.startswith(part)]

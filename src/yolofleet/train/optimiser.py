@@ -91,7 +91,9 @@ def build_optimizer(
         arguments["momentum"] = recipe.momentum
     else:
         arguments["betas"] = (recipe.momentum, LION_BETA2 if name == "Lion" else 0.999)
-    if "fused" in inspect.signature(KINDS[name]).parameters:  # one kernel over all tensors; the same arithmetic
+    if (
+        "fused" in inspect.signature(KINDS[name]).parameters
+    ):  # one kernel over all tensors; the same arithmetic
         arguments["fused"] = has_fused(kind, trained[0].device)
     if name != "SGD":
         return kind(groups, **arguments)

@@ -17,7 +17,9 @@ from yolofleet.config.checks import step_images_of
 from yolofleet.config.schema import Recipe
 
 LEAST_WARMUP_STEPS = 100
-COOLDOWN = 5  # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
+COOLDOWN = (
+    5  # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
+)
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,10 @@ class Schedule:
 
     def cooldown(self, step: int) -> float:
         """Return the factor of the rate at ``step``: 1, and from ``cooldown_start`` on linear to ``lrf`` at the last one."""
-        if self.decay != "cooldown" or step < self.cooldown_start:
+        if self.decay != "cooldown":
             return 1.0
-        late = step + 1 - self.cooldown_start
-        return 1 - (1 - self.recipe.lrf) * min(late / (self.steps_of_run - self.cooldown_start), 1.0)
+        late, steps = step + 1 - self.cooldown_start, self.steps_of_run - self.cooldown_start
+        return 1 - (1 - self.recipe.lrf) * min(max(late, 0) / max(steps, 1), 1.0)
 
     def progress(self, first_image: int) -> float:
         """Return the fraction of the run before the epoch of ``first_image``."""

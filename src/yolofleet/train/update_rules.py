@@ -48,7 +48,12 @@ class UpdateRule(torch.optim.Optimizer):
                     state[name].fill_(count)
 
     def update(
-        self, group: Group, params: Tensors, gradients: Tensors, slots: list[Tensors], counts: dict[str, float]
+        self,
+        group: Group,
+        params: Tensors,
+        gradients: Tensors,
+        slots: list[Tensors],
+        counts: dict[str, float],
     ) -> None:
         """Change the parameters, slots and counters of a group in place; leave the gradients as they are."""
         raise NotImplementedError
@@ -63,7 +68,12 @@ class Lion(UpdateRule):
         super().__init__(groups, lr=lr, betas=betas)
 
     def update(
-        self, group: Group, params: Tensors, gradients: Tensors, slots: list[Tensors], counts: dict[str, float]
+        self,
+        group: Group,
+        params: Tensors,
+        gradients: Tensors,
+        slots: list[Tensors],
+        counts: dict[str, float],
     ) -> None:
         (averages,), (beta1, beta2) = slots, group["betas"]
         direction = torch._foreach_mul(averages, beta1)
@@ -87,7 +97,12 @@ class LARS(UpdateRule):
         super().__init__(groups, lr=lr, momentum=momentum, trust=trust)
 
     def update(
-        self, group: Group, params: Tensors, gradients: Tensors, slots: list[Tensors], counts: dict[str, float]
+        self,
+        group: Group,
+        params: Tensors,
+        gradients: Tensors,
+        slots: list[Tensors],
+        counts: dict[str, float],
     ) -> None:
         (velocities,), decay = slots, group["weight_decay"]
         direction = torch._foreach_add(gradients, params, alpha=decay)
@@ -114,7 +129,12 @@ class LAMB(UpdateRule):
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
 
     def update(
-        self, group: Group, params: Tensors, gradients: Tensors, slots: list[Tensors], counts: dict[str, float]
+        self,
+        group: Group,
+        params: Tensors,
+        gradients: Tensors,
+        slots: list[Tensors],
+        counts: dict[str, float],
     ) -> None:
         means, squares = slots
         beta1, beta2 = group["betas"]
@@ -137,8 +157,8 @@ class ScheduleFreeSGD(UpdateRule):
     with weights lr^2, for which lr is the largest rate so far: c = lr^2 / (sum of lr^2).
     """
 
-    slots = ("z", "x")
-    counters = ("largest_lr", "weight_sum")
+    slots: ClassVar[tuple[str, ...]] = ("z", "x")
+    counters: ClassVar[tuple[str, ...]] = ("largest_lr", "weight_sum")
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         self._begin(groups, lr=lr, momentum=momentum)
@@ -156,7 +176,12 @@ class ScheduleFreeSGD(UpdateRule):
         return [g.clone() for g in gradients]
 
     def update(
-        self, group: Group, params: Tensors, gradients: Tensors, slots: list[Tensors], counts: dict[str, float]
+        self,
+        group: Group,
+        params: Tensors,
+        gradients: Tensors,
+        slots: list[Tensors],
+        counts: dict[str, float],
     ) -> None:
         z, x, *moments = slots
         momentum = group["betas"][0] if "betas" in group else group["momentum"]
