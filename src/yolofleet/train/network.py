@@ -86,7 +86,9 @@ def build_network(
     model = build_model(description, len(names), seed=seed)
     model.names = names
     if weights is not None:
-        console.fact(f"start weights of {weights.description.name}: {transfer(model, weights).text()}")
+        classes = weights.header.nc
+        other = f" for {classes} classes, {len(names)} here" if classes != len(names) else ""
+        console.fact(f"start weights of {weights.description.name}{other}: {transfer(model, weights).text()}")
     return model
 
 
