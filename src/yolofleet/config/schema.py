@@ -229,7 +229,7 @@ class TrainConfig(FleetSettings):
     )
     freeze: str = setting(
         "",
-        "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (*.bn.*) of "
+        "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (model.*.bias) of "
         "parameter names",
         group="method",
     )
@@ -607,7 +607,7 @@ class Recipe(Frozen):
     warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
     lr_factors: str = setting(
         "",
-        "factors of the learning rates of layers: PART:FACTOR, ...; a part is backbone, or a prefix or pattern (*.bn.*) of "
+        "factors of the learning rates of layers: PART:FACTOR, ...; a part is backbone, or a prefix or pattern (model.*.bias) of "
         "parameter names; the factors of all parts that fit are multiplied",
     )
     lr_layer_decay: float = setting(

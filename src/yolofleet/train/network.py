@@ -167,5 +167,5 @@ def _layers_hint(model: Detector, setting: str) -> str:
     groups = model.freeze_groups()
     return (
         f"layers are 0 ({groups[0][:-1]}) to {len(groups) - 1} ({groups[-1][:-1]}); {setting} also takes backbone, and "
-        "prefixes and patterns (*.bn.*) of parameter names"
+        "prefixes and patterns (model.*.bias) of parameter names"
     )

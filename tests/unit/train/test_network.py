@@ -76,7 +76,9 @@ def test_weights_for_other_classes_give_all_layers_but_the_outputs(
 
 def test_published_yolov5_weights_give_all_layers_but_the_outputs() -> None:
     _, said = started_from(read_weights(reference("weights/yolov5n.pt")), 3)
-    assert "yolov5n for 80 classes, 3 here: 285 of 291 tensors taken over; freshly initialised: model.24" in said
+    assert (
+        "yolov5n for 80 classes, 3 here: 285 of 291 tensors taken over; freshly initialised: model.24" in said
+    )
     _, same = started_from(read_weights(reference("weights/yolov5n.pt")), 80)
     assert same.endswith("yolov5n: 291 of 291 tensors taken over")
 
@@ -89,7 +91,10 @@ def small() -> Detector:
     ("spec", "expected"),
     [
         ("*.bn.*", lambda name: ".bn." in name),
-        ("backbone,*.m.?.bias", lambda name: int(name.split(".")[1]) < 13 or name.endswith("bias") and ".m." in name),
+        (
+            "backbone,*.m.?.bias",
+            lambda name: int(name.split(".")[1]) < 13 or (name.endswith("bias") and ".m." in name),
+        ),
         ("model.1[0-4].", lambda name: False),
         ("model.1[0-4].*", lambda name: name.split(".")[1] in ("10", "11", "12", "13", "14")),
         ("model.0.,model.2.", lambda name: name.split(".")[1] in ("0", "2")),
@@ -129,7 +134,8 @@ def test_the_factors_of_all_parts_and_of_the_depth_are_multiplied() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["backbone", "backbone:", "backbone:x", "backbone:0", "a:-1", "a:inf", "a:nan", ":1", "3:0.1", "a:1,a:2"]
+    "text",
+    ["backbone", "backbone:", "backbone:x", "backbone:0", "a:-1", "a:inf", "a:nan", ":1", "3:0.1", "a:1,a:2"],
 )
 def test_factors_of_another_form_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not PART:FACTOR"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_cooldown_is_constant_and_then_linear_in_the_last_fifth(of_recipe: dic
     warm = next(step for step, lr in enumerate(found) if lr >= 0.0099999)
     flat, falling = found[warm : plan.cooldown_start], found[plan.cooldown_start - 1 :]
     assert flat == pytest.approx([0.01] * len(flat)) and len(flat) > len(found) // 4
-    steps_down = [before - after for before, after in zip(falling, falling[1:], strict=False)]
+    steps_down = [before - after for before, after in pairwise(falling)]
     assert steps_down == pytest.approx([0.009 / (len(found) // 5)] * len(steps_down))
     assert found[-1] == pytest.approx(0.001)
 
