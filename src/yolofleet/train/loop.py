@@ -303,6 +303,8 @@ class TrainingRun:
                         break
                     except NumericsError as problem:
                         self._roll_back(problem)
+            if self.config.minutes and not self.state.progress.last_step:
+                self.report.console.note(f"the run ended before --minutes {self.config.minutes:g} were over")
             with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:

@@ -320,7 +320,7 @@ class TrainReport:
         """Report that the resumed run had already ended."""
         self.last_evaluation = evaluation
         self.console.note(
-            "the run had ended already; --epochs or --max-steps with a higher number continues it"
+            "the run had ended already; --epochs, --max-steps or --minutes with a higher number continues it"
         )
 
     def finish(self, state: TrainState) -> None:
