@@ -427,6 +427,18 @@ class BenchTrainConfig(TrainConfig):
     )
 
 
+class LrFindConfig(TrainConfig):
+    """Settings of ``yolofleet lr-find``: those of the run to find a rate for, of which the command line offers a part."""
+
+    verb: ClassVar[str] = "lr-find"
+
+    steps: int = setting(
+        100, "steps of the search; the rate grows in each", ge=10, le=10_000, group="length and batch size"
+    )
+    lowest: float = setting(1e-5, "learning rate of the first step", gt=0, group="method")
+    highest: float = setting(1.0, "learning rate of the last step", gt=0, group="method")
+
+
 class BenchScalingConfig(TrainConfig):
     """Settings of ``yolofleet bench scaling``: those of its runs, of which the command line offers a part."""
 
