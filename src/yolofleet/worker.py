@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from yolofleet.config.load import Resolved, load_job
-from yolofleet.config.schema import BenchTrainConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import BenchTrainConfig, LrFindConfig, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -41,6 +41,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.bench import measure
 from yolofleet.runs.folder import shared_folder, write_config
+from yolofleet.runs.lr_find import find_rate
 from yolofleet.runs.memory import is_out_of_memory, out_of_memory
 from yolofleet.runs.train import train
 from yolofleet.runs.val import validate
@@ -132,6 +133,9 @@ def _run(
                 if isinstance(settings, BenchTrainConfig):
                     assert recipe is not None and clock is not None
                     measure(cast(Resolved[BenchTrainConfig], config), recipe, world, clock, run_folder)
+                elif isinstance(settings, LrFindConfig):
+                    assert recipe is not None and clock is not None
+                    find_rate(cast(Resolved[LrFindConfig], config), recipe, world, clock, run_folder)
                 elif recipe is not None and clock is not None:
                     train(cast(Resolved[TrainConfig], config), recipe, world, clock, run_folder)
                 else:

@@ -93,10 +93,14 @@ def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "optimizer"), [("yolov5", "AdamW"), *((family, "SGD") for family in FAMILIES)]
+    ("family", "optimizer"),
+    [
+        *(("yolov5", name) for name in ("AdamW", "LAMB", "ScheduleFreeAdamW")),
+        *((family, "SGD") for family in FAMILIES),
+    ],
 )
 def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str) -> None:
-    more = ["--optimizer", optimizer, *(["--set", "lr0=0.001"] if optimizer == "AdamW" else [])]
+    more = ["--optimizer", optimizer, *(["--set", "lr0=0.001"] if optimizer != "SGD" else [])]
     more += FAMILIES[family]
     case = f"{family} {optimizer}"
     alone = trained(folder, f"{case} alone", 20, *ALONE, *more)

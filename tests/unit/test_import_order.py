@@ -175,7 +175,7 @@ def test_the_top_help_imports_no_pydantic():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
 def test_an_update_imports_no_compiler(name):
     code = (
         "import sys, torch, yolofleet.worker; from yolofleet.config.schema import Recipe;"

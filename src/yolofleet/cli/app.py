@@ -112,6 +112,7 @@ APP = Verbs(
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
+        "lr-find": ("yolofleet.cli.lr_find:command", "find a learning rate for a training"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
         "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),

@@ -30,7 +30,7 @@ from yolofleet.text import echo
 # settings of a training that measuring has no use for
 WITHOUT_GROUPS = ("after a failure", "saved files")
 WITHOUT = {
-    "patience", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
+    "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
     "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok",
     *(name for name, field in TrainConfig.model_fields.items() if group_of(field) in WITHOUT_GROUPS),
 }  # fmt: skip

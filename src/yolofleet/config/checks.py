@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
@@ -75,6 +76,18 @@ def divisors(n: int) -> list[int]:
     """Return the divisors of ``n`` >= 1, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def is_schedule_free(optimizer: str) -> bool:
+    """Return whether the optimizer keeps its own average, which needs neither a decay of the rate nor a moving average."""
+    return optimizer.startswith("ScheduleFree")
+
+
+def decay_of(config: TrainConfig) -> str:
+    """Return the decay of the learning rate: ``--lr-schedule``, unless the optimizer or ``--minutes`` decides it."""
+    if is_schedule_free(config.optimizer):
+        return "constant"
+    return "cooldown" if config.minutes and config.lr_schedule == "linear" else config.lr_schedule
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
@@ -147,6 +160,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)
     _check_preempt_notice(config)
+    _check_rates(config, recipe)
     r = recipe.value
     if r.autobalance:
         raise ConfigError(
@@ -160,6 +174,29 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
         )
+
+
+def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
+    """Raise on schedules and averages that the optimizer or ``--minutes`` excludes, and on wrong ``lr_factors``."""
+    c, free = config.value, is_schedule_free(config.value.optimizer)
+    if free and c.lr_schedule != "constant" and config.is_given("lr_schedule"):
+        raise _clash(config, "optimizer", "lr_schedule", "its rate stays constant", "leave out --lr-schedule")
+    if c.minutes and c.lr_schedule not in ("cooldown", "constant") and config.is_given("lr_schedule"):
+        raise _clash(
+            config,
+            "minutes",
+            "lr_schedule",
+            "such a decay needs the length of the run from the start",
+            "leave out --lr-schedule; the rate is constant, and falls in the last fifth of the time",
+        )
+    average, source = recipe.value.ema_decay, recipe.sources["ema_decay"]
+    if free and average and not source.startswith((DEFAULT, "recipe ")):
+        raise ConfigError(
+            f"ema_decay: {average:g} has no effect with {config.spelled('optimizer')}, which averages the weights itself",
+            source=source,
+            hint="leave it out",
+        )
+    parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
 
 
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:

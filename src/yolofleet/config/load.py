@@ -31,6 +31,7 @@ from yolofleet.config.schema import (
     DoctorConfig,
     ExecutionSettings,
     ExportConfig,
+    LrFindConfig,
     PredictConfig,
     Recipe,
     SelftestConfig,
@@ -67,6 +68,7 @@ MODELS: dict[str, type[ExecutionSettings]] = {
     "bench train": BenchTrainConfig,
     "val": ValConfig,
     "predict": PredictConfig,
+    "lr-find": LrFindConfig,
 }
 SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -61,6 +62,30 @@ def load_recipe(
     layers.append(hyperparameters or {})
     layers.append(_overrides(overrides))
     return resolve(Recipe, layers, notes)
+
+
+def parse_lr_factors(text: str, source: str = "") -> dict[str, float]:
+    """Return part -> factor from ``PART:FACTOR, PART:FACTOR, ...``.
+
+    Raises:
+        ConfigError: an entry has another form, or a part comes twice.
+    """
+    factors: dict[str, float] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        part, _, number = (word.strip() for word in entry.rpartition(":"))
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not part or part.isdigit() or part in factors or not 0 < factor < math.inf:
+            raise ConfigError(
+                f"lr_factors: {shown(entry)} is not PART:FACTOR, with a factor above 0 and each part once",
+                source=source or None,
+                hint="such as backbone:0.1,model.24.:2; a part is backbone, or a prefix or pattern of parameter names. "
+                "--freeze stops layers",
+            )
+        factors[part] = factor
+    return factors
 
 
 def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:

@@ -20,7 +20,7 @@ from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
-MAY_CHANGE = ("data", "epochs", "max_steps", "patience", "on_nan")
+MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them

@@ -59,6 +59,10 @@ Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
+Optimizer = Literal[
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp", "Lion", "LAMB", "LARS", "ScheduleFreeSGD",
+    "ScheduleFreeAdamW",
+]  # fmt: skip
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -175,6 +179,13 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="length and batch size",
     )
+    minutes: float = setting(
+        0.0,
+        "end the run after X minutes of training, validation and saving, over all resumes, with --lr-schedule cooldown; "
+        "0 = after --epochs",
+        ge=0,
+        group="length and batch size",
+    )
     batch: Natural = setting(
         16, "images per batch, in total over all devices, as in YOLOv5", group="length and batch size"
     )
@@ -198,9 +209,15 @@ class TrainConfig(FleetSettings):
     )
 
     # method
-    optimizer: Literal["SGD", "Adam", "AdamW"] = setting("SGD", "optimizer of the weights", group="method")
-    lr_schedule: Literal["linear", "cosine"] = setting(
-        "linear", "how the learning rate decays", group="method"
+    optimizer: Optimizer = setting(
+        "SGD",
+        "optimizer of the weights; LARS, LAMB: for steps of thousands of images; ScheduleFree...: no decay, no moving average",
+        group="method",
+    )
+    lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
+        "linear",
+        "how the learning rate decays after the warm-up; cooldown: constant, then linear in the last fifth of the steps",
+        group="method",
     )
     multi_scale: bool = setting(
         False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
@@ -212,7 +229,8 @@ class TrainConfig(FleetSettings):
     )
     freeze: str = setting(
         "",
-        "layers to freeze: a number N (the first N), a list 0,1,2, backbone, or prefixes of parameter names",
+        "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (model.*.bias) of "
+        "parameter names",
         group="method",
     )
     augment_on: Literal["cpu", "device"] = setting(
@@ -409,6 +427,18 @@ class BenchTrainConfig(TrainConfig):
     )
 
 
+class LrFindConfig(TrainConfig):
+    """Settings of ``yolofleet lr-find``: those of the run to find a rate for, of which the command line offers a part."""
+
+    verb: ClassVar[str] = "lr-find"
+
+    steps: int = setting(
+        100, "steps of the search; the rate grows in each", ge=10, le=10_000, group="length and batch size"
+    )
+    lowest: float = setting(1e-5, "learning rate of the first step", gt=0, group="method")
+    highest: float = setting(1.0, "learning rate of the last step", gt=0, group="method")
+
+
 class BenchScalingConfig(TrainConfig):
     """Settings of ``yolofleet bench scaling``: those of its runs, of which the command line offers a part."""
 
@@ -587,6 +617,17 @@ class Recipe(Frozen):
     )
     warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
     warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
+    lr_factors: str = setting(
+        "",
+        "factors of the learning rates of layers: PART:FACTOR, ...; a part is backbone, or a prefix or pattern (model.*.bias) of "
+        "parameter names; the factors of all parts that fit are multiplied",
+    )
+    lr_layer_decay: float = setting(
+        1.0,
+        "factor of the learning rate from each layer to the one before it; the last layer has lr0",
+        gt=0,
+        le=1,
+    )
     clip_norm: float = setting(10.0, "limit of the total gradient norm; 0 = off", ge=0)
     ema_decay: float = setting(
         0.9999, "decay of the moving average of the weights; 0 = no average", ge=0, lt=1

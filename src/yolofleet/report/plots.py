@@ -179,6 +179,19 @@ def plot_results(results_csv: Path, path: Path) -> None:
         grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
 
 
+def plot_rates(
+    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggested: float, path: Path
+) -> None:
+    """Plot the loss and the smoothed loss over the learning rate of each step, and mark the suggested rate."""
+    with _drawing(path, 6, 4.2) as figure:
+        axes = figure.subplots()
+        axes.plot(rates, losses, color=GREY, linewidth=0.8, label="loss")
+        axes.plot(rates, smooth, color=BLUE, label="smoothed")
+        axes.axvline(suggested, color=ORANGE, linestyle="--", label=f"suggested: {suggested:.2g}")
+        axes.set(title="loss", xlabel="learning rate", xscale="log")
+        axes.legend(loc="upper left")
+
+
 def plot_scaling(
     devices: Sequence[int],
     rates_img_s: Sequence[float],

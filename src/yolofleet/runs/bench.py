@@ -64,6 +64,7 @@ SAVES = 3  # checkpoints
 SETTINGS: dict[str, Any] = {  # of a run that only measures
     "epochs": 1000,
     "max_steps": 0,
+    "minutes": 0.0,
     "patience": 0,
     "parallel": "ddp",
     "multi_scale": False,

@@ -19,7 +19,7 @@ from yolofleet import devices
 from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -59,9 +59,16 @@ from yolofleet.runs.staging import stage_images
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
+from yolofleet.train.advice import rate_notes
 from yolofleet.train.agreement import check_settings, have_equal_kernels
 from yolofleet.train.loop import PrepareValidation, StepSplitter, TrainingRun
-from yolofleet.train.network import build_network, description_and_weights, freeze, with_fitting_anchors
+from yolofleet.train.network import (
+    build_network,
+    description_and_weights,
+    freeze,
+    lr_factors,
+    with_fitting_anchors,
+)
 from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
@@ -217,6 +224,9 @@ def built_run(
             )
             if idle := splitter.idle_note(schedule.step_images):
                 console.warn(idle)
+            if snapshot is None:
+                for note in rate_notes(config, network.recipe, schedule):
+                    console.note(note)
 
         yield BuiltRun(training, network, data, cache, begin)
 
@@ -316,7 +326,7 @@ def _state(
     synced = config.sync_bn and world.size > 1
     if synced:
         with_sync_batchnorm(model, world)
-    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_schedule)
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, decay_of(config))
     factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
     schedule = replace(schedule, lr_factor=factor)
     on_devices = replica_devices(config, world)
@@ -326,6 +336,7 @@ def _state(
         optimizer=config.optimizer,
         weight_decay=schedule.weight_decay,
         precision=precision,
+        lr_factors=lr_factors(model, recipe),
     )
     return state, schedule, frozen
 
@@ -502,7 +513,7 @@ def _header_lines(
         + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
-        f"{recipe.reference_batch} images a step)",
+        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer}",
         "image": f"{network.img} px{rounded}",
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"

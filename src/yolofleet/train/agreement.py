@@ -93,7 +93,7 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, eq
     Raises:
         ClusterError: names the ranks whose state differs from the most frequent one.
     """
-    tensors = {name: t.detach() for name, t in state.average.source.items()}
+    tensors = {name: t.detach() for name, t in state.live.items()}
     norm = float(
         torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors.values()]))
     )

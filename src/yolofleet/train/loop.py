@@ -39,7 +39,7 @@ from yolofleet.train.agreement import check_agreement
 from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.save_timer import AUTO, SaveTimer
-from yolofleet.train.schedule import Schedule, StepPlan
+from yolofleet.train.schedule import COOLDOWN, Schedule, StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
 from yolofleet.train.stop import StopRequest
@@ -186,11 +186,12 @@ class PrepareValidation(Protocol):
 
 
 class Asked(NamedTuple):
-    """What a rank asks for after a step: to stop, to save on disk, to keep the state in memory."""
+    """What a rank asks for after a step: to stop, to save on disk, to keep the state in memory, to end in time."""
 
     stop: bool = False
     save: bool = False
     keep: bool = False
+    end: bool = False
 
 
 NOTHING = Asked()
@@ -229,20 +230,52 @@ class TrainingRun:
         """Yield the remaining steps of the run."""
         if self.is_over():
             return
-        for plan in self.schedule.steps(self.state.step, self.state.images_seen):
+        step, image = self.state.step, self.state.images_seen
+        while True:
+            plan = self.schedule.plan(step, image)  # the end of the run may have changed after the last step
             yield plan
             if self.is_last(plan):
                 return
+            step, image = step + 1, plan.end_image
 
     def is_last(self, plan: StepPlan) -> bool:
-        end = self.config.epochs * self.schedule.dataset_images
-        return plan.end_image >= end or plan.step + 1 == self.config.max_steps
+        return self._is_end(plan.step + 1, plan.end_image)
 
     def is_over(self) -> bool:
         """Return whether the state is the final one."""
-        end = self.config.epochs * self.schedule.dataset_images
-        steps_left = not self.config.max_steps or self.state.step < self.config.max_steps
-        return self.state.images_seen >= end or not steps_left or self._out_of_patience()
+        return self._is_end(self.state.step, self.state.images_seen) or self._out_of_patience()
+
+    def _is_end(self, steps: int, images: int) -> bool:
+        last = self.schedule.last_step
+        return images >= self.config.epochs * self.schedule.dataset_images or bool(last and steps >= last)
+
+    def _restore_end(self) -> None:
+        """Let the schedule end with ``--max-steps``, or where the state says that the minutes of this run end."""
+        progress, most = self.state.progress, self.config.max_steps
+        if progress.minutes != self.config.minutes:
+            progress = replace(progress, minutes=self.config.minutes, last_step=0)
+        self.state.progress = progress
+        ends = [step for step in (progress.last_step, most) if step]
+        self.schedule = replace(self.schedule, last_step=min(ends, default=0))
+
+    def _end_is_due(self) -> bool:
+        """Return whether rank 0 asks to end the run within the minutes that are left (``--minutes``)."""
+        if not self.config.minutes or not self.world.is_main or self.state.progress.last_step:
+            return False
+        times = self.report.clock.run_so_far()
+        share = 1 - 1 / COOLDOWN if self.schedule.decay == "cooldown" else 1.0
+        return times.elapsed_s - times.seconds["start"] >= 60 * self.config.minutes * share
+
+    def _end_in_time(self) -> None:
+        """Begin the cooldown now, unless it has begun. Every rank, after the same step.
+
+        The last step follows from this one, so the result is a function of the last step.
+        """
+        if self.state.progress.last_step or self.state.step >= self.schedule.cooldown_start:
+            return
+        self.schedule = self.schedule.cooled_from(self.state.step)
+        self.state.progress = replace(self.state.progress, last_step=self.schedule.last_step)
+        self.report.ends_in_time(self.state.step, self.schedule.last_step)
 
     def train(self) -> None:
         """Train from the current state to the end of the run.
@@ -253,6 +286,7 @@ class TrainingRun:
             Stopped: a rank got a stop request; the state is saved.
         """
         self._restore_tally()
+        self._restore_end()
         # A resumed run may have crashed after training, before it wrote its results.
         if self.is_over() and self._unended_epoch() is None:
             self.report.ended_before(self._evaluate(self.loss.at(1)))
@@ -269,6 +303,8 @@ class TrainingRun:
                         break
                     except NumericsError as problem:
                         self._roll_back(problem)
+            if self.config.minutes and not self.state.progress.last_step:
+                self.report.console.note(f"the run ended before --minutes {self.config.minutes:g} were over")
             with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
@@ -332,7 +368,7 @@ class TrainingRun:
         if not self.tally_images:
             return None
         done = min(self.state.images_seen // self.schedule.dataset_images, self.config.epochs)
-        if done <= self.state.progress.epochs_done and self.state.step != self.config.max_steps:
+        if done <= self.state.progress.epochs_done and self.state.step != self.schedule.last_step:
             return None
         return next(plan for plan in self.schedule.steps() if plan.step + 1 == self.state.step)
 
@@ -367,6 +403,7 @@ class TrainingRun:
         self.state.progress = replace(self.state.progress, left_out=merged)
         self.report.rolled_back(problem.what, self.state)
         self._restore_tally()
+        self._restore_end()
         self._open_loader()
 
     @property
@@ -422,7 +459,10 @@ class TrainingRun:
             total_micro_batches=self.splitter.statistics_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(int(bool(stop)), int(save_due), int(self._keep_is_due()), len(broken)),
+            requests=(
+                *(int(bool(stop)), int(save_due), int(self._keep_is_due()), int(self._end_is_due())),
+                len(broken),
+            ),
             nan_rule=self.nan_rule,
         )
         if self.memory is not None:
@@ -434,7 +474,10 @@ class TrainingRun:
         *asked, any_broken = done.requests
         if any_broken:
             self._share_unreadable(broken)
-        return Asked(*map(bool, asked))
+        shared = Asked(*map(bool, asked))
+        if shared.end:
+            self._end_in_time()
+        return shared
 
     def _share_unreadable(self, broken: dict[int, str]) -> None:
         """Report images that were replaced, each once. Collective: every rank, if any has a new one.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 import numpy as np
 import torch
 
 from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, transfer
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.recipe import parse_lr_factors
+from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
@@ -17,6 +20,7 @@ from yolofleet.models.description import ModelDescription, describe
 from yolofleet.models.detector import Detector
 from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.report.console import NullConsole
+from yolofleet.text import shown
 
 
 def description_and_weights(
@@ -82,15 +86,29 @@ def build_network(
     model = build_model(description, len(names), seed=seed)
     model.names = names
     if weights is not None:
-        console.fact(f"start weights of {weights.description.name}: {transfer(model, weights).text()}")
+        classes = weights.header.nc
+        other = f" for {classes} classes, {len(names)} here" if classes != len(names) else ""
+        console.fact(f"start weights of {weights.description.name}{other}: {transfer(model, weights).text()}")
     return model
+
+
+def named(model: Detector, part: str) -> list[str]:
+    """Return the names of the parameters of ``part``: ``backbone``, a pattern with ``*``, ``?`` or ``[``, or a prefix."""
+    names = [name for name, _ in model.named_parameters()]
+    if part == "backbone":
+        return [
+            name for name in names if name.startswith(tuple(model.freeze_groups()[: model.backbone_groups]))
+        ]
+    if set(part) & set("*?["):
+        return [name for name in names if fnmatch.fnmatchcase(name, part)]
+    return [name for name in names if name.startswith(part)]
 
 
 def freeze(model: Detector, spec: str) -> list[str]:
     """Switch gradients off for the layers that ``--freeze`` names; return the names of the frozen parameters.
 
-    One number N means the first N layers, several numbers those layers, and ``backbone`` the description's backbone.
-    Other words are prefixes of parameter names. Batch-norm layers of frozen parts keep their statistics.
+    One number N means the first N layers, several numbers those layers; see :func:`named` for other words. Batch-norm
+    layers of frozen parts keep their statistics.
 
     Raises:
         ConfigError: the model has no such layer, or no parameter is left to train.
@@ -98,28 +116,56 @@ def freeze(model: Detector, spec: str) -> list[str]:
     if not spec or spec == "0":
         return []
     groups = model.freeze_groups()
-    known = f"layers are 0 ({groups[0][:-1]}) to {len(groups) - 1} ({groups[-1][:-1]}); or --freeze backbone"
+    known = _layers_hint(model, "--freeze")
     parts = [part.strip() for part in spec.split(",") if part.strip()]
-    if parts == ["backbone"]:
-        prefixes = groups[: model.backbone_groups]
-    elif all(part.isdigit() for part in parts):
+    if all(part.isdigit() for part in parts):
         layers = list(range(int(parts[0]))) if len(parts) == 1 else [int(part) for part in parts]
         if max(layers, default=0) >= len(groups):
             raise ConfigError(f"--freeze {spec}: the model has {len(groups)} layers", hint=known)
-        prefixes = [groups[i] for i in layers]
-    else:
-        prefixes = parts
-    frozen = [name for name, _ in model.named_parameters() if any(name.startswith(p) for p in prefixes)]
-    unknown = [p for p in prefixes if not any(name.startswith(p) for name in model.state_dict())]
-    unknown = [prefix for prefix in unknown if prefix not in groups]  # a layer without tensors
+        parts = [groups[i] for i in layers]
+    found = {part: named(model, part) for part in parts}
+    unknown = [part for part in parts if not found[part] and part not in groups]  # or a layer without tensors
+    frozen = {name for names in found.values() for name in names}
     if not frozen or unknown:
         raise ConfigError(f"--freeze {spec}: no layer {unknown[0] if unknown else spec}", hint=known)
     for name, parameter in model.named_parameters():
-        if name in set(frozen):
+        if name in frozen:
             parameter.requires_grad_(False)
     if len(frozen) == len(list(model.parameters())):
         raise ConfigError(f"--freeze {spec} leaves nothing to train", hint="freeze fewer layers")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.BatchNorm2d) and f"{name}.weight" in frozen:
             module.eval()
-    return frozen
+    return [name for name, _ in model.named_parameters() if name in frozen]
+
+
+def lr_factors(model: Detector, recipe: Recipe) -> dict[str, float]:
+    """Return the factors of the learning rates of trained parameters, by name, from ``lr_factors`` and ``lr_layer_decay``.
+
+    Raises:
+        ConfigError: a part of ``lr_factors`` has no parameter that is trained.
+    """
+    groups = model.freeze_groups()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    factors = dict.fromkeys(trained, 1.0)
+    for layer, group in enumerate(groups):
+        for name in (name for name in trained if name.startswith(group)):
+            factors[name] = recipe.lr_layer_decay ** (len(groups) - 1 - layer)
+    for part, factor in parse_lr_factors(recipe.lr_factors).items():
+        names = [name for name in named(model, part) if name in factors]
+        if not names:
+            raise ConfigError(
+                f"lr_factors: no trained parameter is part of {shown(part)}",
+                hint=_layers_hint(model, "lr_factors"),
+            )
+        for name in names:
+            factors[name] *= factor
+    return factors
+
+
+def _layers_hint(model: Detector, setting: str) -> str:
+    groups = model.freeze_groups()
+    return (
+        f"layers are 0 ({groups[0][:-1]}) to {len(groups) - 1} ({groups[-1][:-1]}); {setting} also takes backbone, and "
+        "prefixes and patterns (model.*.bias) of parameter names"
+    )

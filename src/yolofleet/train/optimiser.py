@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,26 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import has_fused
+from yolofleet.devices import has_fused, is_host
 from yolofleet.train.schedule import StepPlan
+from yolofleet.train.update_rules import LAMB, LARS, Lion, ScheduleFreeAdamW, ScheduleFreeSGD
 
-KINDS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSProp": torch.optim.RMSprop,
+    "Lion": Lion,
+    "LAMB": LAMB,
+    "LARS": LARS,
+    "ScheduleFreeSGD": ScheduleFreeSGD,
+    "ScheduleFreeAdamW": ScheduleFreeAdamW,
+}
+WITH_MOMENTUM = ("SGD", "RMSProp", "LARS", "ScheduleFreeSGD")  # the others have two betas
+LION_BETA2 = 0.99  # of the paper; 0.999 for the others
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -40,27 +56,48 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def build_optimizer(
-    model: nn.Module, name: str, recipe: Recipe, weight_decay: float
+    model: nn.Module,
+    name: str,
+    recipe: Recipe,
+    weight_decay: float,
+    lr_factors: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return SGD, Adam or AdamW with groups in the order biases, weights, norms."""
+    """Return an optimizer of ``KINDS`` with groups in the order biases, weights, norms.
+
+    Args:
+        lr_factors: of the rates of parameters, by name; 1 for those that it lacks. Each factor has groups of its own.
+    """
     biases, weights, norms = parameter_groups(model)
     in_norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     decayed = [p for p in biases if recipe.decay_biases and p not in in_norms]
     undecayed = [p for p in biases if not recipe.decay_biases or p in in_norms]
-    groups = [
+    by_role: list[dict[str, Any]] = [
         {"role": "bias", "params": undecayed, "weight_decay": 0.0},
         {"role": "bias", "params": decayed, "weight_decay": weight_decay},
         {"role": "weight", "params": weights, "weight_decay": weight_decay},
         {"role": "norm", "params": norms, "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
+    factors = {p: (lr_factors or {}).get(name, 1.0) for name, p in model.named_parameters()}
+    groups = [
+        {**group, "params": params, "lr_factor": factor}
+        for group in by_role
+        for factor in sorted({factors[p] for p in group["params"]})
+        if (params := [p for p in group["params"] if factors[p] == factor])
+    ]
     trained = [*biases, *weights, *norms]
     kind = without_compiler(KINDS[name])
-    fused = has_fused(kind, trained[0].device)  # one kernel over all tensors; the same arithmetic
+    arguments: dict[str, Any] = {"lr": recipe.lr0}
+    if name in WITH_MOMENTUM:
+        arguments["momentum"] = recipe.momentum
+    else:
+        arguments["betas"] = (recipe.momentum, LION_BETA2 if name == "Lion" else 0.999)
+    if (
+        "fused" in inspect.signature(KINDS[name]).parameters
+    ):  # one kernel over all tensors; the same arithmetic
+        arguments["fused"] = has_fused(kind, trained[0].device)
     if name != "SGD":
-        return kind(groups, lr=recipe.lr0, betas=(recipe.momentum, 0.999), fused=fused)
-    nesterov = recipe.nesterov and recipe.momentum > 0
-    sgd = kind(groups, lr=recipe.lr0, momentum=recipe.momentum, nesterov=nesterov, fused=fused)
+        return kind(groups, **arguments)
+    sgd = kind(groups, nesterov=recipe.nesterov and recipe.momentum > 0, **arguments)
     if max(recipe.momentum, recipe.warmup_momentum) > 0:
         # Fused SGD allocates its buffers uninitialised, and keeps them so if its first step overflows. Zeros give the
         # same first step, because dampening is 0.
@@ -82,11 +119,15 @@ def without_compiler(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.o
 def update_if_finite(optimizer: Any, finite: Tensor) -> None:
     """Do one update that changes nothing if ``finite`` (bool, on the device) is False, without reading it on the host.
 
-    Without fused kernels Adam still counts the step, because its counts lie on the host.
+    Without fused kernels the counts of steps on accelerators still go on, because they lie on the host.
     """
-    if all(group["fused"] for group in optimizer.param_groups):
+    if all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = (~finite).float()  # with 1 the kernels leave weights and slots as they are
         optimizer.step()
+        return
+    if is_host(finite.device):
+        if finite:
+            optimizer.step()
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = {id(t): t.clone() for t in parameters + device_slots(optimizer, parameters)}
@@ -104,14 +145,14 @@ def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
 def slot_device(optimizer: Any, parameter: Tensor, slot: Tensor) -> torch.device:
     """Return the device for a slot of ``parameter``: the parameter's, or the CPU for counts without fused kernels."""
     (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
-    beside = slot.shape == parameter.shape or group["fused"] or group.get("capturable")
+    beside = slot.shape == parameter.shape or group.get("fused") or group.get("capturable")
     return parameter.device if beside else torch.device("cpu")
 
 
 def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
     """Set the rates of this step in every group."""
     for group in optimizer.param_groups:
-        group["lr"] = plan.lr_bias if group["role"] == "bias" else plan.lr
+        group["lr"] = (plan.lr_bias if group["role"] == "bias" else plan.lr) * group["lr_factor"]
         if "momentum" in group:
             group["momentum"] = plan.momentum
         else:

@@ -175,6 +175,12 @@ class TrainReport:
         self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")
         self.events.write("left_out", step=plan.step, images=plan.images)
 
+    def ends_in_time(self, step: int, last_step: int) -> None:
+        """Report after ``step`` steps that ``--minutes`` has decided the last step."""
+        rate = "" if step == last_step else "; the learning rate falls until then"
+        self.console.note(f"--minutes {self.config.minutes:g}: the run ends after step {last_step}{rate}")
+        self.events.write("ends_in_time", step=step, last_step=last_step)
+
     def rolled_back(self, why: str, state: TrainState) -> None:
         """Report that ``state`` is that of the newest checkpoint again, and remove the rows of later epochs."""
         self.console.warn(
@@ -314,7 +320,7 @@ class TrainReport:
         """Report that the resumed run had already ended."""
         self.last_evaluation = evaluation
         self.console.note(
-            "the run had ended already; --epochs or --max-steps with a higher number continues it"
+            "the run had ended already; --epochs, --max-steps or --minutes with a higher number continues it"
         )
 
     def finish(self, state: TrainState) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
-from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
@@ -88,6 +88,8 @@ class StoredProgress(_Stored):
     epoch_terms: Annotated[list[Amount], Field(max_length=64)]
     epoch_images: Count
     left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
+    minutes: Amount = 0.0
+    last_step: Count = 0
 
 
 class StoredTally(_Stored):
@@ -127,6 +129,7 @@ def fingerprint(
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    settings["lr_schedule"] = decay_of(config)
     # keys that checkpoints of earlier versions do not have
     if config.augment_on != "cpu":
         settings["augment_on"] = config.augment_on

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from yolofleet.config.checks import step_images_of
 from yolofleet.config.schema import Recipe
 
 LEAST_WARMUP_STEPS = 100
+COOLDOWN = (
+    5  # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,10 @@ class Schedule:
         dataset_images: images of one epoch.
         batch, nominal_batch: images; a step accumulates round(nominal / batch) batches, at least one.
         epochs: of the run; the decay ends with them.
-        decay: "linear" or "cosine".
+        decay: "linear", "cosine", "constant", or "cooldown": constant, then linear to the recipe's ``lrf`` in the last
+            steps.
         lr_factor: see :func:`lr_factor`.
+        last_step: steps of a run that ends before its last epoch; 0: it ends with its epochs.
     """
 
     recipe: Recipe
@@ -60,6 +66,7 @@ class Schedule:
     epochs: int
     decay: str = "linear"
     lr_factor: float = 1.0
+    last_step: int = 0
 
     @property
     def warmup_images(self) -> int:
@@ -91,6 +98,8 @@ class Schedule:
     def decay_at(self, epoch: float) -> float:
         """Return the factor of lr0 in epoch ``epoch``."""
         lrf = self.recipe.lrf
+        if self.is_flat:
+            return 1.0
         if self.decay == "cosine":
             return (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (lrf - 1) + 1
         return (1 - epoch / self.epochs) * (1 - lrf) + lrf
@@ -135,24 +144,63 @@ class Schedule:
         peak = r.lr0 * self.lr_factor
         if epoch < warm:
             return peak * epoch / warm
+        if self.is_flat:
+            return peak
         return peak * (1 + math.cos(math.pi * (epoch - warm) / (r.horizon * self.epochs - warm))) / 2
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rate is constant after the warm-up, but for a cooldown."""
+        return self.decay in ("constant", "cooldown")
+
+    @cached_property
+    def steps_of_run(self) -> int:
+        """Steps of the run: ``last_step``, or those of its epochs if they are fewer."""
+        step, image, end = 0, 0, self.epochs * self.dataset_images
+        while image < min(end, self.warmup_images + self.batch):
+            step, image = step + 1, image + self.images_at(image)
+        of_epochs = step + -(-max(end - image, 0) // self.step_images)
+        return min(self.last_step, of_epochs) if self.last_step else of_epochs
+
+    @property
+    def cooldown_start(self) -> int:
+        """First step whose rate falls at the end of the run; the number of steps if none does."""
+        return self.steps_of_run - (self.steps_of_run // COOLDOWN if self.decay == "cooldown" else 0)
+
+    def cooled_from(self, step: int) -> Schedule:
+        """Return the schedule of a run whose cooldown begins at ``step``, or that ends there if it has none."""
+        last = step + step // (COOLDOWN - 1) if self.decay == "cooldown" else step
+        return replace(self, last_step=last)
+
+    def cooldown(self, step: int) -> float:
+        """Return the factor of the rate at ``step``: 1, and from ``cooldown_start`` on linear to ``lrf`` at the last one."""
+        if self.decay != "cooldown":
+            return 1.0
+        late, steps = step + 1 - self.cooldown_start, self.steps_of_run - self.cooldown_start
+        return 1 - (1 - self.recipe.lrf) * min(max(late, 0) / max(steps, 1), 1.0)
 
     def progress(self, first_image: int) -> float:
         """Return the fraction of the run before the epoch of ``first_image``."""
         return first_image // self.dataset_images / self.epochs
 
-    def plan(self, step: int, first_image: int) -> StepPlan:
-        """Return the step that begins at ``first_image`` (a multiple of ``batch``)."""
+    def images_at(self, first_image: int) -> int:
+        """Return the images of the step that begins at ``first_image`` (a multiple of ``batch``)."""
         first = first_image // self.batch
         last = first
         while last - first + 1 < self.accumulate(last):
             last += 1
+        return (last - first + 1) * self.batch
+
+    def plan(self, step: int, first_image: int) -> StepPlan:
+        """Return the step that begins at ``first_image`` (a multiple of ``batch``)."""
+        images = self.images_at(first_image)
         if self.recipe.rates == "step":
             lr = lr_bias = self.rate_by_step(first_image)
             momentum = self.recipe.momentum
         else:
-            lr, lr_bias, momentum = self.rates(last)
-        return StepPlan(step, first_image, (last - first + 1) * self.batch, lr, lr_bias, momentum)
+            lr, lr_bias, momentum = self.rates((first_image + images) // self.batch - 1)
+        factor = self.cooldown(step)
+        return StepPlan(step, first_image, images, factor * lr, factor * lr_bias, momentum)
 
     def steps(self, step: int = 0, first_image: int = 0) -> Iterator[StepPlan]:
         """Yield steps without end, starting at any one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.checks import is_schedule_free
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import CheckpointError
@@ -20,6 +22,7 @@ from yolofleet.parallel.replicas import Replicas
 from yolofleet.train.ema import MovingAverage
 from yolofleet.train.optimiser import build_optimizer, slot_device
 from yolofleet.train.schedule import StepPlan
+from yolofleet.train.update_rules import averaged_parameter
 
 
 @dataclass
@@ -33,16 +36,24 @@ class Progress:
     epoch_terms: list[float] = field(default_factory=list)
     epoch_images: int = 0
     left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
+    minutes: float = 0.0  # of the budget that decided ``last_step``
+    last_step: int = 0  # steps of the run, as soon as ``--minutes`` has decided it
 
 
 @dataclass
 class TrainState:
-    """The training state of one rank; equal on every rank between steps."""
+    """The training state of one rank; equal on every rank between steps.
+
+    Attributes:
+        live: trained parameters and batch-norm statistics by name. ``average`` reads them, or in place of a parameter the
+            average that a schedule-free optimizer keeps.
+    """
 
     replicas: Replicas
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     average: MovingAverage
+    live: dict[str, Tensor]
     progress: Progress
     step: int = 0
     images_seen: int = 0
@@ -51,21 +62,34 @@ class TrainState:
 
     @classmethod
     def build(
-        cls, replicas: Replicas, recipe: Recipe, *, optimizer: str, weight_decay: float, precision: str
+        cls,
+        replicas: Replicas,
+        recipe: Recipe,
+        *,
+        optimizer: str,
+        weight_decay: float,
+        precision: str,
+        lr_factors: Mapping[str, float] | None = None,
     ) -> TrainState:
-        """Build the state around ``replicas``.
+        """Build the state around ``replicas``; see :func:`build_optimizer`.
 
         The first replica's model must be in training mode; its frozen parameters need no gradient and their
         batch-norm layers must be in eval mode.
         """
         model = replicas.lead.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        live = trained | replicas.lead.statistics.views  # frozen tensors would only gain rounding errors
+        statistics = replicas.lead.statistics.views
+        built = build_optimizer(model, optimizer, recipe, weight_decay, lr_factors)
+        averaged = {name: averaged_parameter(built, p) for name, p in trained.items()}
+        decay = 0.0 if is_schedule_free(optimizer) else recipe.ema_decay  # which averages by itself
         return cls(
             replicas=replicas,
-            optimizer=build_optimizer(model, optimizer, recipe, weight_decay),
+            optimizer=built,
             scaler=loss_scaler(precision, replicas.lead.device),
-            average=MovingAverage(live, decay=recipe.ema_decay, tau=recipe.ema_tau, rule=recipe.ema_rule),
+            average=MovingAverage(
+                averaged | statistics, decay=decay, tau=recipe.ema_tau, rule=recipe.ema_rule
+            ),
+            live=trained | statistics,  # averages of frozen tensors would only gain rounding errors
             progress=Progress(),
         )
 
@@ -85,9 +109,9 @@ class TrainState:
 
     def _live(self) -> dict[str, Tensor]:
         """Return every tensor of the state by its name in a checkpoint (live, not copied)."""
-        # `average.source` has the trained tensors; the state dict adds those of frozen layers
+        # the state dict adds the tensors of frozen layers
         fixed = {name: t for name, t in self.model.state_dict().items() if t.is_floating_point()}
-        tensors = {f"model/{name}": t.detach() for name, t in (fixed | self.average.source).items()}
+        tensors = {f"model/{name}": t.detach() for name, t in (fixed | self.live).items()}
         tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
         if len(grid := grid_of(self.buckets)):
             tensors["reduce/grid"] = grid
@@ -149,6 +173,10 @@ class TrainState:
                     raise CheckpointError(
                         f"checkpoint tensor optimizer/{name}/{slot} cannot be {t.dtype} {list(t.shape)}"
                     )
+                found = self.optimizer.state[p].get(slot)
+                if found is not None and (found.shape, found.dtype) == (t.shape, t.dtype):
+                    found.copy_(t)  # in place: the moving average may read it
+                    continue
                 like = p if t.shape == p.shape else t  # keep the parameter's strides (channels-last)
                 empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
                 self.optimizer.state[p][slot] = empty.copy_(t)

@@ -8,6 +8,8 @@ from reference import parity
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import SPELLINGS, rewrite
+from yolofleet.config.checks import decay_of
+from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import ExportConfig, Frozen, PredictConfig, TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 
@@ -212,3 +214,63 @@ def test_every_flag_of_yolov5_is_accepted_or_refused_as_the_reference_says():
         assert spelling or spelled in FLAGS[verb], f"{verb} {flag} is unknown"
         refused = bool(spelling and spelling.refusal)
         assert refused == (verdict == "drop" or (verb, flag) in NOT_YET), f"{verb} {flag}: {verdict}"
+
+
+@pytest.mark.parametrize(
+    ("line", "setting", "value"),
+    [
+        ("--optimizer AdamW", "optimizer", "AdamW"),
+        ("--cos-lr", "lr_schedule", "cosine"),
+        ("--patience 5", "patience", 5),
+        ("--epochs 7", "epochs", 7),
+        ("--noval", "val_period", 0),
+        ("--freeze 10", "freeze", "10"),
+        ("--freeze 0 1 2", "freeze", "0,1,2"),
+        ("--freeze backbone *.bn.*", "freeze", "backbone,*.bn.*"),
+        ("--multi-scale", "multi_scale", True),
+        ("--weights yolov5s.pt", "weights", "yolov5s.pt"),
+        ("--label-smoothing 0.1", "label_smoothing", 0.1),
+        ("--hyp hyp.scratch-med.yaml", "mixup", 0.1),
+        ("--set lr_factors=backbone:0.1,*.bn.*:2", "lr_factors", "backbone:0.1,*.bn.*:2"),
+    ],
+)
+def test_flags_of_the_optimizer_and_of_start_weights_set_the_value_that_a_run_reads(line, setting, value):
+    given = {}
+    command = SchemaCommand("train", TrainConfig, lambda found, **_: given.update(found) or 0)
+    command.main(["--data", "shapes", "--model", "yolov5n", *line.split()], standalone_mode=False)
+    config, recipe = resolve_train(given)
+    holder = config.value if setting in TrainConfig.model_fields else recipe.value
+    assert getattr(holder, setting) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"optimizer": "ScheduleFreeSGD", "lr_schedule": "cosine"}, "its rate stays constant"),
+        ({"optimizer": "ScheduleFreeSGD", "set": ("ema_decay=0.99",)}, "ema_decay: 0.99 has no effect"),
+        ({"minutes": 5, "lr_schedule": "cosine"}, "needs the length of the run from the start"),
+        ({"minutes": -1}, "--minutes"),
+        ({"set": ("lr_factors=backbone",)}, "is not PART:FACTOR"),
+        ({"set": ("lr_layer_decay=0",)}, "lr_layer_decay"),
+        ({"optimizer": "sgd"}, "is not one of SGD, Adam"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(settings, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve_train({"data": "shapes", "model": "yolov5n", **settings})
+    assert says in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("settings", "decay"),
+    [
+        ({}, "linear"),
+        ({"lr_schedule": "cosine"}, "cosine"),
+        ({"minutes": 5}, "cooldown"),
+        ({"minutes": 5, "lr_schedule": "constant"}, "constant"),
+        ({"minutes": 5, "optimizer": "ScheduleFreeSGD"}, "constant"),
+    ],
+)
+def test_the_optimizer_and_the_minutes_choose_the_schedule(settings, decay):
+    config, _ = resolve_train({"data": "shapes", "model": "yolov5n", **settings})
+    assert decay_of(config.value) == decay

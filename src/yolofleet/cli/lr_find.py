@@ -1,0 +1,42 @@
+"""`yolofleet lr-find`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from yolofleet.cli.bench import WITHOUT
+from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.config.load import resolve_train
+from yolofleet.config.schema import LrFindConfig
+from yolofleet.errors import ConfigError
+
+RECIPE = ("warmup_epochs=0",)  # all steps have the images of those after the warm-up
+
+
+def run(given: dict[str, Any], config_file: str) -> int:
+    given = {**given, "set": (*given.get("set", ()), *RECIPE)}
+    config, recipe = resolve_train(given, config_file=config_file, model=LrFindConfig)
+    value = cast(LrFindConfig, config.value)
+    if value.highest <= value.lowest:
+        raise ConfigError(
+            f"--lowest {value.lowest:g} is not below --highest {value.highest:g}",
+            source=config.sources["lowest"],
+            hint="--lowest 1e-5 --highest 1",
+        )
+    say([*config.notes, *recipe.notes])
+    from yolofleet.runs.plan import plan_run
+    from yolofleet.runs.start import start
+
+    return start(plan_run(config, recipe))[0]
+
+
+command = SchemaCommand(
+    "lr-find",
+    LrFindConfig,
+    run,
+    spelled_as="train",
+    without=(WITHOUT - {"freeze"}) | {"epochs", "max_steps", "lr_schedule"},
+    help="Train some steps with a growing learning rate, write the curve of the loss as lr_find.csv and lr_find.png, and "
+    "suggest lr0. The weights are not kept.",
+    epilog="The other settings are those of `yolofleet train`.",
+)

@@ -1,0 +1,76 @@
+"""Notes about learning rates that probably do not fit the batch, the optimizer or the length of a run."""
+
+from __future__ import annotations
+
+import math
+
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.train.schedule import Schedule
+
+FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
+LARGE_STEP = 2048  # images; the papers of LARS and LAMB begin about there
+LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
+# the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
+LINEAR = ("SGD", "LARS", "ScheduleFreeSGD")
+USUAL_LR = {
+    "Adam": 0.001,
+    "AdamW": 0.001,
+    "Adamax": 0.002,
+    "NAdam": 0.001,
+    "RAdam": 0.001,
+    "RMSProp": 0.001,
+    "Lion": 0.0001,
+    "LAMB": 0.002,
+    "LARS": 5.0,
+    "ScheduleFreeAdamW": 0.0025,
+}  # defaults of torch and of the papers
+
+
+def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:
+    """Return the notes to print at the start of a run."""
+    notes = [_of_batch(config, recipe.value, schedule), _of_optimizer(config, recipe), _of_warmup(schedule)]
+    if config.minutes and (recipe.value.close_mosaic or recipe.value.rates == "step"):
+        notes.append(
+            f"--minutes does not move close_mosaic and assigner_switch, which count from --epochs {config.epochs}: "
+            "choose --epochs near what the time allows"
+        )
+    return [note for note in notes if note]
+
+
+def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
+    images, ratio = schedule.step_images, schedule.step_images / recipe.reference_batch
+    if config.lr_scale != "none" or 1 / FAR <= ratio <= FAR:
+        return ""
+    rule, factor = ("linear", ratio) if config.optimizer in LINEAR else ("sqrt", math.sqrt(ratio))
+    longer = (
+        f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
+    )
+    large = images >= LARGE_STEP and config.optimizer not in ("LARS", "LAMB")
+    return (
+        f"a step has {images} images, but lr0 was chosen for {recipe.reference_batch}: try --lr-scale {rule}{longer} "
+        f"(lr0 x {factor:.3g})" + ("; for so large steps also --optimizer LAMB or LARS" if large else "")
+    )
+
+
+def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
+    usual, source = USUAL_LR.get(config.optimizer), recipe.sources["lr0"]
+    if usual is None or not source.startswith((DEFAULT, "recipe ")):
+        return ""
+    return (
+        f"lr0 {recipe.value.lr0:g} was chosen for SGD; with {config.optimizer} start from --set lr0={usual:g} --set "
+        f"warmup_bias_lr=0"
+    )
+
+
+def _of_warmup(schedule: Schedule) -> str:
+    if schedule.recipe.rates == "step":
+        return ""
+    warm, whole = schedule.warmup_images, schedule.epochs * schedule.dataset_images
+    if warm <= whole / 2:
+        return ""
+    epochs = warm / schedule.dataset_images
+    return (
+        f"the warm-up takes {epochs:.3g} of {schedule.epochs} epochs (at least 100 batches, as in YOLOv5): more --epochs, a "
+        "smaller --batch, or --set warmup_epochs=0 end it earlier"
+    )

@@ -1,0 +1,112 @@
+"""Where a run ends by itself: after minutes or without progress, on one process, on two, and after a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import killed_at_step, results, small_shapes, train_args, yolofleet
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+EXACT = ["--reduce", "exact", "--no-autoanchor"]
+LAMB = [
+    "--optimizer",
+    "LAMB",
+    "--set",
+    "lr0=0.002",
+    "--set",
+    "lr_factors=backbone:0.5",
+    "--set",
+    "ema_decay=0",
+]
+IN_TIME = [*EXACT, *LAMB, "--epochs", "500", "--val-period", "0"]  # the last --epochs wins
+# so small that the moving average hardly changes, nor do the figures
+NO_PROGRESS = [*EXACT, "--epochs", "30", "--set", "lr0=1e-9", "--set", "warmup_bias_lr=0", "--patience", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ends")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    return small_shapes(folder)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def repeated(folder: Path, data: Path, steps: int, name: str) -> Path:
+    """The run on one process whose last step is known from the start."""
+    more = ["--lr-schedule", "cooldown", "--max-steps", str(steps), "--device", "cpu", "--name", name]
+    yolofleet(folder, *train_args(data, *IN_TIME, *more))
+    return folder / "runs/train" / name
+
+
+def test_a_run_of_minutes_on_two_processes_is_the_run_on_one_with_its_last_step(
+    folder: Path, data: Path
+) -> None:
+    args = train_args(data, *IN_TIME, "--minutes", "0.03", "--device", "cpu:2", "--name", "minutes")
+    said = yolofleet(folder, *args).out
+    run = folder / "runs/train/minutes"
+    (decided,) = events(run, "ends_in_time")
+    steps = results(run)["steps"]
+    assert decided["last_step"] == steps == decided["step"] + decided["step"] // 4
+    assert f"--minutes 0.03: the run ends after step {steps}" in said
+    seconds = results(run)["seconds"]
+    assert sum(seconds.values()) - seconds["start"] >= 0.8 * 0.03 * 60
+    again = repeated(folder, data, steps, "minutes again")
+    assert results(again)["weights_sha256"] == results(run)["weights_sha256"]
+    with (again / "results.csv").open() as file:
+        *_, last = csv.DictReader(file)
+    if steps >= 5:
+        assert float(last["lr"]) == pytest.approx(0.002 * 0.01, rel=1e-4)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_minutes_of_a_killed_run_count_and_more_minutes_go_on(folder: Path, data: Path) -> None:
+    run = folder / "runs/train/killed"
+    args = train_args(data, *IN_TIME, "--minutes", "0.1", "--save-steps", "2", "--name", run.name)
+    killed_at_step(folder, 6, run, *args, "--device", "cpu")
+    yolofleet(folder, "train", "--resume", run, "--device", "cpu:2")
+    first = results(run)
+    again = repeated(folder, data, first["steps"], "killed again")
+    assert results(again)["weights_sha256"] == first["weights_sha256"]
+
+    assert "had ended already" in yolofleet(folder, "train", "--resume", run, "--device", "cpu").out
+    refused = yolofleet(folder, "train", "--resume", run, "--minutes", "0", "--device", "cpu", code=None)
+    assert refused.code != 0 and "lr_schedule was cooldown, is linear" in refused.err
+    said = yolofleet(folder, "train", "--resume", run, "--minutes", "0.2", "--device", "cpu").out
+    assert "--minutes changes from 0.1 to 0.2" in said or "the run ends after step" in said
+    assert results(run)["steps"] > first["steps"]
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_run_without_progress_ends_at_the_same_epoch_on_every_fleet(folder: Path, data: Path) -> None:
+    runs = {}
+    for name, device in (("one", "cpu"), ("two", "cpu:2")):
+        yolofleet(folder, *train_args(data, *NO_PROGRESS, "--device", device, "--name", name))
+        runs[name] = folder / "runs/train" / name
+    killed = runs["killed"] = folder / "runs/train/patience killed"
+    args = train_args(data, *NO_PROGRESS, "--save-steps", "1", "--name", killed.name, "--device", "cpu:2")
+    killed_at_step(folder, 4, killed, *args)
+    yolofleet(folder, "train", "--resume", killed, "--device", "cpu")
+    ends = {}
+    for name, run in runs.items():
+        with (run / "results.csv").open() as file:
+            epochs = [int(row["epoch"]) for row in csv.DictReader(file)]
+        found = results(run)
+        assert epochs[-1] == found["best"]["epoch"] + 2 < 30, name
+        ends[name] = (epochs, found["weights_sha256"], found["best"], found["metrics"])
+    assert ends["one"] == ends["two"] == ends["killed"]
+    said = yolofleet(folder, "train", "--resume", killed, "--device", "cpu:2").out
+    assert "had ended already" in said

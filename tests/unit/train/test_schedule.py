@@ -1,0 +1,85 @@
+"""Schedules that end with a cooldown or stay constant, and notes about rates that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, takewhile
+
+import pytest
+
+from yolofleet.config.load import resolve_train
+from yolofleet.config.schema import Recipe
+from yolofleet.train.advice import rate_notes
+from yolofleet.train.schedule import Schedule
+
+STEP_RATES = {"rates": "step", "warmup_epochs": 1.0}  # PP-YOLOE's
+
+
+def schedule(decay: str, **more: object) -> Schedule:
+    """4 epochs of 800 images in batches of 8, accumulated to 16 after the warm-up."""
+    recipe = Recipe.model_validate({"warmup_epochs": 1.0, "lrf": 0.1, **more})
+    return Schedule(recipe, 800, 8, 16, 4, decay)
+
+
+def rates(plan: Schedule) -> list[float]:
+    end = plan.epochs * plan.dataset_images
+    steps = takewhile(lambda p: p.first_image < end, plan.steps())
+    return [p.lr for p in takewhile(lambda p: not plan.last_step or p.step < plan.last_step, steps)]
+
+
+@pytest.mark.parametrize("of_recipe", [{}, STEP_RATES, {"warmup_epochs": 0.0}])
+def test_a_cooldown_is_constant_and_then_linear_in_the_last_fifth(of_recipe: dict[str, object]) -> None:
+    plan = schedule("cooldown", **of_recipe)
+    found = rates(plan)
+    assert len(found) == plan.steps_of_run
+    assert plan.cooldown_start == len(found) - len(found) // 5
+    warm = next(step for step, lr in enumerate(found) if lr >= 0.0099999)
+    flat, falling = found[warm : plan.cooldown_start], found[plan.cooldown_start - 1 :]
+    assert flat == pytest.approx([0.01] * len(flat)) and len(flat) > len(found) // 4
+    steps_down = [before - after for before, after in pairwise(falling)]
+    assert steps_down == pytest.approx([0.009 / (len(found) // 5)] * len(steps_down))
+    assert found[-1] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("of_recipe", [{}, STEP_RATES])
+def test_a_constant_rate_never_falls(of_recipe: dict[str, object]) -> None:
+    found = rates(schedule("constant", **of_recipe))
+    assert found == sorted(found) and found[-1] == 0.01
+
+
+@pytest.mark.parametrize("begins", [1, 4, 9, 130, 151, 179])
+def test_a_run_whose_cooldown_begins_at_any_step_is_the_run_with_that_last_step(begins: int) -> None:
+    """With the last step known from the start, as when a run is repeated, every rate is the same."""
+    plan = schedule("cooldown")
+    ended = plan.cooled_from(begins)
+    assert ended.cooldown_start == begins and ended.last_step == begins + begins // 4
+    known = replace(plan, last_step=ended.last_step)
+    assert rates(known) == [*rates(plan)[:begins], *rates(ended)[begins:]]
+
+
+def test_a_constant_run_can_end_at_once() -> None:
+    assert schedule("constant").cooled_from(17).last_step == 17
+
+
+def notes(*recipe: str, images: int = 6400, **settings: object) -> str:
+    config, resolved = resolve_train({"data": "shapes", "model": "yolov5n", "set": recipe, **settings})
+    c = config.value
+    plan = Schedule(resolved.value, images, c.batch, c.nominal_batch, c.epochs)
+    return "\n".join(rate_notes(c, resolved, plan))
+
+
+def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
+    assert notes() == ""
+    assert notes(batch=128) == "", "twice the batch of the recipe is near enough"
+    large = notes(batch=512)
+    assert "a step has 512 images, but lr0 was chosen for 64" in large
+    assert "--lr-scale linear --set warmup_epochs=5 (lr0 x 8)" in large and "LAMB" not in large
+    assert "--lr-scale sqrt" in notes("lr0=0.001", batch=512, optimizer="AdamW")
+    assert "--optimizer LAMB or LARS" in notes(batch=4096, images=10**6)
+    assert notes(batch=512, lr_scale="linear") == "" == notes("reference_batch=512", batch=512)
+    assert "(lr0 x 0.25)" in notes(batch=16, nominal_batch=16)
+    assert "with Lion start from --set lr0=0.0001" in notes(optimizer="Lion")
+    assert notes("lr0=0.0003", optimizer="Lion") == "", "the user chose it"
+    assert "the warm-up takes 16 of 20 epochs" in notes(images=100, epochs=20)
+    assert notes("warmup_epochs=0", images=100, epochs=20) == ""
+    assert "--minutes does not move close_mosaic" in notes("close_mosaic=3", minutes=5)
