@@ -191,8 +191,7 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--cos-lr": switch("--lr-schedule=cosine"),
         "--local-rank": FROM_LAUNCHER,
         "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
-        "--rect": refused(f"rectangular training {NOT_YET}", "leave it out: images are padded to a square"),
-        "--image-weights": refused(f"sampling images by class accuracy {NOT_YET}", "leave it out"),
+        "--image-weights": switch("--sampler=weights"),
         "--quad": refused(
             "joining four images into one is not available: it changes the loss",
             "leave it out, or raise --img",

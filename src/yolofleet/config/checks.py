@@ -143,6 +143,18 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "devices of other types may round pixels differently",
             "leave out --augment-on",
         )
+    if c.sampler == "weights" and not c.val_period:
+        raise _clash(
+            config, "sampler", "val_period", "it follows the accuracy in validations", "--val-period 1"
+        )
+    if c.rect:
+        for name, is_set, why in (
+            ("sync_bn", c.sync_bn, "statistics across devices need images of one shape"),
+            ("augment_on", c.augment_on == "device", "devices render squares only"),
+            ("micro_batches_per_pass", c.micro_batches_per_pass > 1, "each micro-batch has its own shape"),
+        ):
+            if is_set:
+                raise _clash(config, "rect", name, why, f"leave out --{name.replace('_', '-')}")
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)

@@ -166,6 +166,9 @@ class TrainConfig(FleetSettings):
         group="input",
     )
     single_cls: bool = setting(False, "treat all classes as one", group="input")
+    fraction: float = setting(
+        1.0, "share of the training images to use; the seed decides which", gt=0, le=1, group="input"
+    )
 
     # length and batch size
     epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
@@ -204,6 +207,17 @@ class TrainConfig(FleetSettings):
     )
     multi_scale: bool = setting(
         False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
+    )
+    sampler: Literal["none", "weights", "balanced", "repeat-factor"] = setting(
+        "none",
+        "how often an epoch shows each image; weights: by its classes' accuracy in a validation; balanced: each class equally "
+        "often; repeat-factor: images of rare classes more often; none: once",
+        group="method",
+    )
+    rect: bool = setting(
+        False,
+        "rectangular images: each micro-batch has images of like aspect ratio and one shape, without mosaics",
+        group="method",
     )
     lr_scale: Literal["none", "linear", "sqrt"] = setting(
         "none",
@@ -613,6 +627,13 @@ class Recipe(Frozen):
     dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the distribution focal loss", ge=0)
     assigner_switch: Unit = setting(
         1 / 3, "PP-YOLOE: fraction of the run with the ATSS assigner; the rest uses the task-aligned assigner"
+    )
+    # sampling
+    repeat_threshold: float = setting(
+        0.001,
+        "--sampler repeat-factor: classes in a smaller share of the images occur more often",
+        gt=0,
+        le=1,
     )
     # augmentation
     size_low: float = setting(

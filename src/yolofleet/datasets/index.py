@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,6 +133,25 @@ class DataIndex:
     def class_counts(self) -> np.ndarray:
         """Return the number of labels of each class, without crowd regions: int64 [C]."""
         return np.bincount(self.classes[~self.crowd], minlength=len(self.names))
+
+    def part(self, images: np.ndarray) -> DataIndex:
+        """Return an index of only these images, int64 [n] ascending. It is not stored; its digest is that of its content."""
+        rows = np.flatnonzero(np.isin(np.repeat(np.arange(len(self)), np.diff(self.offsets)), images))
+        lengths = np.diff(self.path_offsets)
+        path_bytes = np.flatnonzero(np.isin(np.repeat(np.arange(len(self)), lengths), images))
+        arrays = {
+            "path_bytes": self.path_bytes[path_bytes],
+            "path_offsets": _offsets(lengths[images]),
+            "offsets": _offsets(np.diff(self.offsets)[images]),
+            **{name: getattr(self, name)[images] for name in ("stamps", "image_ids", "sizes_wh")},
+            **{
+                name: getattr(self, name)[rows]
+                for name in ("classes", "boxes_cxcywh_unit", "crowd", "area_px")
+            },
+        }
+        unlabelled = int((np.diff(arrays["offsets"]) == 0).sum()) if self.unlabelled else 0
+        digest = _digest(self.names, arrays)
+        return replace(self, **arrays, digest=digest, unlabelled=unlabelled, file=None)
 
     def problems_text(self, limit: int = 10) -> str:
         """Return one line for each of the first problems and their number; '' if there are none."""

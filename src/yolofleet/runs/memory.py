@@ -128,7 +128,7 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
     """
     replicas, images = largest.state.replicas, micro_batch_of(config)
     chosen = min(config.micro_batches_per_pass or most, most)
-    if config.sync_bn or config.reduce == "exact" or chosen < 2:
+    if config.sync_bn or config.rect or config.reduce == "exact" or chosen < 2:
         return 1
     if not config.micro_batches_per_pass:
         if devices.is_host(replicas.lead.device) or ":" in config.device:

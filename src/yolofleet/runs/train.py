@@ -25,12 +25,13 @@ from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
+from yolofleet.data.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.pixels import COMPILED
-from yolofleet.data.sample import TrainSamples
+from yolofleet.data.sample import Images, TrainSamples
 from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import StorageError
+from yolofleet.errors import DataError, StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss
@@ -139,7 +140,7 @@ def built_run(
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     # kernels cannot be timed for the training alone while a validation runs beside it
-    sizes_vary = network.sizes != (1, 1) or config.val_overlap
+    sizes_vary = network.sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
@@ -255,6 +256,13 @@ def _data(config: TrainConfig, world: World) -> _Data:
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
+    if config.fraction < 1:
+        index = index.part(fraction_of(len(index), config.fraction, config.seed))
+        if not len(index.classes):
+            raise DataError(
+                f"--fraction {config.fraction:g} leaves {len(index)} training images, none with a label",
+                hint="a larger --fraction, or another --seed",
+            )
     return _Data(index, val_index, spec.notes)
 
 
@@ -405,17 +413,25 @@ def _loader(
     world: World,
 ) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
     """Return the function that loads the images of a rank's keys, which have ``per_pass`` micro-batches each."""
-    samples = TrainSamples(
-        index, cache, network.recipe.value, img=network.img, seed=config.seed, epochs=config.epochs
-    )
     return partial(
         train_loader,
-        samples,
+        training_samples(config, network, index, cache),
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
         prefetch=-(-config.prefetch // per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
         on_device=config.augment_on == "device",
+    )
+
+
+def training_samples(config: TrainConfig, network: _Network, index: DataIndex, cache: Images) -> TrainSamples:
+    """Return the augmented images of a run; ``config`` has its micro-batch."""
+    recipe = network.recipe.value
+    orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
+    if config.rect:
+        orders = RectOrders(orders, index, micro_batch_of(config), network.stride)
+    return TrainSamples(
+        index, cache, recipe, img=network.img, seed=config.seed, epochs=config.epochs, orders=orders
     )
 
 
@@ -440,7 +456,7 @@ def _validation(
 
     progress = validation_progress(world, console)
 
-    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress) -> Validation:
+    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress, *, may_stop: bool = True) -> Validation:
         return Validation(
             fuse(averaged),
             index,
@@ -451,7 +467,7 @@ def _validation(
             cache=cache,
             loss=loss,
             on_batch=on_batch,
-            stops=lambda: world.activity.stop_requested,
+            stops=lambda: may_stop and world.activity.stop_requested,
         )
 
     return prepared

@@ -18,6 +18,7 @@ from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import micro_batch_of
+from yolofleet.config.resume import VALIDATION
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
@@ -88,6 +89,9 @@ class StoredProgress(_Stored):
     epoch_terms: Annotated[list[Amount], Field(max_length=64)]
     epoch_images: Count
     left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
+    class_ap: Annotated[
+        dict[str, Annotated[list[Amount], Field(max_length=1 << 16)]], Field(max_length=2)
+    ] = {}
 
 
 class StoredTally(_Stored):
@@ -132,6 +136,10 @@ def fingerprint(
         settings["augment_on"] = config.augment_on
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
+    newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])
+    for name in newer:
+        if getattr(config, name) != TrainConfig.model_fields[name].default:
+            settings[name] = getattr(config, name)
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),

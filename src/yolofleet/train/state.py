@@ -33,6 +33,8 @@ class Progress:
     epoch_terms: list[float] = field(default_factory=list)
     epoch_images: int = 0
     left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
+    # --sampler weights: AP of each class in the last two validations, by the number of epochs done; [] = it goes on
+    class_ap: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass

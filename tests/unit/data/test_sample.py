@@ -162,14 +162,16 @@ def test_a_mosaic_holds_its_own_image_and_partners_from_the_whole_data_set():
     partners: set[int] = set()
     for position in range(30):
         read = images_read(made, 0, position)
-        assert len(read) == 4 and made.image_of(0, position) in read
-        partners |= set(read) - {made.image_of(0, position)}
+        assert len(read) == 4 and made.orders.image_of(0, position) in read
+        partners |= set(read) - {made.orders.image_of(0, position)}
     assert len(partners) > 25  # 90 draws of 30 leave 1.4 out on average
 
 
 def test_own_image_stands_at_every_corner():
     made = samples(Recipe(scale=0, translate=0), count=30)
-    places = {images_read(made, 0, position).index(made.image_of(0, position)) for position in range(30)}
+    places = {
+        images_read(made, 0, position).index(made.orders.image_of(0, position)) for position in range(30)
+    }
     assert places == {0, 1, 2, 3}
 
 
@@ -196,9 +198,9 @@ def test_labels_of_mixed_mosaics_are_joined():
 def test_a_worker_that_runs_ahead_keeps_few_orders():
     made = samples(PLAIN)
     for epoch in [0, 1, 0, 1, 2, 1, 2, 3, 4]:
-        made.image_of(epoch, 0)
-    assert len(made._orders) <= 3
-    assert made.image_of(0, 4) == permutation(0, 0, 12)[4]
+        made.orders.image_of(epoch, 0)
+    assert len(made.orders._kept) <= 3
+    assert made.orders.image_of(0, 4) == permutation(0, 0, 12)[4]
 
 
 class Broken(Pictures):
@@ -232,7 +234,7 @@ def test_a_picture_that_cannot_be_read_is_replaced_by_rule_in_any_order():
 def test_the_replacement_has_its_own_labels():
     pictures = Broken({3})
     stream = TrainSamples(pictures, pictures, PLAIN, img=IMG, seed=0, epochs=10)
-    (position,) = (k for k in range(12) if stream.image_of(0, k) == 3)
+    (position,) = (k for k in range(12) if stream.orders.image_of(0, k) == 3)
     _, labels = stream.sample(0, position)
     assert set(labels[:, 0]) == {pictures.read[-1]} != {3.0}
 
