@@ -193,8 +193,8 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
         "--image-weights": switch("--sampler=weights"),
         "--quad": refused(
-            "joining four images into one is not available: it changes the loss",
-            "leave it out, or raise --img",
+            "it leaves out three of four images half of the time, so an epoch would not show each image",
+            "raise --img: the mosaics of the recipe join four images, too",
         ),
         "--evolve": EVOLVE,
         "--evolve-population": EVOLVE,

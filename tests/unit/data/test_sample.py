@@ -243,3 +243,26 @@ def test_a_data_set_that_has_vanished_is_an_error():
     pictures = Broken(set(range(12)))
     with pytest.raises(DataError, match=r"image \d+ is broken, and 3 others"):
         TrainSamples(pictures, pictures, FULL, img=IMG, seed=0, epochs=10).sample(0, 0)
+
+
+def test_a_rectangular_sample_is_the_middle_of_the_square_with_its_labels():
+    recipe = Recipe(mosaic=0, translate=0.3, scale=0.5, flipud=0.5)
+    made = samples(recipe)
+    for position in range(12):
+        image, labels = made.sample(1, position, shape_hw=(48, 64))
+        assert image.shape == (48, IMG, 3) and image.flags.c_contiguous
+        low, high = labels[:, 1:3] - labels[:, 3:] / 2, labels[:, 1:3] + labels[:, 3:] / 2
+        assert (low > -1e-6).all() and (high < 1 + 1e-6).all()
+    still = samples(PLAIN)
+    for position in range(12):
+        (square, truth), (image, labels) = (
+            still.sample(0, position),
+            still.sample(0, position, None, None, (48, 64)),
+        )
+        assert np.array_equal(image, square[8:56])
+        top, bottom = (truth[:, 2] - truth[:, 4] / 2) * 64 - 8, (truth[:, 2] + truth[:, 4] / 2) * 64 - 8
+        inside = (bottom.clip(0, 48) - top.clip(0, 48) > 2.5) & (bottom - top > 3)
+        assert len(labels) >= inside.sum()
+        if len(labels) == len(truth):
+            assert np.allclose(labels[:, 2] * 48, (top.clip(0, 48) + bottom.clip(0, 48)) / 2, atol=1e-2)
+            assert np.allclose(labels[:, [1, 3]], truth[:, [1, 3]], atol=1e-4)
