@@ -48,6 +48,9 @@ class Pictures:
     def labels(self, image: int, /) -> np.ndarray:
         return self.rows[image]
 
+    def outlines(self, image: int, /) -> list[list[np.ndarray]]:
+        return []
+
 
 def sample_ms(recipe: Recipe, img: int, samples: int) -> float:
     """Median CPU milliseconds."""

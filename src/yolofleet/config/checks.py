@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from yolofleet.config.recipe import transform_of
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
@@ -166,6 +167,12 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             source=recipe.sources["autobalance"],
             hint="remove it; yolofleet uses a fixed balance of the levels",
         )
+    for text in r.albumentations:
+        try:
+            transform_of(text)
+        except ConfigError as error:
+            error.source = recipe.sources["albumentations"]
+            raise
     if r.mosaic9 and not r.mosaic:
         raise ConfigError(
             f"mosaic9: {r.mosaic9:g} is a fraction of the mosaics, but mosaic is 0",

@@ -654,6 +654,14 @@ class Recipe(Frozen):
     mosaic9: Unit = setting(0.0, "fraction of the mosaics that have nine images instead of four")
     mixup: Unit = setting(0.0, "probability of mixing two mosaics")
     close_mosaic: int = setting(0, "number of last epochs without mosaic and mixup", ge=0)
+    copy_paste: Unit = setting(
+        0.0, "probability of pasting each object of another image into an image; needs labels with polygons"
+    )
+    cutout: Unit = setting(0.0, "probability of a grey square in an image")
+    albumentations: tuple[str, ...] = setting(
+        (),
+        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (extra: yolofleet[albumentations])",
+    )
 
 
 class ExportConfig(Frozen):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import cv2
@@ -14,6 +13,7 @@ from yolofleet.data import augment
 from yolofleet.data.augment import Drawn, Scene
 from yolofleet.data.order import ClassAP, Orders
 from yolofleet.data.pixels import Look, finish
+from yolofleet.data.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.errors import DataError
 from yolofleet.keyed import ReusedGenerator, generator
 
@@ -25,6 +25,7 @@ class Labelled(Protocol):
 
     def __len__(self) -> int: ...
     def labels(self, image: int, /) -> np.ndarray: ...
+    def outlines(self, image: int, /) -> list[list[np.ndarray]]: ...
 
 
 class Images(Protocol):
@@ -44,6 +45,9 @@ class TrainSamples:
         seed: of the run.
         epochs: length of the run; the last ``recipe.close_mosaic`` of them have no mosaic and no mixing.
         orders: the images of each epoch; default: each once.
+
+    Raises:
+        ConfigError: albumentations is not usable.
 
     Attributes:
         unreadable: why images were replaced, by their numbers; the caller may clear it.
@@ -68,6 +72,7 @@ class TrainSamples:
         self.epochs = epochs
         self.unreadable: dict[int, str] = {}
         self.orders = orders or Orders(index, seed)
+        self.transforms = Transforms(recipe.albumentations) if recipe.albumentations else None
         self._rng = ReusedGenerator()
 
     def __len__(self) -> int:
@@ -134,7 +139,9 @@ class TrainSamples:
         rng = self._rng.restart(self.seed, "augment", epoch, position)
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.orders.image_of(epoch, position, class_ap)
-        read = partial(self._read, epoch)
+
+        def read(number: int) -> tuple[np.ndarray, np.ndarray]:
+            return self._changed(number, epoch, position, class_ap)
 
         def partner() -> int:
             return self.orders.partner(epoch, rng.random(), class_ap)
@@ -183,6 +190,40 @@ class TrainSamples:
         places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
         build = augment.mosaic9 if is_nine else augment.mosaic4
         return Scene(build(rng, read, [numbers[place] for place in places], view), view)
+
+    def _changed(
+        self, number: int, epoch: int, position: int, class_ap: ClassAP | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pixels and labels of an image as they are placed on a canvas."""
+        image, labels = self._read(epoch, number)
+
+        def drawn_for(purpose: str) -> np.random.Generator:
+            return generator(self.seed, purpose, epoch, position, number)
+
+        if self.recipe.copy_paste:
+            rng = drawn_for("copy-paste")
+            source = self.orders.partner(epoch, rng.random(), class_ap)
+            outlines = self.index.outlines(source)
+            chosen = np.flatnonzero(rng.random(len(outlines)) < self.recipe.copy_paste).tolist()
+            if chosen := [i for i in chosen if outlines[i]]:
+                pixels = self._source(source)
+                classes = self.index.labels(source)[chosen, 0].tolist()
+                if pixels is not None:
+                    objects = [outlines[i] for i in chosen]
+                    image, labels = paste_objects(rng, image, labels, pixels, classes, objects)
+        if self.transforms is not None:
+            image = self.transforms(drawn_for("albumentations"), image)
+        if self.recipe.cutout and (rng := drawn_for("cutout")).random() < self.recipe.cutout:
+            image, labels = cut_hole(rng, image, labels)
+        return image, labels
+
+    def _source(self, number: int) -> np.ndarray | None:
+        """Return the pixels of an image to paste from; None if it cannot be read."""
+        try:
+            return self.cache.get(number)
+        except DataError as problem:
+            self.unreadable[number] = problem.what
+            return None
 
     def _read(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the pixels and labels of an image, or of another one if it cannot be read.

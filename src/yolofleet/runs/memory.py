@@ -73,7 +73,7 @@ def most_labels(index: DataIndex, recipe: Recipe) -> int:
     """Return the most labels that an augmented image can have: a mosaic of the images with the most labels."""
     tiles = 9 if recipe.mosaic9 else 4 if recipe.mosaic else 1
     counts = np.sort(np.diff(index.offsets))[-tiles:]
-    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1)
+    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1) * (2 if recipe.copy_paste else 1)
 
 
 def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], device: torch.device) -> int:

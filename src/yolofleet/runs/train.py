@@ -146,6 +146,12 @@ def built_run(
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
+    augmentation = network.recipe.value
+    if augmentation.copy_paste or augmentation.albumentations:
+        versions_here = f"{identity['data']} {identity['kernels'].get('albumentations')}"
+        check_equal(world, "the polygons, or the version of albumentations,", versions_here)
+    if augmentation.copy_paste and not len(data.train.points):
+        console.note("copy_paste has no effect: no training label is a polygon")
     averaged = _averaged(network.model, state)
     if snapshot is not None:
         check_resume(snapshot.values["fingerprint"], identity, config, console)

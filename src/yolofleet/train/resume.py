@@ -20,6 +20,7 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapsho
 from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.resume import VALIDATION
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.single_images import albumentations_version
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
     CheckpointError,
@@ -143,10 +144,12 @@ def fingerprint(
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),
-        "data": index.digest,
+        "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
         "model": model.description.to_dict(),
         "names": list(model.names),
-        "kernels": kernels(world.device) | {name: getattr(config, name) for name in BIT_SETTINGS},
+        "kernels": kernels(world.device)
+        | {name: getattr(config, name) for name in BIT_SETTINGS}
+        | ({"albumentations": albumentations_version()} if recipe.albumentations else {}),
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }
 

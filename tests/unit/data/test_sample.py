@@ -8,8 +8,10 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatchKey, train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.errors import DataError
 from yolofleet.keyed import permutation
@@ -41,6 +43,13 @@ class Pictures:
 
     def labels(self, image: int) -> np.ndarray:
         return self.truth[image]
+
+    def outlines(self, image: int) -> list[list[np.ndarray]]:
+        """Diamonds in the boxes of even images, none in the others."""
+        if image % 2:
+            return [[] for _ in self.truth[image]]
+        diamond = np.array([[0, -0.5], [0.5, 0], [0, 0.5], [-0.5, 0]])
+        return [[box[1:3] + diamond * box[3:5]] for box in self.truth[image]]
 
 
 def samples(
@@ -266,3 +275,41 @@ def test_a_rectangular_sample_is_the_middle_of_the_square_with_its_labels():
         if len(labels) == len(truth):
             assert np.allclose(labels[:, 2] * 48, (top.clip(0, 48) + bottom.clip(0, 48)) / 2, atol=1e-2)
             assert np.allclose(labels[:, [1, 3]], truth[:, [1, 3]], atol=1e-4)
+
+
+def test_copy_paste_and_cutout_leave_the_other_draws_as_they_are():
+    # The own image is placed as before; what was pasted is new, and what was hidden is gone.
+    keys = [(0, position) for position in range(12)]
+    changed = Recipe(**PLAIN.model_dump() | {"copy_paste": 0.5, "fliplr": 0.5, "translate": 0.2})
+    plain = samples(Recipe(**changed.model_dump() | {"copy_paste": 0}))
+    pasted = 0
+    for key in keys:
+        (_, before), (_, after) = plain.sample(*key), samples(changed).sample(*key)
+        assert np.array_equal(after[: len(before)], before)
+        assert (after[len(before) :, 0] % 2 == 0).all()  # only even images have polygons
+        pasted += len(after) - len(before)
+    assert pasted > 3
+
+
+def test_samples_with_every_change_are_functions_of_their_keys():
+    every = Recipe(**FULL.model_dump() | {"copy_paste": 0.5, "cutout": 0.5})
+    keys = [(epoch, position) for epoch in range(3) for position in range(12)]
+    assert digest(samples(every), keys) == digest(samples(every), keys[::-1])
+    assert set(digest(samples(every), keys).values()).isdisjoint(
+        digest(samples(every, seed=1), keys).values()
+    )
+    buffers = [train_loader(samples(every), [MicroBatchKey(0, 0, tuple(keys[:3]))], lambda *_: None, workers=0, on_device=on)
+               for on in (False, True)]  # fmt: skip
+    here, there = (next(loader).images_on(torch.device("cpu")) for loader in buffers)
+    assert (here.float() - there.float()).abs().mean() < 2
+
+
+def test_an_unreadable_image_to_paste_from_is_reported_and_nothing_is_pasted():
+    pictures = Broken({0, 2, 4, 6, 8, 10})
+    stream = TrainSamples(
+        pictures, pictures, Recipe(**PLAIN.model_dump() | {"copy_paste": 1.0}), img=IMG, seed=0, epochs=1
+    )
+    for position in range(12):
+        _, labels = stream.sample(0, position)
+        assert (labels[:, 0] % 2 == 1).all()
+    assert set(stream.unreadable) == pictures.broken
