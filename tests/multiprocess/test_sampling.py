@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,36 @@ def test_other_samplers_draw_the_same_images_on_any_fleet(
             state.unlink()
     yolofleet(folder, "train", "--resume", last.parent)
     assert hash_of(folder, f"{name} 2") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
+)
+def test_pasted_objects_holes_and_transforms_are_the_same_on_any_fleet_and_after_a_resume(
+    folder: Path, data: Path
+) -> None:
+    changed = folder / "polygons"
+    shutil.copytree(data.parent, changed)
+    for file in changed.glob("labels/train/*.txt"):
+        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
+        lines = [
+            f"{c:.0f} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}"
+            for c, x, y, w, h in rows
+        ]
+        file.write_text("\n".join(lines))
+    recipe = ["copy_paste=0.5", "cutout=0.3", "albumentations=[GaussNoise p=0.5, Blur p=0.3]", "mosaic9=0.3", "mixup=0.3",
+              "close_mosaic=1"]  # fmt: skip
+    given = [word for entry in recipe for word in ("--set", entry)]
+    yolofleet(folder, *arguments(changed, "changed", *given, "--device", "cpu", "--workers", "0"))
+    args = arguments(
+        changed, "changed 2", *given, "--device", "cpu:2", "--save-steps", "1", "--keep-last", "99"
+    )
+    yolofleet(folder, *args)
+    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")
+    last = folder / "runs" / "train" / "changed 2" / "checkpoints"
+    for state in last.glob("step-*.safetensors"):
+        if int(state.stem.split("-")[1]) > 7:
+            state.unlink()
+    yolofleet(folder, "train", "--resume", last.parent)
+    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")

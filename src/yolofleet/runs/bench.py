@@ -49,7 +49,8 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.bench_verdict import Part, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.runs.folder import file_writers
-from yolofleet.runs.train import BuiltRun, built_run, training_samples
+from yolofleet.runs.train import BuiltRun, built_run
+from yolofleet.runs.training_data import training_samples
 from yolofleet.text import echo
 from yolofleet.train.loop import TrainingRun
 from yolofleet.train.step import NanRule, train_step
@@ -583,7 +584,14 @@ def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[int
     """Return the numbers of the images that each micro-batch shows."""
     config, listed = run.training.config, []
     reads = _Reads(run.cache)
-    samples = training_samples(config, run.network, run.data.train, reads)
+    samples = training_samples(
+        config,
+        run.network.recipe.value,
+        run.data.train,
+        reads,
+        img=run.network.img,
+        stride=run.network.stride,
+    )
     for key in keys:
         for epoch, position in key.samples:
             samples.sample(epoch, position)

@@ -25,13 +25,11 @@ from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
-from yolofleet.data.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.pixels import COMPILED
-from yolofleet.data.sample import Images, TrainSamples
 from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError, StorageError
+from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.losses.loss import DetectionLoss
@@ -57,6 +55,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
 from yolofleet.runs.staging import stage_images
+from yolofleet.runs.training_data import training_samples, used_part
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
@@ -262,13 +261,7 @@ def _data(config: TrainConfig, world: World) -> _Data:
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
-    if config.fraction < 1:
-        index = index.part(fraction_of(len(index), config.fraction, config.seed))
-        if not len(index.classes):
-            raise DataError(
-                f"--fraction {config.fraction:g} leaves {len(index)} training images, none with a label",
-                hint="a larger --fraction, or another --seed",
-            )
+    index = used_part(index, config)
     return _Data(index, val_index, spec.notes)
 
 
@@ -421,23 +414,12 @@ def _loader(
     """Return the function that loads the images of a rank's keys, which have ``per_pass`` micro-batches each."""
     return partial(
         train_loader,
-        training_samples(config, network, index, cache),
+        training_samples(config, network.recipe.value, index, cache, img=network.img, stride=network.stride),
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
         prefetch=-(-config.prefetch // per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
         on_device=config.augment_on == "device",
-    )
-
-
-def training_samples(config: TrainConfig, network: _Network, index: DataIndex, cache: Images) -> TrainSamples:
-    """Return the augmented images of a run; ``config`` has its micro-batch."""
-    recipe = network.recipe.value
-    orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
-    if config.rect:
-        orders = RectOrders(orders, index, micro_batch_of(config), network.stride)
-    return TrainSamples(
-        index, cache, recipe, img=network.img, seed=config.seed, epochs=config.epochs, orders=orders
     )
 
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +23,14 @@ NO_LABELS = np.zeros((0, 5), np.float32)
 SQUARE = np.array([[0.25, 0.5], [0.5, 0.5], [0.5, 0.75], [0.25, 0.75]])  # 10 x 8 pixels of 40 x 32
 
 
-class Numbers:
+class Numbers(np.random.Generator):
     """A generator that returns given numbers."""
 
     def __init__(self, *numbers: float) -> None:
+        super().__init__(np.random.PCG64(0))
         self.numbers = list(numbers)
 
-    def random(self, count: int | None = None):
+    def random(self, count: Any = None, *_: Any) -> Any:
         if count is None:
             return self.numbers.pop(0)
         return np.array([self.numbers.pop(0) for _ in range(count)])
