@@ -143,7 +143,7 @@ def fingerprint(
             settings[name] = getattr(config, name)
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
         "model": model.description.to_dict(),
         "names": list(model.names),
@@ -276,7 +276,7 @@ def check_resume(
     """
     source = f"--resume {config.resume}"
     # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
-    then = {**then, "recipe": Recipe().model_dump() | then["recipe"]}
+    then = {**then, "recipe": Recipe().model_dump(mode="json") | then["recipe"]}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),
