@@ -67,6 +67,9 @@ def large_index(images: int) -> DataIndex:
         boxes_cxcywh_unit=np.full((labels, 4), 0.5, np.float32),
         crowd=np.zeros(labels, bool),
         area_px=np.ones(labels),
+        polygon_offsets=np.zeros(1, np.int64),
+        point_offsets=np.zeros(1, np.int64),
+        points=np.zeros((0, 2), np.uint16),
     )
 
 

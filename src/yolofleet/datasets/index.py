@@ -79,6 +79,7 @@ class DataIndex:
         crowd: bool [M], COCO's iscrowd and VOC's difficult.
         area_px: float64 [M], COCO's area, else width x height, in square pixels of the image.
         polygon_offsets: int64 [M + 1]: polygons of label j are polygon_offsets[j]:polygon_offsets[j + 1]; none for a box.
+            int64 [1] if all labels are boxes, because 8 bytes a label are a fifth of an index.
         point_offsets: int64 [Q + 1]: points of polygon q are rows point_offsets[q]:point_offsets[q + 1].
         points: uint16 [P, 2] x, y in ``OUTLINE_UNIT`` of the image's sides.
         problems: the first of ``problem_count`` problems.
@@ -143,7 +144,7 @@ class DataIndex:
         """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image."""
         start, stop = self.offsets[image : image + 2].tolist()
         rows = (start + np.flatnonzero(~self.crowd[start:stop])).tolist()
-        return [self._polygons(row) for row in rows]
+        return [self._polygons(row) for row in rows] if len(self.points) else [[] for _ in rows]
 
     def _polygons(self, row: int) -> list[np.ndarray]:
         first, stop = self.polygon_offsets[row : row + 2].tolist()
@@ -152,8 +153,10 @@ class DataIndex:
 
     def with_rows(self, keep: np.ndarray) -> DataIndex:
         """Return the index with only the labels that ``keep`` marks, bool [M]; all images stay. It is not stored."""
-        counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
-        outlines = Outlines(*counts, self.points).of_rows(keep)
+        outlines = {}
+        if len(self.points):
+            counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
+            outlines = _outline_arrays(Outlines(*counts, self.points).of_rows(keep))
         return replace(
             self,
             classes=self.classes[keep],
@@ -161,10 +164,8 @@ class DataIndex:
             boxes_cxcywh_unit=self.boxes_cxcywh_unit[keep],
             crowd=self.crowd[keep],
             area_px=self.area_px[keep],
-            polygon_offsets=_offsets(outlines.polygon_counts),
-            point_offsets=_offsets(outlines.point_counts),
-            points=outlines.points,
             file=None,
+            **outlines,
         )
 
     def class_counts(self) -> np.ndarray:
@@ -449,13 +450,21 @@ def _join(
         "boxes_cxcywh_unit": joined("boxes_cxcywh_unit"),
         "crowd": joined("crowd"),
         "area_px": joined("area_px"),
-        "polygon_offsets": _offsets(joined("polygon_counts")),
-        "point_offsets": _offsets(joined("point_counts")),
-        "points": joined("points"),
+        **_outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
         "problems": tuple(log.kept),
         "problem_count": log.count,
         "problem_kinds": dict(log.kinds),
         "unlabelled": sum(part.unlabelled for part in parts),
+    }
+
+
+def _outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:
+    """Return the arrays of an index for packed outlines."""
+    counts = outlines.polygon_counts if len(outlines.points) else outlines.polygon_counts[:0]
+    return {
+        "polygon_offsets": _offsets(counts),
+        "point_offsets": _offsets(outlines.point_counts),
+        "points": outlines.points,
     }
 
 
