@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from yolofleet.config.recipe import transform_of
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
     DoctorConfig,
@@ -166,6 +166,12 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "autobalance: true is not available: its balance would depend on the fleet",
             source=recipe.sources["autobalance"],
             hint="remove it; yolofleet uses a fixed balance of the levels",
+        )
+    if c.rect and r.mosaic and recipe.sources["mosaic"] == COMMAND_LINE:
+        raise ConfigError(
+            f"--set mosaic={r.mosaic:g} and --rect are mutually exclusive: rectangular training shows no mosaics",
+            source=COMMAND_LINE,
+            hint="leave one out",
         )
     for text in r.albumentations:
         try:

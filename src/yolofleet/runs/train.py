@@ -507,7 +507,7 @@ def _header_lines(
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step)",
-        "image": f"{network.img} px{rounded}",
+        "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
         + ("; images are augmented on the device" if config.augment_on == "device" else "")

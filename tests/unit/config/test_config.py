@@ -347,6 +347,7 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"deterministic": True, "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"sampler": "weights", "val_period": 0}, "it follows the accuracy in validations"),
         ({"rect": True, "sync_bn": True}, "need images of one shape"),
+        ({"rect": True, "set": ["mosaic=0.5"]}, "rectangular training shows no mosaics"),
         ({"rect": True, "augment_on": "device"}, "devices render squares only"),
         ({"rect": True, "micro_batches_per_pass": 2}, "each micro-batch has its own shape"),
         ({"sampler": "weight"}, "is not one of none, weights, balanced, repeat-factor"),

@@ -14,6 +14,7 @@ from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
 from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.scan import pack, scan, unpack
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
@@ -812,3 +813,16 @@ def test_polygons_of_coco_are_kept_in_the_index(tmp_path):
         == [[0, 0], *[[pytest.approx(0.5, abs=1e-5), y] for y in (0, pytest.approx(0.5, abs=1e-5))]]
     )
     assert second[0][1].shape == (4, 2)
+
+
+def test_ranks_exchange_polygons(tmp_path):
+    spec = load_dataset(
+        str(yolo_set(tmp_path, {"a": "0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.5 0.1 0.3 0.6\n", "b": GOOD}))
+    )
+    (reader,) = spec.readers("train")
+    options = {"class_count": 3, "single_cls": False, "problems_kept": 9, "root": tmp_path}
+    parts = [scan(reader, 0, 1, **options), scan(reader, 1, 2, **options)]
+    for part, received in zip(parts, unpack(pack(parts)), strict=True):
+        for name in ("polygon_counts", "point_counts", "points", "classes", "area_px"):
+            assert np.array_equal(getattr(part, name), getattr(received, name)), name
+    assert parts[0].polygon_counts.tolist() == [0, 1] and parts[0].points[1].tolist() == [32768, 6554]
