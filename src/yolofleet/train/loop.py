@@ -55,6 +55,7 @@ MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that 
 
 
 def _class_ap_of(evaluation: Evaluation) -> list[float]:
+    """Return the mAP50-95 of each class; -1 for a class without labels."""
     return [figures["AP"] for figures in evaluation.metrics.per_class.values()]
 
 
@@ -295,9 +296,8 @@ class TrainingRun:
         unended = self._unended_epoch()
         if unended is not None:
             self._end_step(unended, stop, Asked(save=True))
-        if (
-            [] in self.state.progress.class_ap.values()
-        ):  # the state is that of the step before this validation
+        if [] in self.state.progress.class_ap.values():
+            # The state was saved when this validation began, so its weights are those to validate.
             done = self.state.progress.epochs_done
             self._start_validation(done, self.loss.at((done - 1) / self.config.epochs))
         for plan in self.plans():
@@ -433,8 +433,10 @@ class TrainingRun:
         return self.config.sampler == "weights"
 
     def _class_ap(self, epoch: int) -> ClassAP | None:
-        """Return the figures of the newest validation that had ended before the epoch before ``epoch``; None if there is
-        none. So they are known when loader processes begin with the samples of ``epoch``."""
+        """Return the AP of each class that decides the draws of ``epoch`` (from 0); None before the first validation.
+
+        The newest validation after at most ``epoch`` - 1 epochs counts. It has ended when loader processes begin with ``epoch``.
+        """
         figures = self.state.progress.class_ap
         known = [int(done) for done in figures if int(done) < epoch]
         return tuple(figures[str(max(known))]) if known else None
@@ -464,6 +466,7 @@ class TrainingRun:
             if len(mine) < count:  # the loader ended before this step, see _keys
                 self._open_loader()
                 mine = list(islice(self.micro_batches, count))
+            assert len(mine) == count, f"{len(mine)} of {count} micro-batches of step {plan.step}"
         save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
         broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
