@@ -387,7 +387,8 @@ class TableBuilder:
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
     before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return numbers
 
 
 def _polygons_of(entry: dict[str, Any]) -> list[list[float]]:
