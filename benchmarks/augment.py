@@ -5,6 +5,8 @@
 *crop* is the default recipe: without rotation, shear and perspective the mosaic is a crop and a resize of what
 is seen. *warp* is the same recipe with a rotation, as the general path. Images are random, 4:3, in memory.
 
+Then the default recipe with changes of single images; albumentations must be installed.
+
 *loader process* is all CPU time of a loader process for an image, in micro-batches of 16 that it puts into shared
 memory: rendered there (``--augment-on cpu``) or on the device (``--augment-on device``), and the bytes of such an image
 that are uploaded. *main process* is the same without shared memory.
@@ -26,6 +28,13 @@ from yolofleet.data.loader import MicroBatchKey, train_loader
 from yolofleet.data.sample import TrainSamples
 
 IMAGES, LABELS, MICRO_BATCH = 64, 10, 16
+CHANGES = {
+    "copy_paste: 0.1": Recipe(copy_paste=0.1),
+    "cutout: 0.5": Recipe(cutout=0.5),
+    "four transforms of albumentations": Recipe(
+        albumentations=("Blur p=0.01", "MedianBlur p=0.01", "ToGray p=0.01", "CLAHE p=0.01")
+    ),
+}
 
 
 class Pictures:
@@ -47,6 +56,12 @@ class Pictures:
 
     def labels(self, image: int, /) -> np.ndarray:
         return self.rows[image]
+
+    def outlines(self, image: int, /) -> list[list[np.ndarray]]:
+        """Ellipses with 25 points in all boxes."""
+        angles = np.arange(25) * (2 * np.pi / 25)
+        ellipse = np.column_stack([np.cos(angles), np.sin(angles)]) / 2
+        return [[(box[1:3] + ellipse * box[3:]).clip(0, 1)] for box in self.rows[image]]
 
 
 def sample_ms(recipe: Recipe, img: int, samples: int) -> float:
@@ -111,6 +126,8 @@ def main() -> None:
     for img in (320, 640):
         crop, warp = sample_ms(Recipe(), img, samples), sample_ms(Recipe(degrees=5), img, samples)
         print(f"  {img} px: crop {crop:.2f} ms, warp {warp:.2f} ms = {warp / crop:.1f} times as long")
+    for name, recipe in CHANGES.items():
+        print(f"  640 px, crop, with {name}: {sample_ms(recipe, 640, samples):.2f} ms")
     compare_loaders(4 * samples)
 
 

@@ -67,6 +67,9 @@ def large_index(images: int) -> DataIndex:
         boxes_cxcywh_unit=np.full((labels, 4), 0.5, np.float32),
         crowd=np.zeros(labels, bool),
         area_px=np.ones(labels),
+        polygon_offsets=np.zeros(1, np.int64),
+        point_offsets=np.zeros(1, np.int64),
+        points=np.zeros((0, 2), np.uint16),
     )
 
 
@@ -111,11 +114,11 @@ class Looks:
     def __call__(self, key: tuple[int, int]) -> tuple[int, float]:
         """Return this process and the seconds a sample took, without those of a new epoch's order."""
         epoch, first = key
-        self.samples.image_of(epoch, first)
+        self.samples.orders.image_of(epoch, first)
         began_s = time.perf_counter()
         for position in range(first, first + 64):
             images = [
-                self.samples.image_of(epoch, position),
+                self.samples.orders.image_of(epoch, position),
                 *self.rng.integers(0, len(self.index), 3).tolist(),
             ]
             for image in images:

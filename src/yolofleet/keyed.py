@@ -44,7 +44,7 @@ def _key(seed: int, purpose: str, index: tuple[int, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
 
 
-def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+def permutation(seed: int, epoch: int, length: int, purpose: str = "order") -> np.ndarray:
     """Return the order in which an epoch visits its samples: int32 [length], each of 0 .. length - 1 once.
 
     It is the stable order of random numbers. Every loader process computes it, so a long one takes little memory: an
@@ -54,7 +54,7 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     order, start = np.empty(length, np.int32), 0
     ranges = 8 if length > _CHUNK else 1
     for number in range(ranges):
-        rng = generator(seed, "order", epoch)
+        rng = generator(seed, purpose, epoch)
         members, values = [np.empty(0, np.int32)], [np.empty(0)]
         for first in range(0, length, _CHUNK):
             drawn = rng.random(min(_CHUNK, length - first))

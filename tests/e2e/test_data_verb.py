@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 from commands import environment
 from reference import reference
@@ -348,3 +350,32 @@ def test_nothing_is_left_open_or_running(tmp_path, monkeypatch):
     before = len(list(open_files.iterdir()))
     assert audit.decode_all(index) == []
     assert len(list(open_files.iterdir())) <= before
+
+
+def test_a_preview_draws_training_images_by_their_keys(data, tmp_path):
+    made = two_splits(tmp_path / "set")
+    sheets = []
+    for name, more in (("a.png", []), ("b.png", []), ("c.png", ["--seed", 1]), ("d.jpg", ["--rect", "--epoch", 3]),
+                       ("e.png", ["--sampler", "balanced", "--fraction", 0.5, "--set", "cutout=1"])):  # fmt: skip
+        out = data("preview", made, "--img", 64, "--count", 5, "--out", name, *more)
+        assert out.out.strip().endswith(name)
+        sheets.append(cv2.imread(str(tmp_path / name)))
+    assert all(sheet.std() > 10 for sheet in sheets)
+    assert np.array_equal(sheets[0], sheets[1]) and not np.array_equal(sheets[0], sheets[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--out", "x.gif"], "--out x.gif is not a .png or .jpg file"),
+        (["--recipe", "nowhere"], "recipe nowhere is neither built in nor a file"),
+        (["--set", "albumentations=[Lambda]"], "Lambda is not a transform that a recipe may have"),
+        (["--set", "copy_paste=2"], "is above 1"),
+        (["--fraction", "0"], "is not above 0"),
+        (["--epoch", "0"], "--epoch"),
+        (["--out", "set/data.yaml/x.png"], "x.png"),
+    ],
+)
+def test_a_preview_that_cannot_be_made_says_why(data, tmp_path, words, says):
+    out = data("preview", two_splits(tmp_path / "set"), *words)
+    assert out.code in (2, 3) and says in out.err

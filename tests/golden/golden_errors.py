@@ -128,7 +128,7 @@ CASES = [
     Case("verb of YOLOv5", "detect", "detect|predict"),
     Case("unknown verb of a group", "data chek set", "chek|check"),
     Case("unknown flag", "@train --epohcs 3", "--epohcs|--epochs"),
-    Case("flag that is refused", "@train --image-weights", "--image-weights"),
+    Case("flag that is refused", "@train --upload-dataset", "--upload-dataset"),
     Case("flag of torchrun", "@train --nnodes 2", "--nnodes|--hosts"),
     Case("flag without its value", "@train --seed", "--seed"),
     Case("switch with a value", "@train --sync-bn=yes", "--sync-bn|yes"),

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from yolofleet.config.recipe import parse_lr_factors
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.recipe import parse_lr_factors, transform_of
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
     DoctorConfig,
@@ -156,6 +156,18 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "devices of other types may round pixels differently",
             "leave out --augment-on",
         )
+    if c.sampler == "weights" and not c.val_period:
+        raise _clash(
+            config, "sampler", "val_period", "it follows the accuracy in validations", "--val-period 1"
+        )
+    if c.rect:
+        for name, is_set, why in (
+            ("sync_bn", c.sync_bn, "statistics across devices need images of one shape"),
+            ("augment_on", c.augment_on == "device", "devices render squares only"),
+            ("micro_batches_per_pass", c.micro_batches_per_pass > 1, "each micro-batch has its own shape"),
+        ):
+            if is_set:
+                raise _clash(config, "rect", name, why, f"leave out --{name.replace('_', '-')}")
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)
@@ -168,6 +180,18 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             source=recipe.sources["autobalance"],
             hint="remove it; yolofleet uses a fixed balance of the levels",
         )
+    if c.rect and r.mosaic and recipe.sources["mosaic"] == COMMAND_LINE:
+        raise ConfigError(
+            f"--set mosaic={r.mosaic:g} and --rect are mutually exclusive: rectangular training shows no mosaics",
+            source=COMMAND_LINE,
+            hint="leave one out",
+        )
+    for text in r.albumentations:
+        try:
+            transform_of(text)
+        except ConfigError as error:
+            error.source = recipe.sources["albumentations"]
+            raise
     if r.mosaic9 and not r.mosaic:
         raise ConfigError(
             f"mosaic9: {r.mosaic9:g} is a fraction of the mosaics, but mosaic is 0",

@@ -1,7 +1,8 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change. ``--cache jpeg`` changes pixels, so a run has it from its start to its end.
+the run may change. ``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``,
+validations decide what a run trains on, so their settings cannot change.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
+VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
 MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
@@ -184,7 +186,11 @@ def continue_run(
         # If the run chose its micro-batch, the checkpoint stores the size.
         if name == "micro_batch" and was <= 0:
             pass
-        elif was != now and (group_of(field) in FIXED_GROUPS or (name == "cache" and "jpeg" in (was, now))):
+        elif was != now and (
+            group_of(field) in FIXED_GROUPS
+            or (name == "cache" and "jpeg" in (was, now))
+            or (name in VALIDATION and old.sampler == "weights")
+        ):
             if name not in MAY_CHANGE:
                 raise _fixed(
                     found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]

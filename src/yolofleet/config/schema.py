@@ -170,6 +170,9 @@ class TrainConfig(FleetSettings):
         group="input",
     )
     single_cls: bool = setting(False, "treat all classes as one", group="input")
+    fraction: float = setting(
+        1.0, "share of the training images to use; the seed decides which", gt=0, le=1, group="input"
+    )
 
     # length and batch size
     epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
@@ -221,6 +224,17 @@ class TrainConfig(FleetSettings):
     )
     multi_scale: bool = setting(
         False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
+    )
+    sampler: Literal["none", "weights", "balanced", "repeat-factor"] = setting(
+        "none",
+        "how often an epoch shows each image; weights: by its classes' accuracy in a validation; balanced: each class equally "
+        "often; repeat-factor: images of rare classes more often; none: once",
+        group="method",
+    )
+    rect: bool = setting(
+        False,
+        "rectangular images: each micro-batch has images of like aspect ratio and one shape, without mosaics",
+        group="method",
     )
     lr_scale: Literal["none", "linear", "sqrt"] = setting(
         "none",
@@ -655,6 +669,13 @@ class Recipe(Frozen):
     assigner_switch: Unit = setting(
         1 / 3, "PP-YOLOE: fraction of the run with the ATSS assigner; the rest uses the task-aligned assigner"
     )
+    # sampling
+    repeat_threshold: float = setting(
+        0.001,
+        "--sampler repeat-factor: classes in a smaller share of the images occur more often",
+        gt=0,
+        le=1,
+    )
     # augmentation
     size_low: float = setting(
         1.0, "smallest image size in training, as a fraction of --img; drawn for each step", gt=0, le=1
@@ -674,6 +695,14 @@ class Recipe(Frozen):
     mosaic9: Unit = setting(0.0, "fraction of the mosaics that have nine images instead of four")
     mixup: Unit = setting(0.0, "probability of mixing two mosaics")
     close_mosaic: int = setting(0, "number of last epochs without mosaic and mixup", ge=0)
+    copy_paste: Unit = setting(
+        0.0, "probability of pasting each object of another image into an image; needs labels with polygons"
+    )
+    cutout: Unit = setting(0.0, "probability of a grey square in an image")
+    albumentations: tuple[str, ...] = setting(
+        (),
+        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (extra: yolofleet[albumentations])",
+    )
 
 
 class ExportConfig(Frozen):

@@ -62,6 +62,7 @@ class View:
         window_xyxy: whole canvas pixels that contain everything the output shows.
         is_crop: the output is exactly the window, resized.
         canvas_px, output_px: sides of both squares.
+        shown_hw: the middle part of the output that the network gets (``--rect``), pixels.
     """
 
     to_output: np.ndarray
@@ -70,6 +71,7 @@ class View:
     is_crop: bool
     canvas_px: int
     output_px: int
+    shown_hw: tuple[int, int]
 
     def sees(self, left: int, top: int, right: int, bottom: int) -> bool:
         """Return whether a rectangle of the canvas overlaps the window."""
@@ -101,14 +103,26 @@ class Drawn:
     labels: np.ndarray
 
 
-def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_px: int) -> View:
-    """Draw a random map from canvas to output: centre, perspective, rotation and scale, shear, translation."""
+def draw_view(
+    rng: np.random.Generator,
+    recipe: Recipe,
+    canvas_px: int,
+    output_px: int,
+    shown_hw: tuple[int, int] | None = None,
+) -> View:
+    """Draw a random map from canvas to output: centre, perspective, rotation and scale, shear, translation.
+
+    Args:
+        shown_hw: as in ``View``; default: the whole output.
+    """
+    height, width = shown_hw = shown_hw or (output_px, output_px)
     perspective_x, perspective_y, turn, zoom, shear_x, shear_y, shift_x, shift_y = (
         2 * rng.random(8) - 1
     ).tolist()
     scale = max(1 + recipe.scale * zoom, SMALLEST_SCALE)
-    middle_x = (0.5 + recipe.translate * shift_x) * output_px  # the centre of the canvas in the output
-    middle_y = (0.5 + recipe.translate * shift_y) * output_px
+    # the centre of the canvas in the output
+    middle_x = (0.5 + recipe.translate * shift_x * (width / output_px)) * output_px
+    middle_y = (0.5 + recipe.translate * shift_y * (height / output_px)) * output_px
 
     turned = bool(recipe.degrees or recipe.shear or recipe.perspective)
     if not turned and scale >= SMALLEST_CROP_SCALE:
@@ -116,7 +130,7 @@ def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_p
         scale = output_px / side
         left, top = round(canvas_px / 2 - middle_x / scale), round(canvas_px / 2 - middle_y / scale)
         crop = np.array([[scale, 0, -left * scale], [0, scale, -top * scale], [0, 0, 1]])
-        return View(crop, scale, (left, top, left + side, top + side), True, canvas_px, output_px)
+        return View(crop, scale, (left, top, left + side, top + side), True, canvas_px, output_px, shown_hw)
 
     centre = _translation(-canvas_px / 2, -canvas_px / 2)
     tilt = np.eye(3)
@@ -139,7 +153,7 @@ def draw_view(rng: np.random.Generator, recipe: Recipe, canvas_px: int, output_p
             max(min(math.ceil(x.max()) + 1, canvas_px), 1),
             max(min(math.ceil(y.max()) + 1, canvas_px), 1),
         )
-    return View(matrix, scale, window, False, canvas_px, output_px)
+    return View(matrix, scale, window, False, canvas_px, output_px, shown_hw)
 
 
 def _translation(x: float, y: float) -> np.ndarray:
@@ -247,9 +261,10 @@ def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:
     centre = labels[:, 1:3] * places[:, :2] + places[:, 2:]
     half = labels[:, 3:5] * places[:, :2] / 2
     before = np.concatenate([centre - half, centre + half], axis=1)
-    _limit(before, view.canvas_px)
+    _limit(before, 0, view.canvas_px)
     after = _map_boxes(before, view)
-    _limit(after, view.output_px)
+    hidden = (view.output_px - np.array(view.shown_hw[::-1] * 2)) / 2  # [4] on the left, at the top, ...
+    _limit(after, hidden, view.output_px - hidden)
 
     sides = after[:, 2:] - after[:, :2]  # [n, 2]
     area_before = ((before[:, 2:] - before[:, :2]) * view.scale).prod(axis=1)
@@ -267,10 +282,10 @@ def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:
 _NO_LABELS = np.zeros((0, 5), np.float32)
 
 
-def _limit(boxes: np.ndarray, side: float) -> None:
+def _limit(boxes: np.ndarray, low: float | np.ndarray, high: float | np.ndarray) -> None:
     """Clip coordinates in place. Two ufuncs take a third of the time of ``np.clip`` on few numbers."""
-    np.maximum(boxes, 0, out=boxes)
-    np.minimum(boxes, side, out=boxes)
+    np.maximum(boxes, low, out=boxes)
+    np.minimum(boxes, high, out=boxes)
 
 
 def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.device_render import PackedImages, pack
+from yolofleet.data.order import ClassAP
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
@@ -52,12 +53,14 @@ class MicroBatchKey:
         step, ordinal: number of the update, and of the micro-batch within it.
         samples: (epoch, position) of each image.
         size: side of the images in pixels if it differs from the run's (multi-scale).
+        class_ap: for some epochs, the figures that ``--sampler weights`` follows in them.
     """
 
     step: int
     ordinal: int
     samples: tuple[tuple[int, int], ...]
     size: int | None = None
+    class_ap: tuple[tuple[int, ClassAP], ...] = ()
 
 
 @dataclass
@@ -183,33 +186,41 @@ class _TrainBuilder:
         self.on_device = on_device
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
-        side = key.size or self.samples.img
-        images, truths = self._packed(key, side) if self.on_device else self._rendered(key, side)
+        shape_hw = self._shape_hw(key, key.size or self.samples.img)
+        images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
         none = np.zeros(
             (0, 6), np.float32
         )  # a rank without work in a step gets a micro-batch without samples
         numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
         all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
-        targets = self.match(all_labels, len(key.samples), (side, side))
+        targets = self.match(all_labels, len(key.samples), shape_hw)
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
 
-    def _rendered(self, key: MicroBatchKey, side: int) -> tuple[Tensor, list[np.ndarray]]:
+    def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
+        """Return height and width of the images, pixels, if their longer side is ``size``."""
+        orders, class_ap = self.samples.orders, dict(key.class_ap)
+        if not orders.is_rect:
+            return size, size
+        return orders.shape_hw([orders.image_of(e, at, class_ap.get(e)) for e, at in key.samples], size)
+
+    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[np.ndarray]]:
         """Return the images, and the labels of each."""
-        images, pixels = _image_buffer(len(key.samples), side, side)
-        labels = []
+        images, pixels = _image_buffer(len(key.samples), *shape_hw)
+        labels, class_ap = [], dict(key.class_ap)
+        sampled_hw = self._shape_hw(key, self.samples.img)
         for i, (epoch, position) in enumerate(key.samples):
-            if side == self.samples.img:
-                _, truth = self.samples.sample(epoch, position, out=pixels[i])
-            else:
-                image, truth = self.samples.sample(epoch, position)
-                cv2.resize(image, (side, side), dst=pixels[i], interpolation=cv2.INTER_LINEAR)
+            out = pixels[i] if shape_hw == sampled_hw else None
+            image, truth = self.samples.sample(epoch, position, out, class_ap.get(epoch), sampled_hw)
+            if out is None:
+                cv2.resize(image, shape_hw[::-1], dst=pixels[i], interpolation=cv2.INTER_LINEAR)
             labels.append(truth)
         return images, labels
 
     def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
         """Return what the device needs to render the images, and the labels of each."""
-        drawn = [self.samples.draw(epoch, position) for epoch, position in key.samples]
+        class_ap = dict(key.class_ap)
+        drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
         return pack(drawn, self.samples.img, side, _buffer), [sample.labels for sample in drawn]
 
 

@@ -16,20 +16,20 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
 
-_FORMAT = 1
+_FORMAT = 2
 _NO_CATEGORY = -(1 << 63)
 _HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
 
@@ -48,6 +48,7 @@ class CocoTable:
         boxes_xywh_px: float64 [M, 4].
         crowd: bool [M].
         area_px: float64 [M], NaN where not given.
+        polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
         stray: number of annotations that have no usable box or belong to no listed image.
     """
 
@@ -62,6 +63,9 @@ class CocoTable:
     boxes_xywh_px: np.ndarray
     crowd: np.ndarray
     area_px: np.ndarray
+    polygon_counts: np.ndarray
+    point_counts: np.ndarray
+    points_px: np.ndarray
     stray: int
 
 
@@ -124,7 +128,26 @@ class CocoFiles:
             table.crowd[first:last],
             table.area_px[first:last],
             int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
+            outlines=self._outlines(first, last, size),
         )
+
+    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray) -> Outlines | None:
+        """Return the polygons of annotations ``first:last``; their images have these sizes, [last - first, 2]."""
+        table, (polygon_starts, point_starts) = self.table, self._starts
+        polygons = slice(polygon_starts[first], polygon_starts[last])
+        points = table.points_px[point_starts[polygons.start] : point_starts[polygons.stop]]
+        if not len(points):
+            return None
+        polygon_counts, point_counts = table.polygon_counts[first:last], table.point_counts[polygons]
+        size = sizes_wh.repeat(polygon_counts, axis=0).repeat(point_counts, axis=0)
+        return Outlines(polygon_counts, point_counts, points / size)
+
+    @cached_property
+    def _starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of the first polygon of each annotation, and of the first point of each polygon."""
+        counts = self.table.polygon_counts, self.table.point_counts
+        starts = [np.concatenate([[0], np.cumsum(count)]) for count in counts]
+        return starts[0], starts[1]
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
@@ -197,6 +220,9 @@ _ARRAYS = (
     "boxes_xywh_px",
     "crowd",
     "area_px",
+    "polygon_counts",
+    "point_counts",
+    "points_px",
 )
 
 
@@ -253,6 +279,7 @@ class TableBuilder:
         self._file_names: list[str] = []
         self._of_image, self._ids, self._categories = array("q"), array("q"), array("q")
         self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
+        self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
         self._odd_categories: dict[int, str] = {}  # by row: the first 1000 that are not whole numbers
         self.stray = 0
 
@@ -263,7 +290,14 @@ class TableBuilder:
         self._sizes_wh.extend((width, height))
 
     def add_box(
-        self, image: int, number: int, category: Any, box: Iterable[float], crowd: bool, area: float
+        self,
+        image: int,
+        number: int,
+        category: Any,
+        box: Iterable[float],
+        crowd: bool,
+        area: float,
+        polygons: Sequence[Sequence[float]] = (),
     ) -> None:
         """Add an annotation.
 
@@ -271,6 +305,7 @@ class TableBuilder:
             category: of any type; ``table`` reports one that is not a whole number.
             box: x, y, width, height in pixels.
             area: square pixels; NaN if unknown.
+            polygons: each x1, y1, x2, y2, ... in pixels.
         """
         if type(category) is not int or abs(category) >= 1 << 63:
             if len(self._odd_categories) < 1000:
@@ -282,6 +317,10 @@ class TableBuilder:
         self._boxes_xywh_px.extend(box)
         self._crowd.append(crowd)
         self._area_px.append(area)
+        self._polygon_counts.append(len(polygons))
+        for polygon in polygons:
+            self._point_counts.append(len(polygon) // 2)
+            self._points_px.extend(polygon)
 
     def table(self, path: str, categories: Mapping[int, str]) -> CocoTable:
         """Return the sorted table. Raises DataError if an image id occurs twice or a category is not listed."""
@@ -303,6 +342,7 @@ class TableBuilder:
         rows = np.flatnonzero(known)
         rows = rows[np.argsort(owner[rows], kind="stable")]
         counts = np.bincount(owner[rows], minlength=len(image_ids))
+        outlines = self._outlines(rows)
         return CocoTable(
             path=path,
             categories=tuple(sorted(categories.items())),
@@ -315,8 +355,20 @@ class TableBuilder:
             boxes_xywh_px=np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows],
             crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
             area_px=np.frombuffer(self._area_px, np.float64)[rows],
+            polygon_counts=outlines.polygon_counts,
+            point_counts=outlines.point_counts,
+            points_px=outlines.points,
             stray=self.stray + int(len(known) - len(rows)),
         )
+
+    def _outlines(self, rows: np.ndarray) -> Outlines:
+        """Return the polygons of these annotations, in this order."""
+        counts = np.frombuffer(self._polygon_counts, np.int64), np.frombuffer(self._point_counts, np.int64)
+        points = np.frombuffer(self._points_px, np.float32).reshape(-1, 2)
+        starts = [np.cumsum(count) - count for count in counts]
+        polygons = _ranges(starts[0][rows], counts[0][rows])
+        picked = _ranges(starts[1][polygons], counts[1][polygons])
+        return Outlines(counts[0][rows], counts[1][polygons], points[picked])
 
     def _check_categories(
         self, path: str, category_ids: np.ndarray, known: np.ndarray, categories: Mapping[int, str]
@@ -330,6 +382,22 @@ class TableBuilder:
             )
             what = f"{len(unknown)} annotations have categories that it does not list\n  {shown}"
             raise DataError(f"{path}: {what}", hint=_HINT)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
+    before = np.cumsum(counts) - counts
+    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return numbers
+
+
+def _polygons_of(entry: dict[str, Any]) -> list[list[float]]:
+    """Return the polygons of an annotation; those that are not rows of finite numbers are left out, as are masks (RLE)."""
+    found = entry.get("segmentation")
+    if not isinstance(found, list) or entry.get("iscrowd"):
+        return []
+    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
+    return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]
 
 
 def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
@@ -355,6 +423,7 @@ def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
         map(number_of, box),
         bool(entry.get("iscrowd")),
         number_of(entry.get("area")),
+        _polygons_of(entry),
     )
 
 

@@ -357,27 +357,14 @@ def _selected(index: DataIndex, keep: Sequence[int]) -> DataIndex:
     number[np.array(keep)] = np.arange(len(keep))
     classes = number[index.classes]
     renumbered = replace(index, names=tuple(index.names[at] for at in keep), classes=classes)
-    return _with_rows(renumbered, classes >= 0)
+    return renumbered.with_rows(classes >= 0)
 
 
 def _without_specks(index: DataIndex) -> tuple[DataIndex, int]:
     """Return the index without boxes below ``LEAST_SIDE_PX``, and how many these are."""
     sizes = np.repeat(index.sizes_wh, np.diff(index.offsets), axis=0)
     keep = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes >= LEAST_SIDE_PX).all(1)
-    return (index if keep.all() else _with_rows(index, keep)), int((~keep).sum())
-
-
-def _with_rows(index: DataIndex, keep: np.ndarray) -> DataIndex:
-    """Return the index with only these labels (bool [M]); all images stay."""
-    return replace(
-        index,
-        classes=index.classes[keep],
-        offsets=np.concatenate([[0], np.cumsum(keep)])[index.offsets],
-        boxes_cxcywh_unit=index.boxes_cxcywh_unit[keep],
-        crowd=index.crowd[keep],
-        area_px=index.area_px[keep],
-        file=None,
-    )
+    return (index if keep.all() else index.with_rows(keep)), int((~keep).sum())
 
 
 def _distinct(ids: Sequence[int]) -> tuple[int, ...]:

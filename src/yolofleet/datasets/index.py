@@ -19,14 +19,14 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, Problem, ProblemLog
+from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, OUTLINE_UNIT, Outlines, Problem, ProblemLog
 from yolofleet.datasets.reader import SplitReader, without_repeats
 from yolofleet.datasets.scan import Scanned, pack, scan, unpack
 from yolofleet.datasets.sources import DatasetSpec
@@ -37,7 +37,7 @@ from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 4
+_FORMAT = 5
 _CHUNK = 512  # images that a thread takes at a time
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
 _ARRAYS = (
@@ -51,6 +51,9 @@ _ARRAYS = (
     "boxes_cxcywh_unit",
     "crowd",
     "area_px",
+    "polygon_offsets",
+    "point_offsets",
+    "points",
 )
 
 
@@ -75,6 +78,10 @@ class DataIndex:
         boxes_cxcywh_unit: float32 [M, 4] fractions of the image.
         crowd: bool [M], COCO's iscrowd and VOC's difficult.
         area_px: float64 [M], COCO's area, else width x height, in square pixels of the image.
+        polygon_offsets: int64 [M + 1]: polygons of label j are polygon_offsets[j]:polygon_offsets[j + 1]; none for a box.
+            int64 [1] if all labels are boxes, because 8 bytes a label are a fifth of an index.
+        point_offsets: int64 [Q + 1]: points of polygon q are rows point_offsets[q]:point_offsets[q + 1].
+        points: uint16 [P, 2] x, y in ``OUTLINE_UNIT`` of the image's sides.
         problems: the first of ``problem_count`` problems.
         problem_kinds: number of labels or images that each kind of problem concerns (``labels.KINDS``).
         unlabelled: images without a label file (COCO: without an annotation); they are background.
@@ -95,6 +102,9 @@ class DataIndex:
     boxes_cxcywh_unit: np.ndarray
     crowd: np.ndarray
     area_px: np.ndarray
+    polygon_offsets: np.ndarray
+    point_offsets: np.ndarray
+    points: np.ndarray
     problems: tuple[Problem, ...] = ()
     problem_count: int = 0
     problem_kinds: dict[str, int] = field(default_factory=dict)
@@ -130,9 +140,62 @@ class DataIndex:
         crowd = self.crowd[start:stop]
         return rows[~crowd] if crowd.any() else rows
 
+    def outlines(self, image: int) -> list[list[np.ndarray]]:
+        """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image."""
+        start, stop = self.offsets[image : image + 2].tolist()
+        rows = (start + np.flatnonzero(~self.crowd[start:stop])).tolist()
+        return [self._polygons(row) for row in rows] if len(self.points) else [[] for _ in rows]
+
+    def _polygons(self, row: int) -> list[np.ndarray]:
+        first, stop = self.polygon_offsets[row : row + 2].tolist()
+        ends = self.point_offsets[first : stop + 1].tolist()
+        return [self.points[a:b].astype(np.float32) / OUTLINE_UNIT for a, b in itertools.pairwise(ends)]
+
+    def with_rows(self, keep: np.ndarray) -> DataIndex:
+        """Return the index with only the labels that ``keep`` marks, bool [M]; all images stay. It is not stored."""
+        outlines = {}
+        if len(self.points):
+            counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
+            outlines = _outline_arrays(Outlines(*counts, self.points).of_rows(keep))
+        return replace(
+            self,
+            classes=self.classes[keep],
+            offsets=np.concatenate([[0], np.cumsum(keep)])[self.offsets],
+            boxes_cxcywh_unit=self.boxes_cxcywh_unit[keep],
+            crowd=self.crowd[keep],
+            area_px=self.area_px[keep],
+            file=None,
+            **outlines,
+        )
+
     def class_counts(self) -> np.ndarray:
         """Return the number of labels of each class, without crowd regions: int64 [C]."""
         return np.bincount(self.classes[~self.crowd], minlength=len(self.names))
+
+    def part(self, images: np.ndarray) -> DataIndex:
+        """Return an index of only these images, int64 [n] ascending. It is not stored; its digest is that of its content."""
+        kept = np.zeros(len(self), bool)
+        kept[images] = True
+        lengths = np.diff(self.path_offsets)
+        part = replace(
+            self.with_rows(np.repeat(kept, np.diff(self.offsets))),
+            path_bytes=self.path_bytes[np.repeat(kept, lengths)],
+            path_offsets=_offsets(lengths[images]),
+            offsets=_offsets(np.diff(self.offsets)[images]),
+            stamps=self.stamps[images],
+            image_ids=self.image_ids[images],
+            sizes_wh=self.sizes_wh[images],
+        )
+        unlabelled = int((np.diff(part.offsets) == 0).sum()) if self.unlabelled else 0
+        digest = _digest(self.names, {name: getattr(part, name) for name in _ARRAYS})
+        return replace(part, digest=digest, unlabelled=unlabelled)
+
+    def outline_digest(self) -> str:
+        """Return a hash of the polygons; equal on every machine with the same data."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.polygon_offsets, self.point_offsets, self.points):
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
     def problems_text(self, limit: int = 10) -> str:
         """Return one line for each of the first problems and their number; '' if there are none."""
@@ -387,10 +450,21 @@ def _join(
         "boxes_cxcywh_unit": joined("boxes_cxcywh_unit"),
         "crowd": joined("crowd"),
         "area_px": joined("area_px"),
+        **_outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
         "problems": tuple(log.kept),
         "problem_count": log.count,
         "problem_kinds": dict(log.kinds),
         "unlabelled": sum(part.unlabelled for part in parts),
+    }
+
+
+def _outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:
+    """Return the arrays of an index for packed outlines."""
+    counts = outlines.polygon_counts if len(outlines.points) else outlines.polygon_counts[:0]
+    return {
+        "polygon_offsets": _offsets(counts),
+        "point_offsets": _offsets(outlines.point_counts),
+        "points": outlines.points,
     }
 
 
@@ -432,7 +506,10 @@ def _where_labels_belong(readers: Sequence[SplitReader]) -> str | None:
 
 
 def _digest(names: tuple[str, ...], arrays: dict[str, Any]) -> str:
-    """Return a hash of what a training learns from; it does not depend on the folder of the data set."""
+    """Return a hash of what a training learns from; it does not depend on the folder of the data set.
+
+    Polygons are not part of it, because only ``copy_paste`` uses them; see :meth:`DataIndex.outline_digest`.
+    """
     digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
     text, ends = arrays["path_bytes"].tobytes(), arrays["path_offsets"].tolist()
     for start, stop in itertools.pairwise(ends):

@@ -118,6 +118,41 @@ class ProblemLog:
         self.kept += later.kept[: max(0, self.limit - len(self.kept))]
 
 
+OUTLINE_UNIT = 65535  # outlines are stored in this fraction of the image's sides: 0.01 px at 640 px
+
+
+@dataclass(frozen=True)
+class Outlines:
+    """Polygons around the objects of M labels. An object may have several parts, or no polygon.
+
+    Attributes:
+        polygon_counts: int64 [M], polygons of each label.
+        point_counts: int64 [Q], points of each polygon.
+        points: [P, 2] x, y: float64 fractions of the image as they stand in the files, or uint16 in ``OUTLINE_UNIT``.
+    """
+
+    polygon_counts: np.ndarray
+    point_counts: np.ndarray
+    points: np.ndarray
+
+    @staticmethod
+    def none(labels: int) -> Outlines:
+        """Return the outlines of labels that are boxes."""
+        return Outlines(np.zeros(labels, np.int64), np.zeros(0, np.int64), np.zeros((0, 2)))
+
+    def of_rows(self, keep: np.ndarray) -> Outlines:
+        """Return the outlines of the labels that ``keep`` marks, bool [M]."""
+        polygons = np.repeat(keep, self.polygon_counts)
+        points = self.points[np.repeat(polygons, self.point_counts)]
+        return Outlines(self.polygon_counts[keep], self.point_counts[polygons], points)
+
+    def packed(self) -> Outlines:
+        """Return the outlines with points in ``OUTLINE_UNIT``, limited to the image."""
+        with np.errstate(invalid="ignore"):
+            points = np.rint(np.nan_to_num(self.points).clip(0, 1) * OUTLINE_UNIT).astype(np.uint16)
+        return Outlines(self.polygon_counts, self.point_counts, points)
+
+
 @dataclass(frozen=True)
 class RawLabels:
     """Labels of a range of images, as they stand in the files.
@@ -131,6 +166,7 @@ class RawLabels:
         unlabelled: number of images without a label file.
         unusable: images (as in ``image``) whose label file cannot be read. They are left out, because an image
             without its labels would be trained on as background.
+        outlines: of the labels that are polygons; None: all are boxes.
     """
 
     image: np.ndarray
@@ -140,6 +176,7 @@ class RawLabels:
     area_px: np.ndarray
     unlabelled: int = 0
     unusable: tuple[int, ...] = ()
+    outlines: Outlines | None = None
 
     @staticmethod
     def of_rows(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, clean
+from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.errors import DataError
 from yolofleet.images.decode import unreadable
@@ -23,7 +23,7 @@ from yolofleet.images.header import header_of_file
 
 @dataclass
 class Scanned:
-    """The usable images of one range, and their labels. The arrays are those of ``DataIndex``.
+    """The usable images of one range, and their labels. The arrays are those of ``DataIndex`` and of ``Outlines``.
 
     Attributes:
         usable: bool, one for each image of the range.
@@ -39,6 +39,9 @@ class Scanned:
     boxes_cxcywh_unit: np.ndarray
     crowd: np.ndarray
     area_px: np.ndarray
+    polygon_counts: np.ndarray
+    point_counts: np.ndarray
+    points: np.ndarray
     rows_read: int
     unlabelled: int
     log: ProblemLog
@@ -86,6 +89,7 @@ def scan(
     size = sizes[raw.image[keep]].astype(np.float64)
     box_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
     area = raw.area_px[keep]
+    outlines = (raw.outlines or Outlines.none(len(keep))).of_rows(keep).packed()
     log.kept = [problem.below(root) for problem in log.kept]
     log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
     return Scanned(
@@ -96,6 +100,9 @@ def scan(
         boxes_cxcywh_unit=boxes,
         crowd=raw.crowd[keep],
         area_px=np.where(np.isfinite(area), area, box_area),
+        polygon_counts=outlines.polygon_counts,
+        point_counts=outlines.point_counts,
+        points=outlines.points,
         rows_read=rows_read,
         unlabelled=raw.unlabelled,
         log=log,
@@ -126,6 +133,9 @@ _COLUMNS = {  # array -> type and columns of its rows, as they are sent
     "boxes_cxcywh_unit": (np.float32, (4,)),
     "crowd": (np.bool_, ()),
     "area_px": (np.float64, ()),
+    "polygon_counts": (np.int64, ()),
+    "point_counts": (np.int64, ()),
+    "points": (np.uint16, (2,)),
 }
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, Stamp, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
@@ -58,6 +59,8 @@ class YoloFiles(LabelFiles):
         mark: list[int] = []
         values: list[list[float]] = []
         unusable: list[int] = []
+        polygon_counts: list[int] = []
+        points: list[list[float]] = []
         unlabelled = 0
         for at in range(start, stop):
             if self.label_stamps[at] == ABSENT:
@@ -67,11 +70,19 @@ class YoloFiles(LabelFiles):
             if data is None:
                 unusable.append(at - start)
                 continue
-            for line, row in _parse(data, self.labels[at], log):
+            for line, row, polygon in _parse(data, self.labels[at], log):
                 image.append(at - start)
                 mark.append(line)
                 values.append(row)
-        return RawLabels.of_rows(image, mark, values, unlabelled, unusable)
+                polygon_counts.append(bool(polygon))
+                if polygon:
+                    points.append(polygon)
+        raw = RawLabels.of_rows(image, mark, values, unlabelled, unusable)
+        if not points:
+            return raw
+        counts = np.array([len(polygon) // 2 for polygon in points], np.int64)
+        flat = np.array([number for polygon in points for number in polygon]).reshape(-1, 2)
+        return replace(raw, outlines=Outlines(np.array(polygon_counts, np.int64), counts, flat))
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
@@ -167,8 +178,11 @@ def _read(path: str, log: ProblemLog) -> bytes | None:
     return None
 
 
-def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[float]]]:
-    """Yield (line, [class, cx, cy, w, h]) of each readable row; add a problem for each other row."""
+def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[float], list[float]]]:
+    """Yield (line, [class, cx, cy, w, h], [x1, y1, x2, y2, ...]) of each readable row; add a problem for each other row.
+
+    The last list is empty for a box.
+    """
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
     has_underscore = b"_" in data
@@ -185,9 +199,9 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
             log.add(Problem(path, line, what, "label-unreadable"))
             continue
         if len(numbers) == 5:
-            yield line, numbers
+            yield line, numbers, []
         elif len(numbers) >= 7 and len(numbers) % 2:
-            yield line, [numbers[0], *_box_of_polygon(numbers[1::2], numbers[2::2])]
+            yield line, [numbers[0], *_box_of_polygon(numbers[1::2], numbers[2::2])], numbers[1:]
         else:
             what = f"has {len(numbers)} columns; expected 5 (class cx cy w h), or 7, 9, ... for a polygon"
             log.add(Problem(path, line, what, "label-unreadable"))

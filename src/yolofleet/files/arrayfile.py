@@ -19,6 +19,7 @@ from yolofleet.files.atomic import whole_file
 
 _DTYPES = {
     "U8": np.uint8,
+    "U16": np.uint16,
     "BOOL": np.bool_,
     "I32": np.int32,
     "I64": np.int64,
@@ -33,7 +34,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
     """Replace ``path`` atomically with a file of these arrays.
 
     Args:
-        arrays: uint8, bool, int32, int64, float32 or float64, any shape.
+        arrays: uint8, uint16, bool, int32, int64, float32 or float64, any shape.
         meta: strings for the header; the key ``crc32`` is reserved.
     Raises:
         OSError: the disk is full, read-only or missing; ``path`` is unchanged.

@@ -36,7 +36,6 @@ from yolofleet.config.load import Resolved
 from yolofleet.config.schema import BenchTrainConfig, Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey
-from yolofleet.data.sample import TrainSamples
 from yolofleet.errors import DataError
 from yolofleet.families import build_model
 from yolofleet.files.atomic import write_json
@@ -51,6 +50,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.runs.bench_verdict import Part, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.runs.folder import file_writers
 from yolofleet.runs.train import BuiltRun, built_run
+from yolofleet.runs.training_data import training_samples
 from yolofleet.text import echo
 from yolofleet.train.loop import TrainingRun
 from yolofleet.train.step import NanRule, train_step
@@ -585,13 +585,13 @@ def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[int
     """Return the numbers of the images that each micro-batch shows."""
     config, listed = run.training.config, []
     reads = _Reads(run.cache)
-    samples = TrainSamples(
+    samples = training_samples(
+        config,
+        run.network.recipe.value,
         run.data.train,
         reads,
-        run.network.recipe.value,
         img=run.network.img,
-        seed=config.seed,
-        epochs=config.epochs,
+        stride=run.network.stride,
     )
     for key in keys:
         for epoch, position in key.samples:

@@ -127,6 +127,9 @@ class Pictures:
     def labels(self, image: int, /) -> np.ndarray:
         return np.zeros((0, 5), np.float32)
 
+    def outlines(self, image: int, /) -> list[list[np.ndarray]]:
+        return []
+
 
 def renders_as_the_cpu(device: torch.device) -> str:
     """Check that the device augments images as the CPU does (``--augment-on device``). Return the mean difference."""

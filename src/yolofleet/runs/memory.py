@@ -73,7 +73,7 @@ def most_labels(index: DataIndex, recipe: Recipe) -> int:
     """Return the most labels that an augmented image can have: a mosaic of the images with the most labels."""
     tiles = 9 if recipe.mosaic9 else 4 if recipe.mosaic else 1
     counts = np.sort(np.diff(index.offsets))[-tiles:]
-    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1)
+    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1) * (2 if recipe.copy_paste else 1)
 
 
 def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], device: torch.device) -> int:
@@ -128,7 +128,7 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
     """
     replicas, images = largest.state.replicas, micro_batch_of(config)
     chosen = min(config.micro_batches_per_pass or most, most)
-    if config.sync_bn or config.reduce == "exact" or chosen < 2:
+    if config.sync_bn or config.rect or config.reduce == "exact" or chosen < 2:
         return 1
     if not config.micro_batches_per_pass:
         if devices.is_host(replicas.lead.device) or ":" in config.device:

@@ -26,7 +26,6 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.data.pixels import COMPILED
-from yolofleet.data.sample import TrainSamples
 from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
@@ -56,6 +55,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
 from yolofleet.runs.staging import stage_images
+from yolofleet.runs.training_data import training_samples, used_part
 from yolofleet.runs.val import validation_progress
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
@@ -146,12 +146,18 @@ def built_run(
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     network = _network(config, recipe, data.train, snapshot, world, console)
     # kernels cannot be timed for the training alone while a validation runs beside it
-    sizes_vary = network.sizes != (1, 1) or config.val_overlap
+    sizes_vary = network.sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
+    augmentation = network.recipe.value
+    if augmentation.copy_paste or augmentation.albumentations:
+        versions_here = f"{identity['data']} {identity['kernels'].get('albumentations')}"
+        check_equal(world, "the polygons, or the version of albumentations,", versions_here)
+    if augmentation.copy_paste and not len(data.train.points):
+        console.note("copy_paste has no effect: no training label is a polygon")
     averaged = _averaged(network.model, state)
     if snapshot is not None:
         check_resume(snapshot.values["fingerprint"], identity, config, console)
@@ -265,6 +271,7 @@ def _data(config: TrainConfig, world: World) -> _Data:
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
+    index = used_part(index, config)
     return _Data(index, val_index, spec.notes)
 
 
@@ -416,12 +423,9 @@ def _loader(
     world: World,
 ) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
     """Return the function that loads the images of a rank's keys, which have ``per_pass`` micro-batches each."""
-    samples = TrainSamples(
-        index, cache, network.recipe.value, img=network.img, seed=config.seed, epochs=config.epochs
-    )
     return partial(
         train_loader,
-        samples,
+        training_samples(config, network.recipe.value, index, cache, img=network.img, stride=network.stride),
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
         prefetch=-(-config.prefetch // per_pass),
@@ -451,7 +455,7 @@ def _validation(
 
     progress = validation_progress(world, console)
 
-    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress) -> Validation:
+    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress, *, may_stop: bool = True) -> Validation:
         return Validation(
             fuse(averaged),
             index,
@@ -462,7 +466,7 @@ def _validation(
             cache=cache,
             loss=loss,
             on_batch=on_batch,
-            stops=lambda: world.activity.stop_requested,
+            stops=lambda: may_stop and world.activity.stop_requested,
         )
 
     return prepared
@@ -514,7 +518,7 @@ def _header_lines(
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer}",
-        "image": f"{network.img} px{rounded}",
+        "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
         + ("; images are augmented on the device" if config.augment_on == "device" else "")

@@ -27,6 +27,7 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch, MicroBatchKey
+from yolofleet.data.order import ClassAP
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
 from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
 from yolofleet.keyed import generator
@@ -51,6 +52,11 @@ SHOWN = 10  # images that an error names
 MOST_UNREADABLE = 100  # images; at most 1 % of the data set, but always UNREADABLE_ALLOWED
 UNREADABLE_ALLOWED = 3
 MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that diverges
+
+
+def _class_ap_of(evaluation: Evaluation) -> list[float]:
+    """Return the mAP50-95 of each class; -1 for a class without labels."""
+    return [figures["AP"] for figures in evaluation.metrics.per_class.values()]
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,11 @@ class SpeedProbe:
 
 
 class PrepareValidation(Protocol):
-    """Prepares a validation of the averaged weights as they are now."""
+    """Prepares a validation of the averaged weights as they are now; ``may_stop``: a stop request ends it."""
 
-    def __call__(self, loss: DetectionLoss, on_batch: OnBatch = ..., /) -> Validation: ...
+    def __call__(
+        self, loss: DetectionLoss, on_batch: OnBatch = ..., *, may_stop: bool = ...
+    ) -> Validation: ...
 
 
 class Asked(NamedTuple):
@@ -324,7 +332,13 @@ class TrainingRun:
         unended = self._unended_epoch()
         if unended is not None:
             self._end_step(unended, stop, Asked(save=True))
+        if [] in self.state.progress.class_ap.values():
+            # The state was saved when this validation began, so its weights are those to validate.
+            done = self.state.progress.epochs_done
+            self._start_validation(done, self.loss.at((done - 1) / self.config.epochs))
         for plan in self.plans():
+            if not self._can_draw(plan):
+                self._end_validation()
             asked = self._step(plan, stop)
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
@@ -351,12 +365,15 @@ class TrainingRun:
             ends = self.is_last(plan) or self._out_of_patience()
         except ValidationStopped:
             asked, epoch_asks = asked._replace(stop=True), True
-        if asked.stop:
-            self._end_validation()
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
-        if asked.save or epoch_asks or steps_ask or asked.stop or ends:
+        saves = asked.save or epoch_asks or steps_ask or asked.stop or ends
+        # A run that continues from this state could not repeat the validation of an earlier step.
+        needs_figures = self._follows_accuracy and self.overlapped is not None and not ends_epoch
+        if asked.stop or (saves and needs_figures):
+            self._end_validation()
+        if saves:
             self._save(ends_epoch=ends_epoch)
-        elif asked.keep:
+        elif asked.keep and not needs_figures:
             self._sum_tally()
             self._keep()
         if asked.stop and not ends:
@@ -432,13 +449,48 @@ class TrainingRun:
 
     def _open_loader(self) -> None:
         """Start loading this rank's micro-batches, from the next step to the end of the run."""
+        self.micro_batches = self.loader(self._keys())
+
+    def _keys(self) -> Iterator[MicroBatchKey]:
+        """Yield the keys of this rank, up to the first step that needs the figures of a validation that has not ended."""
         left_out = frozenset(self.state.progress.left_out)
-        self.micro_batches = self.loader(
-            key
-            for plan in self.plans()
-            if plan.first_image not in left_out
-            for key in self.splitter.keys(plan)
-        )
+        for plan in self.plans():
+            if not self._can_draw(plan):
+                return
+            if plan.first_image not in left_out:
+                for key in self.splitter.keys(plan):
+                    epochs = sorted({epoch for epoch, _ in key.samples})
+                    known = [(epoch, ap) for epoch in epochs if (ap := self._class_ap(epoch)) is not None]
+                    yield replace(key, class_ap=tuple(known)) if known else key
+
+    # -- the accuracy that --sampler weights follows ---------------------------------------------------
+
+    @property
+    def _follows_accuracy(self) -> bool:
+        return self.config.sampler == "weights"
+
+    def _class_ap(self, epoch: int) -> ClassAP | None:
+        """Return the AP of each class that decides the draws of ``epoch`` (from 0); None before the first validation.
+
+        The newest validation after at most ``epoch`` - 1 epochs counts. It has ended when loader processes begin with ``epoch``.
+        """
+        figures = self.state.progress.class_ap
+        known = [int(done) for done in figures if int(done) < epoch]
+        return tuple(figures[str(max(known))]) if known else None
+
+    def _can_draw(self, plan: StepPlan) -> bool:
+        """Return whether the validations have ended that decide the samples of a step; equal on every rank at its start."""
+        if not self._follows_accuracy:
+            return True
+        images, overlapped = self.schedule.dataset_images, self.overlapped
+        ended = self.state.progress.epochs_done if overlapped is None else overlapped.epoch - 1
+        return min((plan.end_image - 1) // images - 1, plan.first_image // images) <= ended
+
+    def _keep_class_ap(self, epoch: int, figures: list[float]) -> None:
+        """Put the figures of the validation after ``epoch`` epochs into the state, and keep those of the one before."""
+        kept = {int(done): ap for done, ap in self.state.progress.class_ap.items()} | {epoch: figures}
+        newest = {str(done): kept[done] for done in sorted(kept)[-2:]}
+        self.state.progress = replace(self.state.progress, class_ap=newest)
 
     def _step(self, plan: StepPlan, stop: StopRequest) -> Asked:
         """Load, train and report one step; return what a rank asks for."""
@@ -446,7 +498,12 @@ class TrainingRun:
             self.state.step, self.state.images_seen = plan.step + 1, plan.end_image
             return NOTHING
         with self.report.clock("data"):
-            mine = list(islice(self.micro_batches, len(self.splitter.keys(plan))))
+            count = len(self.splitter.keys(plan))
+            mine = list(islice(self.micro_batches, count))
+            if len(mine) < count:  # the loader ended before this step, see _keys
+                self._open_loader()
+                mine = list(islice(self.micro_batches, count))
+            assert len(mine) == count, f"{len(mine)} of {count} micro-batches of step {plan.step}"
         save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
         broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
@@ -575,12 +632,15 @@ class TrainingRun:
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
         evaluation = None
         loss = self.loss.at(self.schedule.progress(plan.first_image))
-        is_due = last or self._every(self.config.val_period, before, epoch)
+        in_period = self._ends_epoch(plan) and self._every(self.config.val_period, before, epoch)
+        is_due = last or in_period
         ends = last or stops or self._out_of_patience(done)
         overlaps = is_due and self.config.val_overlap and not ends
         if is_due and not overlaps:
             evaluation = self._evaluate(loss)
             self._compare_with_best(epoch, evaluation, self.state.weights())
+            if self._follows_accuracy and in_period:
+                self._keep_class_ap(epoch, _class_ap_of(evaluation))
         self.state.progress = replace(self.state.progress, epochs_done=done)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
@@ -592,9 +652,7 @@ class TrainingRun:
                 self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
         if overlaps:
-            weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
-            prepare = partial(self.validation, loss)
-            self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
+            self._start_validation(epoch, loss)
         return period != AUTO and self._every(int(period), before, epoch)
 
     def _evaluate(self, loss: DetectionLoss) -> Evaluation:
@@ -605,6 +663,14 @@ class TrainingRun:
         """
         with self.report.clock("evaluate"), devices.untimed_kernels():
             return self.validation(loss).evaluate()
+
+    def _start_validation(self, epoch: int, loss: DetectionLoss) -> None:
+        """Start a validation of the weights after ``epoch`` epochs that overlaps with training."""
+        weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
+        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy)
+        self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
+        if self._follows_accuracy:
+            self._keep_class_ap(epoch, [])
 
     def _end_validation(self) -> None:
         """Wait for the validation that overlaps with training, if there is one, and report it. Collective: every rank."""
@@ -617,7 +683,9 @@ class TrainingRun:
         except ValidationStopped:
             return  # the row of that epoch has no figures
         self._compare_with_best(overlapped.epoch, evaluation, overlapped.weights)
-        self.report.validated(evaluation)
+        if self._follows_accuracy:
+            self._keep_class_ap(overlapped.epoch, _class_ap_of(evaluation))
+        self.report.validated(overlapped.epoch, evaluation)
 
     def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
         """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far."""

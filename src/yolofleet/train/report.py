@@ -91,6 +91,7 @@ class TrainReport:
         self._refused: set[str] = set()  # what the disk refused when it was last tried
         self._unwritten: dict[str, Weights] = {}  # weights to write when the disk works again, by name
         self._rows: list[dict[str, float]] = []  # rows of results.csv, likewise
+        self._row: dict[str, float] = {}  # of the last epoch
 
     def begin(
         self,
@@ -287,9 +288,13 @@ class TrainReport:
         self._write_row()
         self._open_epoch(epoch + 1)
 
-    def validated(self, evaluation: Evaluation) -> None:
+    def validated(self, epoch: int, evaluation: Evaluation) -> None:
         """Report a validation of the last epoch that overlapped with training."""
-        self.console.note(f"validation of epoch {self._row['epoch']:.0f}")
+        self.console.note(f"validation of epoch {epoch}")
+        if self._row.get("epoch") != epoch:  # the run was resumed in between
+            cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
+            self._row = {k: int(v) if v.isdecimal() else float(v) for k, v in cells.items() if v}
+            self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
         self.events.write("validation", **row)
         self._row |= row

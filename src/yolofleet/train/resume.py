@@ -18,7 +18,9 @@ from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import decay_of, micro_batch_of
+from yolofleet.config.resume import VALIDATION
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.single_images import albumentations_version
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
     CheckpointError,
@@ -90,6 +92,9 @@ class StoredProgress(_Stored):
     left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
     minutes: Amount = 0.0
     last_step: Count = 0
+    class_ap: Annotated[
+        dict[str, Annotated[list[Amount], Field(max_length=1 << 16)]], Field(max_length=2)
+    ] = {}
 
 
 class StoredTally(_Stored):
@@ -135,13 +140,19 @@ def fingerprint(
         settings["augment_on"] = config.augment_on
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
+    newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])
+    for name in newer:
+        if getattr(config, name) != TrainConfig.model_fields[name].default:
+            settings[name] = getattr(config, name)
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
-        "recipe": recipe.model_dump(),
-        "data": index.digest,
+        "recipe": recipe.model_dump(mode="json"),
+        "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
         "model": model.description.to_dict(),
         "names": list(model.names),
-        "kernels": kernels(world.device) | {name: getattr(config, name) for name in BIT_SETTINGS},
+        "kernels": kernels(world.device)
+        | {name: getattr(config, name) for name in BIT_SETTINGS}
+        | ({"albumentations": albumentations_version()} if recipe.albumentations else {}),
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }
 
@@ -268,7 +279,7 @@ def check_resume(
     """
     source = f"--resume {config.resume}"
     # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
-    then = {**then, "recipe": Recipe().model_dump() | then["recipe"]}
+    then = {**then, "recipe": Recipe().model_dump(mode="json") | then["recipe"]}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),

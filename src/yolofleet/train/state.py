@@ -38,6 +38,8 @@ class Progress:
     left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
     minutes: float = 0.0  # of the budget that decided ``last_step``
     last_step: int = 0  # steps of the run, as soon as ``--minutes`` has decided it
+    # --sampler weights: AP of each class in the last two validations, by the number of epochs done; [] = it goes on
+    class_ap: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -181,7 +181,7 @@ def test_what_is_written_reads_back_equal(written):
 PUBLISHED = {
     "scratch-low": Recipe(),
     "scratch-med": Recipe(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1),
-    "scratch-high": Recipe(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1),
+    "scratch-high": Recipe(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1, copy_paste=0.1),
 }
 
 
@@ -220,7 +220,7 @@ def test_a_yolov5_hyp_file_is_read_and_what_has_no_effect_is_said_once(written):
     recipe = load_recipe(str(file))
     assert (recipe.value.lrf, recipe.value.mixup, recipe.value.box) == (0.1, 0.2, 0.05)
     assert recipe.sources["mixup"] == f"{file}:9" and recipe.sources["box"] == "default"
-    assert [note.split()[0] for note in recipe.notes] == ["iou_t", "copy_paste"]
+    assert [note.split()[0] for note in recipe.notes] == ["iou_t"] and recipe.value.copy_paste == 0.1
 
 
 @pytest.mark.parametrize(
@@ -345,6 +345,15 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"sync_bn": True, "reduce": "exact"}, "leave out --sync-bn and raise --micro-batch"),
         ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
         ({"deterministic": True, "cudnn_benchmark": "on"}, "are mutually exclusive"),
+        ({"sampler": "weights", "val_period": 0}, "it follows the accuracy in validations"),
+        ({"rect": True, "sync_bn": True}, "need images of one shape"),
+        ({"rect": True, "set": ["mosaic=0.5"]}, "rectangular training shows no mosaics"),
+        ({"rect": True, "augment_on": "device"}, "devices render squares only"),
+        ({"rect": True, "micro_batches_per_pass": 2}, "each micro-batch has its own shape"),
+        ({"sampler": "weight"}, "is not one of none, weights, balanced, repeat-factor"),
+        ({"fraction": "1.5"}, "--fraction 1.5 is above 1"),
+        ({"set": ["albumentations=[Lambda]"]}, "Lambda is not a transform"),
+        ({"set": ["albumentations=Blur"]}, "is not a list of strings"),
         ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"reduce": "exact", "augment_on": "device"}, "leave out --augment-on"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),

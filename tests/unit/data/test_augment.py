@@ -120,7 +120,7 @@ def test_mosaic_corners_meet_in_the_middle_half_of_the_canvas():
 
 def test_nine_images_touch_and_leave_no_gap_when_square():
     side = 40
-    view = View(np.eye(3), 1.0, (0, 0, 2 * side, 2 * side), False, 2 * side, 2 * side)
+    view = View(np.eye(3), 1.0, (0, 0, 2 * side, 2 * side), False, 2 * side, 2 * side, (2 * side, 2 * side))
     none = np.zeros((0, 5), np.float32)
     colours = [np.full((side, side, 3), 10 + 20 * n, np.uint8) for n in range(9)]
     for trial in range(20):
@@ -148,7 +148,9 @@ def test_letterbox_of_a_wide_image_pads_above_and_below():
 
 
 def view_of(matrix: list[list[float]], scale: float, canvas: int, output: int, crop: bool = False) -> View:
-    return View(np.array(matrix, float), scale, (0, 0, canvas, canvas), crop, canvas, output)
+    return View(
+        np.array(matrix, float), scale, (0, 0, canvas, canvas), crop, canvas, output, (output, output)
+    )
 
 
 def test_boxes_follow_a_rotation_by_a_quarter_turn():

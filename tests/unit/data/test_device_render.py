@@ -116,7 +116,9 @@ def rendered_alone(view: View, look: Look) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_window_far_outside_of_the_canvas_is_grey():
-    far = View(np.array([[1.0, 0, 9000], [0, 1, 9000], [0, 0, 1]]), 1.0, (0, 0, 1, 1), False, 80, 64)
+    far = View(
+        np.array([[1.0, 0, 9000], [0, 1, 9000], [0, 0, 1]]), 1.0, (0, 0, 1, 1), False, 80, 64, (64, 64)
+    )
     mine, theirs = rendered_alone(far, Look(None, False, False))
     assert (mine == 114).all() and (theirs == 114).all()
 
@@ -124,13 +126,13 @@ def test_a_window_far_outside_of_the_canvas_is_grey():
 @pytest.mark.parametrize("horizon", [0.0, 0.02, -0.05])
 def test_a_map_with_a_horizon_in_the_output_renders(horizon: float):
     to_output = np.array([[1.0, 0.1, 3], [0.05, 1.1, -4], [0.0, horizon, 1]])
-    view = View(to_output, 1.0, (0, 0, 80, 80), False, 80, 64)
+    view = View(to_output, 1.0, (0, 0, 80, 80), False, 80, 64, (64, 64))
     mine, theirs = rendered_alone(view, Look((1.2, 0.8, 1.1), True, False))
     assert (difference(mine, theirs) <= 2).mean() >= 0.99  # next to the horizon one pixel shows hundreds
 
 
 def test_a_map_that_has_no_inverse_shows_one_colour():
-    view = View(np.array([[1.0, 1, 0], [1, 1, 0], [0, 0, 1]]), 1.0, (0, 0, 80, 80), False, 80, 64)
+    view = View(np.array([[1.0, 1, 0], [1, 1, 0], [0, 0, 1]]), 1.0, (0, 0, 80, 80), False, 80, 64, (64, 64))
     mine, _ = rendered_alone(view, Look(None, False, False))
     assert (mine == mine[0, 0]).all()
 

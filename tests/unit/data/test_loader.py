@@ -29,6 +29,7 @@ from yolofleet.data.loader import (
     val_batches,
     val_loader,
 )
+from yolofleet.data.order import Orders, RectOrders
 from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
@@ -429,3 +430,23 @@ def test_validation_images_are_letterboxed_and_lead_back(workers):
             assert (rgb[:top] == 114).all() and (rgb[:, :left] == 114).all()
             whole = np.array([[left, top, left + IMG, top + len(source)]], float)
             assert np.abs(way_back.to_native(whole) - [0, 0, 2 * IMG, 2 * len(source)]).max() <= 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_micro_batches_of_rectangular_training_have_one_shape_each(workers):
+    pictures: Any = Pictures(12)
+    index = index_of([(image.shape[1], image.shape[0]) for image in pictures.images])
+    orders = RectOrders(Orders(pictures, 0), index, 3, 4)
+    made = TrainSamples(pictures, pictures, FULL, img=IMG, seed=0, epochs=10, orders=orders)
+    shapes = set()
+    with train_loader(made, keys(4), count_labels, workers=workers) as loader:
+        for key, batch in zip(keys(4), loader, strict=True):
+            numbers = [orders.image_of(*sample) for sample in key.samples]
+            height = max(len(pictures.images[number]) for number in numbers)
+            assert images_of(batch).shape == (3, 3, -(-height // 4) * 4, IMG)
+            assert batch.targets[2] == tuple(images_of(batch).shape[2:])
+            shapes.add(batch.targets[2])
+    assert len(shapes) > 2
+    larger = MicroBatchKey(0, 0, next(keys(1)).samples, 2 * IMG)
+    with train_loader(made, [larger], count_labels, workers=workers) as loader:
+        assert images_of(next(loader)).shape[3] == 2 * IMG

@@ -8,8 +8,10 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.loader import MicroBatchKey, train_loader
 from yolofleet.data.sample import TrainSamples
 from yolofleet.errors import DataError
 from yolofleet.keyed import permutation
@@ -41,6 +43,13 @@ class Pictures:
 
     def labels(self, image: int) -> np.ndarray:
         return self.truth[image]
+
+    def outlines(self, image: int) -> list[list[np.ndarray]]:
+        """Diamonds in the boxes of even images, none in the others."""
+        if image % 2:
+            return [[] for _ in self.truth[image]]
+        diamond = np.array([[0, -0.5], [0.5, 0], [0, 0.5], [-0.5, 0]])
+        return [[box[1:3] + diamond * box[3:5]] for box in self.truth[image]]
 
 
 def samples(
@@ -162,14 +171,16 @@ def test_a_mosaic_holds_its_own_image_and_partners_from_the_whole_data_set():
     partners: set[int] = set()
     for position in range(30):
         read = images_read(made, 0, position)
-        assert len(read) == 4 and made.image_of(0, position) in read
-        partners |= set(read) - {made.image_of(0, position)}
+        assert len(read) == 4 and made.orders.image_of(0, position) in read
+        partners |= set(read) - {made.orders.image_of(0, position)}
     assert len(partners) > 25  # 90 draws of 30 leave 1.4 out on average
 
 
 def test_own_image_stands_at_every_corner():
     made = samples(Recipe(scale=0, translate=0), count=30)
-    places = {images_read(made, 0, position).index(made.image_of(0, position)) for position in range(30)}
+    places = {
+        images_read(made, 0, position).index(made.orders.image_of(0, position)) for position in range(30)
+    }
     assert places == {0, 1, 2, 3}
 
 
@@ -196,9 +207,9 @@ def test_labels_of_mixed_mosaics_are_joined():
 def test_a_worker_that_runs_ahead_keeps_few_orders():
     made = samples(PLAIN)
     for epoch in [0, 1, 0, 1, 2, 1, 2, 3, 4]:
-        made.image_of(epoch, 0)
-    assert len(made._orders) <= 3
-    assert made.image_of(0, 4) == permutation(0, 0, 12)[4]
+        made.orders.image_of(epoch, 0)
+    assert len(made.orders._kept) <= 3
+    assert made.orders.image_of(0, 4) == permutation(0, 0, 12)[4]
 
 
 class Broken(Pictures):
@@ -232,7 +243,7 @@ def test_a_picture_that_cannot_be_read_is_replaced_by_rule_in_any_order():
 def test_the_replacement_has_its_own_labels():
     pictures = Broken({3})
     stream = TrainSamples(pictures, pictures, PLAIN, img=IMG, seed=0, epochs=10)
-    (position,) = (k for k in range(12) if stream.image_of(0, k) == 3)
+    (position,) = (k for k in range(12) if stream.orders.image_of(0, k) == 3)
     _, labels = stream.sample(0, position)
     assert set(labels[:, 0]) == {pictures.read[-1]} != {3.0}
 
@@ -241,3 +252,64 @@ def test_a_data_set_that_has_vanished_is_an_error():
     pictures = Broken(set(range(12)))
     with pytest.raises(DataError, match=r"image \d+ is broken, and 3 others"):
         TrainSamples(pictures, pictures, FULL, img=IMG, seed=0, epochs=10).sample(0, 0)
+
+
+def test_a_rectangular_sample_is_the_middle_of_the_square_with_its_labels():
+    recipe = Recipe(mosaic=0, translate=0.3, scale=0.5, flipud=0.5)
+    made = samples(recipe)
+    for position in range(12):
+        image, labels = made.sample(1, position, shape_hw=(48, 64))
+        assert image.shape == (48, IMG, 3) and image.flags.c_contiguous
+        low, high = labels[:, 1:3] - labels[:, 3:] / 2, labels[:, 1:3] + labels[:, 3:] / 2
+        assert (low > -1e-6).all() and (high < 1 + 1e-6).all()
+    still = samples(PLAIN)
+    for position in range(12):
+        (square, truth), (image, labels) = (
+            still.sample(0, position),
+            still.sample(0, position, None, None, (48, 64)),
+        )
+        assert np.array_equal(image, square[8:56])
+        top, bottom = (truth[:, 2] - truth[:, 4] / 2) * 64 - 8, (truth[:, 2] + truth[:, 4] / 2) * 64 - 8
+        inside = (bottom.clip(0, 48) - top.clip(0, 48) > 2.5) & (bottom - top > 3)
+        assert len(labels) >= inside.sum()
+        if len(labels) == len(truth):
+            assert np.allclose(labels[:, 2] * 48, (top.clip(0, 48) + bottom.clip(0, 48)) / 2, atol=1e-2)
+            assert np.allclose(labels[:, [1, 3]], truth[:, [1, 3]], atol=1e-4)
+
+
+def test_copy_paste_and_cutout_leave_the_other_draws_as_they_are():
+    # The own image is placed as before; what was pasted is new, and what was hidden is gone.
+    keys = [(0, position) for position in range(12)]
+    changed = Recipe(**PLAIN.model_dump() | {"copy_paste": 0.5, "fliplr": 0.5, "translate": 0.2})
+    plain = samples(Recipe(**changed.model_dump() | {"copy_paste": 0}))
+    pasted = 0
+    for key in keys:
+        (_, before), (_, after) = plain.sample(*key), samples(changed).sample(*key)
+        assert np.array_equal(after[: len(before)], before)
+        assert (after[len(before) :, 0] % 2 == 0).all()  # only even images have polygons
+        pasted += len(after) - len(before)
+    assert pasted > 3
+
+
+def test_samples_with_every_change_are_functions_of_their_keys():
+    every = Recipe(**FULL.model_dump() | {"copy_paste": 0.5, "cutout": 0.5})
+    keys = [(epoch, position) for epoch in range(3) for position in range(12)]
+    assert digest(samples(every), keys) == digest(samples(every), keys[::-1])
+    assert set(digest(samples(every), keys).values()).isdisjoint(
+        digest(samples(every, seed=1), keys).values()
+    )
+    buffers = [train_loader(samples(every), [MicroBatchKey(0, 0, tuple(keys[:3]))], lambda *_: None, workers=0, on_device=on)
+               for on in (False, True)]  # fmt: skip
+    here, there = (next(loader).images_on(torch.device("cpu")) for loader in buffers)
+    assert (here.float() - there.float()).abs().mean() < 2
+
+
+def test_an_unreadable_image_to_paste_from_is_reported_and_nothing_is_pasted():
+    pictures = Broken({0, 2, 4, 6, 8, 10})
+    stream = TrainSamples(
+        pictures, pictures, Recipe(**PLAIN.model_dump() | {"copy_paste": 1.0}), img=IMG, seed=0, epochs=1
+    )
+    for position in range(12):
+        _, labels = stream.sample(0, position)
+        assert (labels[:, 0] % 2 == 1).all()
+    assert set(stream.unreadable) == pictures.broken

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
 from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.scan import pack, scan, unpack
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
@@ -466,7 +468,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "random":
         data = bytearray(np.random.default_rng(0).bytes(len(data)))
     else:
-        data = data.replace(b'"format": "4"', b'"format": "0"')
+        data = data.replace(b'"format": "5"', b'"format": "0"')
     assert bytes(data) != index.file.read_bytes()
     index.file.unlink()  # the mapped file stays readable
     index.file.write_bytes(bytes(data))
@@ -751,3 +753,76 @@ def test_a_list_that_names_a_folder_with_a_nul_character_loses_that_image_alone(
     (root / "data.yaml").write_text("train: train.txt\nval: images/train\nnames: [cat]\n")
     index = build_index(load_dataset(str(root)), "train")
     assert len(index) == 2 and index.problem_kinds == {"image-missing": 1}
+
+
+def test_polygons_of_yolo_labels_are_kept_in_the_index(tmp_path):
+    labels = {
+        "a": "0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.5 0.1 0.3 0.6\n2 0.2 0.2 0.9 0.2 1.2 0.9 0.2 0.8\n",
+        "b": None,
+        "c": "0 0 0 1 0 1 1 0 1\n",
+    }
+    index = build_index(load_dataset(str(yolo_set(tmp_path, labels))), "train")
+    box, triangle, square = index.outlines(0)
+    assert box == [] and len(triangle) == len(square) == 1 and index.outlines(1) == []
+    assert triangle[0] == pytest.approx(np.array([[0.1, 0.1], [0.5, 0.1], [0.3, 0.6]]), abs=1e-5)
+    assert square[0][2].tolist() == pytest.approx([1, 0.9], abs=1e-5)  # limited to the image
+    part = index.part(np.array([1, 2]))
+    assert (
+        len(part) == 2
+        and part.path(1) == index.path(2)
+        and part.image_ids.tolist() == index.image_ids[1:].tolist()
+    )
+    assert part.outlines(0) == [] and part.outlines(1)[0][0].tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
+    assert np.array_equal(part.labels(1), index.labels(2)) and part.unlabelled == 1
+    assert part.digest != index.digest == replace(index, points=index.points[:0]).digest
+    assert index.outline_digest() != replace(index, points=index.points + 1).outline_digest()
+
+
+def test_polygons_of_coco_are_kept_in_the_index(tmp_path):
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.jpg", 64, 48)
+    triangle, other = [0, 0, 32, 0, 32, 24], [16, 12, 64, 12, 64, 48, 16, 48]
+    box = {"category_id": 1, "bbox": [0, 0, 64, 48]}
+    annotations = [
+        {"id": 1, "image_id": 2, **box, "segmentation": [triangle, other]},
+        {"id": 2, "image_id": 1, **box, "segmentation": [other]},
+        {"id": 3, "image_id": 2, **box, "segmentation": {"counts": [1, 2], "size": [48, 64]}, "iscrowd": 1},
+        {
+            "id": 4,
+            "image_id": 2,
+            **box,
+            "segmentation": [[1, 2], "x", triangle, [1, 2, 3, 4, 5, 6, 7], [None] * 6],
+        },
+        {"id": 5, "image_id": 1, **box},
+    ]
+    images = [{"id": 2, "file_name": "b.jpg", "width": 64, "height": 48},
+              {"id": 1, "file_name": "a.jpg", "width": 64, "height": 48}]  # fmt: skip
+    (tmp_path / "train.json").write_text(
+        json.dumps({"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]})
+    )
+    index = build_index(load_dataset(str(tmp_path / "train.json")), "train")
+    first, second = index.outlines(0), index.outlines(1)
+    assert [len(polygons) for polygons in first] == [1, 0] and [len(polygons) for polygons in second] == [
+        2,
+        1,
+    ]
+    assert first[0][0][1].tolist() == pytest.approx([1, 0.25], abs=1e-5)
+    assert (
+        second[0][0].tolist()
+        == second[1][0].tolist()
+        == [[0, 0], *[[pytest.approx(0.5, abs=1e-5), y] for y in (0, pytest.approx(0.5, abs=1e-5))]]
+    )
+    assert second[0][1].shape == (4, 2)
+
+
+def test_ranks_exchange_polygons(tmp_path):
+    spec = load_dataset(
+        str(yolo_set(tmp_path, {"a": "0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.5 0.1 0.3 0.6\n", "b": GOOD}))
+    )
+    (reader,) = spec.readers("train")
+    options = {"class_count": 3, "single_cls": False, "problems_kept": 9, "root": tmp_path}
+    parts = [scan(reader, 0, 1, **options), scan(reader, 1, 2, **options)]
+    for part, received in zip(parts, unpack(pack(parts)), strict=True):
+        for name in ("polygon_counts", "point_counts", "points", "classes", "area_px"):
+            assert np.array_equal(getattr(part, name), getattr(received, name)), name
+    assert parts[0].polygon_counts.tolist() == [0, 1] and parts[0].points[1].tolist() == [32768, 6554]

@@ -1,0 +1,150 @@
+"""What a sampler draws follows from keys: loader processes, the fleet, an overlapped validation and a resume change nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, killed_at_step, results, small_shapes, yolofleet
+
+# After so few steps every AP is 0. So each validation gets figures here that depend on its weights.
+RUN = """
+import sys
+from yolofleet.cli import main
+from yolofleet.train import loop
+
+def figures(evaluation):
+    loss = sum(evaluation.losses.values())
+    return [1e5 * loss * (1 + number) % 1 for number in range(len(evaluation.metrics.per_class))]
+
+loop._class_ap_of = figures
+sys.exit(main(sys.argv[1:]))
+"""
+# 13 steps of 8 images: most epochs of 20 images end within a step
+EPOCHS = ["--epochs", "5", "--set", "warmup_epochs=0", "--set", "fliplr=0.4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sampling")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    return small_shapes(folder)
+
+
+def arguments(data: Path, name: str, *more: str) -> list[str]:
+    start = ["train", "--data", str(data), *SMALL, "--threads", "1", "--reduce", "exact", *EPOCHS]
+    return [*start, "--name", name, *more]
+
+
+def trained(folder: Path, *args: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *args],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def hash_of(folder: Path, name: str) -> str:
+    return results(folder / "runs" / "train" / name)["weights_sha256"]
+
+
+def test_two_processes_and_a_resumed_run_draw_the_same_images(folder: Path, data: Path) -> None:
+    yolofleet(folder, *arguments(data, "two", "--sampler", "weights", "--device", "cpu:2", "--val-overlap"))
+    run = folder / "runs" / "train" / "killed"
+    args = arguments(data, run.name, "--sampler", "weights", "--device", "cpu", "--save-steps", "1")
+    killed_at_step(folder, 6, run, *args)
+    yolofleet(folder, "train", "--resume", run)
+    assert hash_of(folder, "two") == hash_of(folder, "killed")
+
+
+@pytest.mark.slow
+def test_overlapped_validations_loaders_and_resumes_at_any_step_draw_the_same_images(
+    folder: Path, data: Path
+) -> None:
+    device = ["--sampler", "weights", "--device", "cpu", "--save-steps", "1", "--keep-last", "99"]
+    trained(folder, *arguments(data, "plain", *device))
+    trained(folder, *arguments(data, "overlap", *device, "--val-overlap", "--workers", "2"))
+    trained(folder, *arguments(data, "ahead", "--sampler", "weights", "--val-overlap", "--workers", "1",
+                               "--prefetch", "40", "--device", "cpu"))  # fmt: skip
+    assert hash_of(folder, "plain") == hash_of(folder, "overlap") == hash_of(folder, "ahead")
+    for run, step in (
+        ("plain", 5),
+        ("plain", 6),
+        ("overlap", 3),
+        ("overlap", 5),
+        ("overlap", 7),
+        ("overlap", 8),
+    ):
+        copy = folder / "runs" / "train" / f"{run} {step}"
+        shutil.copytree(folder / "runs" / "train" / run, copy)
+        for state in (copy / "checkpoints").glob("step-*.safetensors"):
+            if int(state.stem.split("-")[1]) > step:
+                state.unlink()
+        trained(folder, "train", "--resume", str(copy))
+        assert hash_of(folder, copy.name) == hash_of(folder, "plain"), copy.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [("--sampler", "balanced"), ("--rect", "--sampler", "repeat-factor"), ("--fraction", "0.6", "--multi-scale", "--rect")],
+    ids=" ".join,
+)  # fmt: skip
+def test_other_samplers_draw_the_same_images_on_any_fleet(
+    folder: Path, data: Path, more: tuple[str, ...]
+) -> None:
+    name = "".join(more).replace("-", "")
+    for device in ("cpu", "cpu:2"):
+        args = arguments(data, f"{name} {device[-1]}", *more, "--device", device, "--save-steps", "1")
+        yolofleet(folder, *args, "--keep-last", "99")
+    last = folder / "runs" / "train" / f"{name} 2" / "checkpoints"
+    expected = hash_of(folder, f"{name} u")
+    assert expected == hash_of(folder, f"{name} 2")
+    for state in last.glob("step-*.safetensors"):
+        if int(state.stem.split("-")[1]) > 4:
+            state.unlink()
+    yolofleet(folder, "train", "--resume", last.parent)
+    assert hash_of(folder, f"{name} 2") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
+)
+def test_pasted_objects_holes_and_transforms_are_the_same_on_any_fleet_and_after_a_resume(
+    folder: Path, data: Path
+) -> None:
+    changed = folder / "polygons"
+    shutil.copytree(data.parent, changed)
+    for file in changed.glob("labels/train/*.txt"):
+        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
+        lines = [
+            f"{c:.0f} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}"
+            for c, x, y, w, h in rows
+        ]
+        file.write_text("\n".join(lines))
+    recipe = ["copy_paste=0.5", "cutout=0.3", "albumentations=[GaussNoise p=0.5, Blur p=0.3]", "mosaic9=0.3", "mixup=0.3",
+              "close_mosaic=1"]  # fmt: skip
+    given = [word for entry in recipe for word in ("--set", entry)]
+    yolofleet(folder, *arguments(changed, "changed", *given, "--device", "cpu", "--workers", "0"))
+    args = arguments(
+        changed, "changed 2", *given, "--device", "cpu:2", "--save-steps", "1", "--keep-last", "99"
+    )
+    yolofleet(folder, *args)
+    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")
+    last = folder / "runs" / "train" / "changed 2" / "checkpoints"
+    for state in last.glob("step-*.safetensors"):
+        if int(state.stem.split("-")[1]) > 7:
+            state.unlink()
+    yolofleet(folder, "train", "--resume", last.parent)
+    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")
