@@ -25,7 +25,22 @@ from yolofleet.runs.machines import fleet_of
 from yolofleet.text import echo, shown
 
 
-def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str], download: bool) -> int:
+def run(
+    given: dict[str, Any],
+    config_file: str,
+    dry_run: bool,
+    job: Sequence[str],
+    download: bool,
+    evolve: str | None,
+) -> int:
+    if evolve is not None:
+        from yolofleet.cli import tune
+
+        if job or dry_run:
+            raise ConfigError(
+                f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
+            )
+        return tune.run({**given, "trials": evolve}, config_file, download)
     if job:
         if download:
             raise ConfigError(
@@ -130,6 +145,7 @@ command = SchemaCommand(
         ),
         DOWNLOAD,
         job_option("--slurm", SlurmSettings, "submit the run as a SLURM batch job"),
+        click.Option(["--evolve"], hidden=True),  # YOLOv5's name of `yolofleet tune --trials N`
     ],
     help="Train a detector. Name the model with --model, --cfg or --weights.",
     epilog="--recipe and --set change hyperparameters. The flags of YOLOv5's train.py work too.",

@@ -127,7 +127,11 @@ def _paddle_config(values: list[str]) -> list[str]:
 
 
 NOT_YET = "is not available yet"
-EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
+EVOLVE = Spelling(
+    "maybe",
+    lambda given: [f"--evolve={(given or ['300'])[0]}"],
+    note="is now yolofleet tune, with as many --trials",
+)
 TTA = refused(f"test-time augmentation {NOT_YET}", "leave it out")
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = Spelling("some", _img)
@@ -198,8 +202,12 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
             "leave it out, or raise --img",
         ),
         "--evolve": EVOLVE,
-        "--evolve-population": EVOLVE,
-        "--resume-evolve": EVOLVE,
+        "--evolve-population": refused(
+            "a search begins with ranges of values, not with a population",
+            "yolofleet tune --space FILE",
+            "one",
+        ),
+        "--resume-evolve": refused("a search goes on by its folder", "yolofleet tune --resume FOLDER", "one"),
         "--bucket": refused(
             "results go to a folder, not to a bucket", "--project FOLDER, then copy the folder", "maybe"
         ),

@@ -16,11 +16,15 @@ from yolofleet.config.schema import (
     PredictConfig,
     Recipe,
     TrainConfig,
+    TuneConfig,
     ValConfig,
 )
 from yolofleet.errors import ConfigError
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
+NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have
+    *("exist_ok", "detach", "linked_folders", "spares", "min_hosts", "min_devices", "host_timeout"),
+)
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
 
 
@@ -175,6 +179,25 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
             f"{config.spelled('preempt_notice')} {problem}",
             source=config.sources["preempt_notice"],
             hint="a program and its arguments, as a shell would split them: --preempt-notice './notice.sh 5'",
+        )
+
+
+def check_tune(config: Resolved[TuneConfig]) -> None:
+    """Check what a study needs beside the settings of a training, as :func:`check_train`."""
+    for name in NOT_IN_TUNE:
+        if config.is_given(name):
+            raise ConfigError(
+                f"{config.spelled(name)} is not available in tune",
+                source=config.sources[name],
+                hint="leave it out",
+            )
+    if config.value.asynchronous and config.is_given("generation"):
+        raise _clash(
+            config,
+            "asynchronous",
+            "generation",
+            "without generations, each result counts at once",
+            "leave one out",
         )
 
 
