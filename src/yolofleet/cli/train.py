@@ -75,6 +75,13 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
         lines += [group, *_rows(config, names), ""]
     lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
+    if c.batch < 0:
+        lines += [
+            "would run",
+            f"  {_processes(config)}",
+            "  a batch that fits into the memory of the devices",
+        ]
+        return "\n".join(lines)
     micro_batch, step_images = micro_batch_of(c), step_images_of(c.batch, c.nominal_batch)
     lines += [
         "would run",

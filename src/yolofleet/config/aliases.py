@@ -77,11 +77,8 @@ def _device(values: list[str]) -> list[str]:
 
 
 def _batch(values: list[str]) -> list[str]:
-    if values[0] in ("-1", "auto"):
-        raise ConfigError(
-            f"--batch {values[0]}: choosing the batch size automatically is not available yet",
-            hint="--batch 16",
-        )
+    if re.fullmatch(r"0?\.[0-9]+", values[0]):  # a share of the memory
+        return ["--batch=auto", f"--batch-memory={values[0]}"]
     return [f"--batch={values[0]}"]
 
 

@@ -199,6 +199,8 @@ def continue_run(
         # If the run chose its micro-batch, the checkpoint stores the size.
         if name == "micro_batch" and was <= 0:
             pass
+        elif name == "batch_memory" or (name in ("batch", "micro_batch") and now == -1):
+            continue  # measured when the run began
         elif was != now and (group_of(field) in FIXED_GROUPS or (name == "cache" and "jpeg" in (was, now))):
             if name not in MAY_CHANGE:
                 raise _fixed(

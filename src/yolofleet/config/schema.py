@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.device import GPUS
@@ -55,6 +55,7 @@ def may_be_in_files(field: FieldInfo) -> bool:
 
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
+OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
@@ -175,18 +176,29 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="length and batch size",
     )
-    batch: Natural = setting(
-        16, "images per batch, in total over all devices, as in YOLOv5", group="length and batch size"
+    batch: OrAuto = setting(
+        16,
+        "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
+        "0.8: into that share of it",
+        ge=-1,
+        group="length and batch size",
+    )
+    batch_memory: float = setting(
+        0.9,
+        "with --batch auto: share of the memory of each device to use",
+        gt=0,
+        le=1,
+        group="length and batch size",
     )
     nominal_batch: Natural = setting(
         64,
         "images per optimizer update; several batches are accumulated to reach it",
         group="length and batch size",
     )
-    micro_batch: int = setting(
+    micro_batch: OrAuto = setting(
         0,
-        "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; -1 = the largest "
-        "that fits into the memory of every GPU",
+        "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; auto or -1 = the "
+        "largest that fits into the memory of every GPU",
         ge=-1,
         group="length and batch size",
     )

@@ -159,7 +159,9 @@ def is_out_of_memory(problem: Exception) -> bool:
 
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
     """Return the error that suggests smaller settings."""
-    if isinstance(settings, TrainConfig):
+    if isinstance(settings, TrainConfig) and settings.batch < 0:
+        at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
+    elif isinstance(settings, TrainConfig):
         micro_batch = micro_batch_of(settings)
         smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
