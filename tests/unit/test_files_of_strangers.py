@@ -29,6 +29,7 @@ MAY_OPEN = {
          "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write"),
         "a file that this process writes, under a temporary name",
     ),
+    "runs/study.py:_drop_torn_line": "the journal of a study in the folder that --resume names; Optuna opens it too",
     "cli/selftest.py:started": "a new file in our temporary folder",
     "runs/bench.py:_checkpoint": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(

@@ -23,6 +23,7 @@ from yolofleet.config.load import Resolved
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.process import replica_devices
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.runs.memory import LargestPass, is_out_of_memory
@@ -274,35 +275,47 @@ def _next(
 
 
 def _device_meter(config: TrainConfig, world: World) -> Meter:
-    """Return the meter of an accelerator: what torch reserves there.
+    """Return the meter of the accelerators of this process: what torch reserves there.
+
+    With several devices (``--parallel dp``), the one with the least room counts.
 
     Raises:
         ConfigError: torch does not know the memory of this type of device.
     """
-    devices.release_memory(world.device)
-    info = devices.memory_info(world.device)
+    places = replica_devices(config, world)
+    limits = [_limit_bytes(config, place) for place in places]
+    least = min(limits)
+
+    def peak_bytes(work: Callable[[], None]) -> int:
+        for place in places:
+            devices.release_memory(place)
+            devices.reset_peak_memory(place)
+        try:
+            work()
+            for place in places:
+                devices.synchronize(place)
+            peaks = map(devices.peak_reserved_bytes, places)
+            return max(peak - limit for peak, limit in zip(peaks, limits, strict=True)) + least
+        finally:
+            for place in places:
+                devices.release_memory(place)
+
+    return Meter(least, peak_bytes)
+
+
+def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
+    devices.release_memory(place)
+    info = devices.memory_info(place)
     if info is None:
         raise ConfigError(
-            f"--batch auto: torch does not tell the memory of {world.device}",
+            f"--batch auto: torch does not tell the memory of {place}",
             hint="--batch 16, or another number of images",
         )
     free, total = info
     # processes that share a device get equal parts of it; else what others hold there is not free
-    together = gpu_ids(config.device).count(world.device.index or 0) if ":" in config.device else 1
+    together = gpu_ids(config.device).count(place.index or 0) if ":" in config.device else 1
     elsewhere = total - free if together == 1 else 0
-    limit = int(config.batch_memory * total / together) - elsewhere
-
-    def peak_bytes(work: Callable[[], None]) -> int:
-        devices.release_memory(world.device)
-        devices.reset_peak_memory(world.device)
-        try:
-            work()
-            devices.synchronize(world.device)
-            return devices.peak_reserved_bytes(world.device)
-        finally:
-            devices.release_memory(world.device)
-
-    return Meter(limit, peak_bytes)
+    return int(config.batch_memory * total / together) - elsewhere
 
 
 def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:

@@ -1,0 +1,75 @@
+"""`--batch auto` on devices with little and with unequal memory: it fills the smaller one, and nothing runs out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import miniature
+import pytest
+from commands import small_shapes
+from miniature import Accelerator
+from test_runs import MODEL
+
+from yolofleet import Trainer
+from yolofleet.config.load import load_config_yaml
+from yolofleet.errors import ConfigError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        miniature, "SWEEP_BYTES", -(2**60)
+    )  # freed memory is free at once, so that peaks are exact
+    (tmp_path / "small.yaml").write_text(MODEL)
+    data = small_shapes(tmp_path, images=64, val_images=4)
+    return {
+        **{
+            "data": str(data),
+            "model": "small.yaml",
+            "img": 64,
+            "batch": "auto",
+            "nominal_batch": 8,
+            "val_batch": 1,
+        },
+        **{"plots": False, "threads": 1, "epochs": 1, "precision": "fp32", "max_steps": 2},
+    }
+
+
+@pytest.mark.parametrize("reduce", ["fast", "exact"])
+@pytest.mark.parametrize("smaller", [0, 1])
+def test_the_device_with_less_memory_decides_and_is_filled(
+    settings: dict[str, Any], accelerator: Accelerator, smaller: int, reduce: str
+) -> None:
+    limits = [96 * MIB, 96 * MIB]
+    limits[smaller] = 24 * MIB
+    for device, limit in zip(accelerator.devices, limits, strict=True):
+        device.limit_bytes = device.used_bytes() + limit
+    Trainer(name="run", **settings, device="0,1", parallel="dp", reduce=reduce).fit()
+    config, _ = load_config_yaml(Path("runs/train/run/config.yaml"))
+    stored = config.value
+    assert stored.batch > 0 and stored.micro_batch > 0 and stored.batch % stored.micro_batch == 0
+    row = next(csv.DictReader(Path("runs/train/run/results.csv").read_text().splitlines()))
+    peak_mib = float(row["device_memory_mib"])
+    assert stored.batch == 64 or peak_mib > 0.8 * min(limits) / MIB, "less than 80 % of the memory is used"
+
+    # the stored numbers count for a resumed run, on another device too
+    accelerator.devices[0].limit_bytes = 2**34
+    Trainer(resume="runs/train/run", device="0", parallel="ddp", max_steps=3, batch="auto").fit()
+    assert json.loads(Path("runs/train/run/results.json").read_text())["steps"] == 3
+
+
+def test_memory_for_not_even_one_image_is_one_message(
+    settings: dict[str, Any], accelerator: Accelerator
+) -> None:
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + MIB
+    with pytest.raises(ConfigError) as caught:
+        Trainer(name="none", **settings, device="0").fit()
+    assert "not even 1 image of 64 px fits into the memory of rank 0" in caught.value.render()
+    assert "--img" in (caught.value.hint or "")
