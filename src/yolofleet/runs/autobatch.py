@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +30,10 @@ from yolofleet.report.console import NullConsole
 from yolofleet.runs.memory import LargestPass, is_out_of_memory
 from yolofleet.system.cgroup import available_bytes
 from yolofleet.system.kernel_files import text_of
-from yolofleet.system.proc import PROC
+from yolofleet.system.proc import PROC, release_heap
 from yolofleet.text import size_text
 
+HOST_PASSES = 3  # of a trial: the heap of a process grows until its free blocks fit
 MOST_ON_CPU = 16  # images of a pass; larger ones are not faster on CPUs (benchmarks/README.md)
 
 
@@ -44,12 +46,14 @@ class Measured:
         used_bytes: its peak, or that of one image if none fits.
         limit_bytes: what the run may use there.
         where: rank, host and device.
+        validation_bytes: that validation batches need.
     """
 
     images: int
     used_bytes: int
     limit_bytes: int
     where: str
+    validation_bytes: int = 0
 
     def text(self) -> str:
         share = self.used_bytes / max(self.limit_bytes, 1)
@@ -111,6 +115,7 @@ def _measure(
     with world.activity.doing("memory probe"):
         mine = _measured(config, build, meter, most, alone)
         gc.collect()  # hooks of the probe's network refer to it in cycles
+        release_heap()
         devices.release_memory(world.device)
     where = f"rank {world.rank} ({world.host}, {world.device})"
     mine = replace(mine, where=where)
@@ -130,6 +135,9 @@ def _measure(
                 else f", or a share of the memory above {config.batch_memory:g}"
             ),
         )
+    worst = max(every, key=lambda one: one.validation_bytes - one.limit_bytes)
+    if worst.validation_bytes > worst.limit_bytes:
+        raise _too_large_validation(config, worst)
     size = _micro_batch(config, least.images) if not alone or config.micro_batch > 0 else least.images
     shares = Partition.parse(
         "" if config.shares == "auto" else config.shares, world.size * per_process
@@ -158,14 +166,15 @@ def _measured(
             largest.state.replicas.pass_together(count // size, size)
         largest.run(count)
 
+    validation_bytes = _validation_bytes(
+        config, largest, meter
+    )  # first, while the process holds no freed memory
     found = _largest(attempt, meter, most, _splits(config, alone))
-    if found.images:
-        _check_validation(config, largest, meter)
-    return found
+    return replace(found, validation_bytes=validation_bytes)
 
 
-def _check_validation(config: TrainConfig, largest: LargestPass, meter: Meter) -> None:
-    """Raise ConfigError if a validation batch needs more memory than the run may use, by a line through two small ones."""
+def _validation_bytes(config: TrainConfig, largest: LargestPass, meter: Meter) -> int:
+    """Return the memory that validation batches need, by a line through batches of one and of two images."""
     network, device = largest.state.replicas.lead.model, largest.state.replicas.lead.device
 
     def forward(images: int) -> None:
@@ -173,22 +182,26 @@ def _check_validation(config: TrainConfig, largest: LargestPass, meter: Meter) -
             network(torch.zeros((images, 3, largest.side, largest.side), device=device))
 
     network.eval()
-    one, two = (meter.peak_bytes(lambda images=images: forward(images)) for images in (1, 2))  # type: ignore[misc]
-    network.train()
-    at_once = config.val_batch * (
-        torch.get_num_threads() if devices.is_host(device) else 1
-    )  # a thread takes a whole batch
-    needed = one + (at_once - 1) * max(two - one, 0)
-    if needed > meter.limit_bytes:
-        fits = config.val_batch * meter.limit_bytes // needed
-        raise ConfigError(
-            f"--batch auto: a validation batch of --val-batch {config.val_batch} needs {size_text(needed)}, and the run may use "
-            f"{size_text(meter.limit_bytes)} of the memory of {device}",
-            source="a trial of two smaller ones",
-            hint=f"--val-batch {max(fits, 1)}: it does not change the figures"
-            if fits
-            else "a smaller --img or --model",
-        )
+    try:
+        one, two = (meter.peak_bytes(partial(forward, images)) for images in (1, 2))
+    except (RuntimeError, MemoryError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        return meter.limit_bytes + 1
+    finally:
+        network.train()
+    threads = torch.get_num_threads() if devices.is_host(device) else 1  # each takes a whole batch
+    return one + (config.val_batch * threads - 1) * max(two - one, 0)
+
+
+def _too_large_validation(config: TrainConfig, one: Measured) -> ConfigError:
+    fits = config.val_batch * one.limit_bytes // one.validation_bytes
+    return ConfigError(
+        f"--batch auto: a validation batch of --val-batch {config.val_batch} needs {size_text(one.validation_bytes)}, and the "
+        f"run may use {size_text(one.limit_bytes)} of the memory of {one.where}",
+        source="a trial of two smaller ones",
+        hint=f"--val-batch {fits}: it does not change the figures" if fits else "a smaller --img or --model",
+    )
 
 
 def _splits(config: TrainConfig, alone: bool) -> Callable[[int], int]:
@@ -242,7 +255,7 @@ def _largest(
     size, bound = rounded(low), most + 1
     while size:
         try:
-            peak = meter.peak_bytes(lambda size=size: attempt(size))  # type: ignore[misc]
+            peak = meter.peak_bytes(partial(attempt, size))
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -339,9 +352,11 @@ def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
     before = _resident_bytes("VmRSS")
 
     def peak_bytes(work: Callable[[], None]) -> int:
+        release_heap()
         with suppress(OSError):
             Path(PROC / "self" / "clear_refs").write_text("5")  # the peak begins at the present value
-        work()
+        for _ in range(HOST_PASSES):
+            work()
         return max(_resident_bytes("VmHWM") - before, 0)
 
     return Meter(limit, peak_bytes)

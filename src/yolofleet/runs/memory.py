@@ -151,7 +151,8 @@ def _halves(n: int) -> list[int]:
 
 def is_out_of_memory(problem: Exception) -> bool:
     """Return whether an allocation of CUDA, the CPU allocator, Python or NumPy failed."""
-    words = ("out of memory", "allocate memory", "not enough memory")
+    # the last two are what oneDNN says when it gets no memory on a CPU
+    words = ("out of memory", "allocate memory", "not enough memory", "create a primitive", "create a memory")
     return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
         word in str(problem) for word in words
     )
