@@ -252,7 +252,7 @@ def _largest(
     limit. So on a host whose kernel kills processes instead of refusing memory, no trial goes far beyond the limit.
     """
     best = Measured(0, 0, meter.limit_bytes, "")
-    seen: list[tuple[int, int]] = []
+    seen = [(0, meter.peak_bytes(lambda: None))]  # what the network takes without a pass
     low = next((n for n in range(1, most + 1) if rounded(n)), 0)
     size, bound = rounded(low), most + 1
     while size:
@@ -276,13 +276,12 @@ def _next(
     seen: list[tuple[int, int]], best: int, bound: int, limit_bytes: int, rounded: Callable[[int], int]
 ) -> int:
     """Return the next size to try, above ``best`` and below ``bound``; 0: none."""
-    if not seen:
+    if len(seen) < 2:
         return 0
-    size, peak = seen[-1]
-    before = seen[-2] if len(seen) > 1 else (0, 0)
+    before, (size, peak) = seen[-2:]
     slope = max((peak - before[1]) / (size - before[0]), 1.0)
     fits = size + int((limit_bytes - peak) / slope)
-    found = rounded(min(fits, 2 * size if len(seen) < 6 else 4 * size, bound - 1))
+    found = rounded(min(fits, 2 * size if len(seen) < 7 else 4 * size, bound - 1))
     return found if found > best else 0
 
 

@@ -37,8 +37,9 @@ def search(
             raise torch.OutOfMemoryError(f"{count} images")
 
     def peak_bytes(work: Callable[[], None]) -> int:
+        before = len(tried)
         work()
-        return int(need_mib(tried[-1]) * MIB)
+        return int(need_mib(tried[-1] if len(tried) > before else 0) * MIB)
 
     config = TrainConfig(batch=-1, micro_batch=micro_batch)
     return _largest(attempt, Meter(limit_mib * MIB, peak_bytes), most, _splits(config, alone)), tried
