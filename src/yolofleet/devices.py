@@ -261,6 +261,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     return 0
 
 
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the peak of the memory that torch held on ``device``, with blocks it keeps for later; see :func:`peak_memory_bytes`."""
+    ask = None if is_host(device) else _function(device, "max_memory_reserved")
+    found = 0
+    with suppress(RuntimeError):
+        found = int(ask(device)) if ask is not None else 0
+    return max(found, peak_memory_bytes(device))
+
+
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and the total memory of ``device``, bytes; None if torch does not know them."""
+    for name in ("get_memory_info", "mem_get_info"):
+        ask = None if is_host(device) else _function(device, name)
+        with suppress(RuntimeError):
+            if ask is not None:
+                free, total = ask(device)
+                return int(free), int(total)
+    return None
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak of :func:`peak_memory_bytes` at the memory in use now. The host does not wait for the device."""
     reset = None if is_host(device) else _function(device, "reset_peak_memory_stats")

@@ -287,7 +287,9 @@ def rows_of(text: str) -> list[list[str]]:
 )  # fmt: skip
 def test_the_table_of_yolov5s_flags_is_that_of_the_code(script: str, verb: str, model: type) -> None:
     options = [p for p in SchemaCommand(verb, model, lambda **_: 0).params]
-    ours = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
+    ours = {flag for p in options for flag in (*p.opts, *p.secondary_opts)} | {
+        "--evolve"
+    }  # cli/train.py calls tune
     spellings, said = SPELLINGS[verb], set()
     for first, here, remark in rows_of(section(COMING_FROM, f"### {script}")):
         for flag in (spelled.replace("_", "-") for spelled in re.findall(r"--[a-z][\w-]*", first)):

@@ -29,6 +29,7 @@ MAY_OPEN = {
          "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write"),
         "a file that this process writes, under a temporary name",
     ),
+    "runs/study.py:_drop_torn_line": "the journal of a study in the folder that --resume names; Optuna opens it too",
     "cli/selftest.py:started": "a new file in our temporary folder",
     "runs/bench.py:_checkpoint": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
@@ -46,7 +47,7 @@ MAY_OPEN = {
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:rank_of",
-         "system/proc.py:stat_fields"),
+         "system/proc.py:stat_fields", "runs/autobatch.py:peak_bytes"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),

@@ -109,6 +109,7 @@ APP = Verbs(
     "yolofleet",
     {
         "train": ("yolofleet.cli.train:command", "train a detector"),
+        "tune": ("yolofleet.cli.tune:command", "search recipe values with many short trainings"),
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),

@@ -25,7 +25,22 @@ from yolofleet.runs.machines import fleet_of
 from yolofleet.text import echo, shown
 
 
-def run(given: dict[str, Any], config_file: str, dry_run: bool, job: Sequence[str], download: bool) -> int:
+def run(
+    given: dict[str, Any],
+    config_file: str,
+    dry_run: bool,
+    job: Sequence[str],
+    download: bool,
+    evolve: str | None,
+) -> int:
+    if evolve is not None:
+        from yolofleet.cli import tune
+
+        if job or dry_run:
+            raise ConfigError(
+                f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
+            )
+        return tune.run({**given, "trials": evolve}, config_file, download)
     if job:
         if download:
             raise ConfigError(
@@ -60,6 +75,13 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
         lines += [group, *_rows(config, names), ""]
     lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
+    if c.batch < 0:
+        lines += [
+            "would run",
+            f"  {_processes(config)}",
+            "  a batch that fits into the memory of the devices",
+        ]
+        return "\n".join(lines)
     micro_batch, step_images = micro_batch_of(c), step_images_of(c.batch, c.nominal_batch)
     lines += [
         "would run",
@@ -130,6 +152,7 @@ command = SchemaCommand(
         ),
         DOWNLOAD,
         job_option("--slurm", SlurmSettings, "submit the run as a SLURM batch job"),
+        click.Option(["--evolve"], hidden=True),  # YOLOv5's name of `yolofleet tune --trials N`
     ],
     help="Train a detector. Name the model with --model, --cfg or --weights.",
     epilog="--recipe and --set change hyperparameters. The flags of YOLOv5's train.py work too.",

@@ -77,11 +77,8 @@ def _device(values: list[str]) -> list[str]:
 
 
 def _batch(values: list[str]) -> list[str]:
-    if values[0] in ("-1", "auto"):
-        raise ConfigError(
-            f"--batch {values[0]}: choosing the batch size automatically is not available yet",
-            hint="--batch 16",
-        )
+    if re.fullmatch(r"0?\.[0-9]+", values[0]):  # a share of the memory
+        return ["--batch=auto", f"--batch-memory={values[0]}"]
     return [f"--batch={values[0]}"]
 
 
@@ -127,7 +124,11 @@ def _paddle_config(values: list[str]) -> list[str]:
 
 
 NOT_YET = "is not available yet"
-EVOLVE = refused("the genetic search is not part of train", "start runs with --set key=value", "maybe")
+EVOLVE = Spelling(
+    "maybe",
+    lambda given: [f"--evolve={(given or ['300'])[0]}"],
+    note="is now yolofleet tune, with as many --trials",
+)
 TTA = refused(f"test-time augmentation {NOT_YET}", "leave it out")
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = Spelling("some", _img)
@@ -197,8 +198,12 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
             "raise --img: the mosaics of the recipe join four images, too",
         ),
         "--evolve": EVOLVE,
-        "--evolve-population": EVOLVE,
-        "--resume-evolve": EVOLVE,
+        "--evolve-population": refused(
+            "a search begins with ranges of values, not with a population",
+            "yolofleet tune --space FILE",
+            "one",
+        ),
+        "--resume-evolve": refused("a search goes on by its folder", "yolofleet tune --resume FOLDER", "one"),
         "--bucket": refused(
             "results go to a folder, not to a bucket", "--project FOLDER, then copy the folder", "maybe"
         ),
@@ -211,8 +216,8 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--img": IMG,
         "--imgsz": IMG,
         "--img-size": IMG,
-        "--batch": BATCH,
-        "--batch-size": BATCH,
+        "--batch": same("--batch"),
+        "--batch-size": same("--batch"),
         "--device": DEVICE,
         "--weights": Spelling("some", _one_model),
         "--conf-thres": renamed("--conf"),

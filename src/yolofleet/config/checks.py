@@ -17,11 +17,16 @@ from yolofleet.config.schema import (
     PredictConfig,
     Recipe,
     TrainConfig,
+    TuneConfig,
     ValConfig,
 )
 from yolofleet.errors import ConfigError
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
+NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have
+    *("exist_ok", "detach", "linked_folders", "spares", "min_hosts", "min_devices", "host_timeout"),
+)
+MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
 
 
@@ -38,6 +43,8 @@ def micro_batch_of(config: TrainConfig) -> int:
     """
     if config.micro_batch > 0:
         return config.micro_batch
+    if config.batch < 0:  # before the ranks have measured it: an estimate
+        return TARGET_MICRO_BATCH[0]
     low, high = TARGET_MICRO_BATCH
     eighth = Fraction(step_images_of(config.batch, config.nominal_batch), 8)
     target = min(max(eighth, Fraction(low)), Fraction(high))
@@ -105,14 +112,15 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         )
     if c.model and c.cfg:
         raise _clash(config, "model", "cfg", "both choose the network", "leave one out")
+    _check_batch(config)
     _check_micro_batch(config)
-    if c.sync_bn and c.micro_batch < 0:
+    if c.sync_bn and (c.micro_batch < 0 or c.batch < 0):
         raise _clash(
             config,
             "sync_bn",
-            "micro_batch",
+            "micro_batch" if c.micro_batch < 0 else "batch",
             "a device cannot try such a pass alone",
-            "choose --micro-batch yourself",
+            f"choose --{'micro-batch' if c.micro_batch < 0 else 'batch'} yourself",
         )
     if c.sync_bn and c.reduce == "exact":
         raise _clash(
@@ -223,6 +231,32 @@ def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Non
     parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
 
 
+def _check_batch(config: Resolved[TrainConfig]) -> None:
+    c = config.value
+    if c.batch == 0:
+        raise ConfigError("--batch 0 is below 1", source=config.sources["batch"], hint="--batch 16, or auto")
+    if c.batch > 0 and config.is_given("batch_memory") and config.sources["batch"] != MEASURED:
+        raise ConfigError(
+            f"{config.spelled('batch_memory')} has no effect with --batch {c.batch}",
+            source=config.sources["batch_memory"],
+            hint="--batch auto, or leave it out",
+        )
+    if c.batch < 0 and c.verb != "train":
+        raise ConfigError(
+            f"--batch auto is not available in {c.verb}: its figures would depend on the memory of the devices",
+            source=config.sources["batch"],
+            hint="--batch 16, or the number that yolofleet train --batch auto prints",
+        )
+    if c.batch < 0 and c.micro_batches_per_pass:
+        raise _clash(
+            config,
+            "batch",
+            "micro_batches_per_pass",
+            "auto chooses both",
+            "leave out --micro-batches-per-pass",
+        )
+
+
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
     """Raise if the command cannot be split into words, or if this system cannot watch it."""
     try:
@@ -236,6 +270,25 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
             f"{config.spelled('preempt_notice')} {problem}",
             source=config.sources["preempt_notice"],
             hint="a program and its arguments, as a shell would split them: --preempt-notice './notice.sh 5'",
+        )
+
+
+def check_tune(config: Resolved[TuneConfig]) -> None:
+    """Check what a study needs beside the settings of a training, as :func:`check_train`."""
+    for name in NOT_IN_TUNE:
+        if config.is_given(name):
+            raise ConfigError(
+                f"{config.spelled(name)} is not available in tune",
+                source=config.sources[name],
+                hint="leave it out",
+            )
+    if config.value.asynchronous and config.is_given("generation"):
+        raise _clash(
+            config,
+            "asynchronous",
+            "generation",
+            "without generations, each result counts at once",
+            "leave one out",
         )
 
 
@@ -283,6 +336,8 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
 
 def _check_micro_batch(config: Resolved[Any]) -> None:
     batch, micro = config.value.batch, config.value.micro_batch
+    if batch < 0:
+        return
     if micro <= 0:
         try:
             default_micro_batches(batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -20,11 +20,12 @@ from yolofleet.config.checks import (
     check_export,
     check_predict,
     check_train,
+    check_tune,
     check_val,
 )
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
-from yolofleet.config.resume import continue_run, find_run
+from yolofleet.config.resume import continue_run, continue_study, find_run, find_study
 from yolofleet.config.schema import (
     BenchConfig,
     BenchTrainConfig,
@@ -36,6 +37,7 @@ from yolofleet.config.schema import (
     Recipe,
     SelftestConfig,
     TrainConfig,
+    TuneConfig,
     ValConfig,
     flag_of,
     may_be_in_files,
@@ -59,6 +61,7 @@ __all__ = [
     "resolve_predict",
     "resolve_selftest",
     "resolve_train",
+    "resolve_tune",
     "resolve_val",
 ]
 
@@ -66,6 +69,7 @@ T = TypeVar("T", bound=BaseModel)
 MODELS: dict[str, type[ExecutionSettings]] = {
     "train": TrainConfig,
     "bench train": BenchTrainConfig,
+    "tune": TuneConfig,
     "val": ValConfig,
     "predict": PredictConfig,
     "lr-find": LrFindConfig,
@@ -121,6 +125,33 @@ def resolve_train(
             config = resolve(model, [file, {**command, "resume": Sourced("", source)}])
     check_train(config, recipe)
     return Resolved(config.value, config.sources, (*notes, *config.notes)), recipe
+
+
+def resolve_tune(
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> tuple[Resolved[TuneConfig], Resolved[Recipe]]:
+    """Return the checked settings of a study, and the recipe that its trials change; see :func:`resolve_train`.
+
+    With ``resume`` they are those of the study in that folder, and ``resume`` is the folder.
+    """
+    if not given.get("resume"):
+        found, recipe = resolve_train(given, config_file=config_file, source=source, model=TuneConfig)
+        config = cast(Resolved[TuneConfig], found)
+        check_tune(config)
+        return config, recipe
+    if config_file:
+        raise ConfigError(
+            f"--resume and --config {config_file} both choose the settings of the study",
+            hint="leave out --config",
+        )
+    asked = resolve(TuneConfig, [layer_of(given, source)])
+    folder = find_study(asked.value)
+    stored = load_job(folder / "config.yaml")
+    if stored.verb != "tune" or stored.recipe is None:
+        raise ConfigError(f"{folder} is the folder of {stored.verb}, not of tune", source="--resume")
+    config = continue_study(folder, stored.config, asked)
+    check_tune(config)
+    return config, stored.recipe
 
 
 def resolve_val(

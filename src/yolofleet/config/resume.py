@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
+from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, flag_of, group_of, may_be_in_files
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 from yolofleet.text import listed, shown
@@ -25,6 +25,21 @@ VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
 MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
+STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
+STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choice of the next one
+    *(
+        "trials",
+        "failures",
+        "device",
+        "hosts",
+        "fleet",
+        "sync_code",
+        "devices_per_trial",
+        "threads",
+        "workers",
+    ),
+    *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
+)
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -186,6 +201,8 @@ def continue_run(
         # If the run chose its micro-batch, the checkpoint stores the size.
         if name == "micro_batch" and was <= 0:
             pass
+        elif name == "batch_memory" or (name in ("batch", "micro_batch") and now == -1):
+            continue  # measured when the run began
         elif was != now and (
             group_of(field) in FIXED_GROUPS
             or (name == "cache" and "jpeg" in (was, now))
@@ -222,3 +239,56 @@ def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
         source=f"{source}; the run's: {found.folder / 'config.yaml'}",
         hint=f"leave it out, or start a new run with --weights {found.folder / 'weights' / 'last.safetensors'}",
     )
+
+
+def find_study(config: TuneConfig) -> Path:
+    """Return the folder of the study that ``--resume`` names.
+
+    Raises:
+        ConfigError: there is no such study.
+    """
+    project = config.project or Path("runs") / "tune"
+    if config.resume == "auto":
+        found = [(_saved_at_ns(file), file.parent) for file in project.glob(f"*/{STUDY}")]
+        if not found:
+            raise ConfigError(
+                f"--resume auto: no study in {project}", hint="--resume FOLDER goes on with a study elsewhere"
+            )
+        return max(found)[1]
+    folder = Path(config.resume)
+    if not (folder / STUDY).is_file() or not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"--resume {shown(config.resume)} is not the folder of a study (it has no config.yaml or no {STUDY})",
+            hint="--resume auto goes on with the newest study; without --resume a new one begins",
+        )
+    return folder
+
+
+def continue_study(
+    folder: Path, stored: Resolved[TuneConfig], asked: Resolved[TuneConfig]
+) -> Resolved[TuneConfig]:
+    """Return the stored settings of a study with the changes that ``asked`` makes.
+
+    Raises:
+        ConfigError: it changes a setting that decides the trials or their results.
+    """
+    values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
+    sources, notes = dict(stored.sources), []
+    for name, field in TuneConfig.model_fields.items():
+        if not may_be_in_files(field):
+            if name in ("hosts", "fleet") and values[name]:
+                notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
+            values[name], sources[name] = field.default, DEFAULT
+        if not asked.is_given(name) or name in ("resume", "project"):
+            continue
+        was, now = values[name], getattr(asked.value, name)
+        if was != now and name not in STUDY_MAY_CHANGE:
+            raise ConfigError(
+                f"{flag_of(name, field)} {shown(now)} differs from the study's {shown(was)}, and a resumed study cannot "
+                "change it",
+                source=f"{asked.sources[name]}; the study's: {folder / 'config.yaml'}",
+                hint="leave it out, or start a new study",
+            )
+        values[name], sources[name] = now, asked.sources[name]
+    values["resume"], sources["resume"] = str(folder), asked.sources["resume"]
+    return Resolved(TuneConfig.model_validate(values), sources, tuple(notes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.device import GPUS
@@ -55,6 +55,7 @@ def may_be_in_files(field: FieldInfo) -> bool:
 
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
+OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
@@ -189,18 +190,29 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="length and batch size",
     )
-    batch: Natural = setting(
-        16, "images per batch, in total over all devices, as in YOLOv5", group="length and batch size"
+    batch: OrAuto = setting(
+        16,
+        "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
+        "0.8: into that share of it",
+        ge=-1,
+        group="length and batch size",
+    )
+    batch_memory: float = setting(
+        0.9,
+        "with --batch auto: share of the memory of each device to use",
+        gt=0,
+        le=1,
+        group="length and batch size",
     )
     nominal_batch: Natural = setting(
         64,
         "images per optimizer update; several batches are accumulated to reach it",
         group="length and batch size",
     )
-    micro_batch: int = setting(
+    micro_batch: OrAuto = setting(
         0,
-        "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; -1 = the largest "
-        "that fits into the memory of every GPU",
+        "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; auto or -1 = the "
+        "largest that fits into the memory of every GPU",
         ge=-1,
         group="length and batch size",
     )
@@ -472,6 +484,55 @@ class BenchScalingConfig(TrainConfig):
     epochs: Natural = setting(
         3, "epochs of each run; the first one is for warm-up", group="length and batch size"
     )
+
+
+class TuneConfig(TrainConfig):
+    """Settings of ``yolofleet tune``: those of its trials, of which the command line offers a part, and of the search."""
+
+    verb: ClassVar[str] = "tune"
+
+    space: str = setting(
+        "",
+        "recipe values to search, with their ranges: a YAML file; default: the space of the model family",
+        group="input",
+    )
+    trials: Natural = setting(
+        30,
+        "trials: trainings with recipe values of their own; the first has those of the recipe",
+        group="length and batch size",
+    )
+    failures: Natural = setting(
+        3, "end the study after N failed trials in a row", group="length and batch size"
+    )
+    generation: Natural = setting(
+        8,
+        "trials whose values are chosen together, from the results of earlier generations only; the devices do not change it",
+        group="method",
+    )
+    prune: bool = setting(
+        True,
+        "stop a trial whose fitness is below the median of the trials of earlier generations in the same epoch",
+        group="method",
+    )
+    asynchronous: bool = setting(
+        False,
+        "choose the values of a trial when a device is free, from all results; faster, but not reproducible",
+        group="method",
+        flag="--async",
+    )
+    devices_per_trial: Natural = setting(
+        1, "devices of each trial; the devices of each host must be a multiple of it", group="execution"
+    )
+    # other defaults than those of a training
+    reduce: Literal["fast", "fast16", "exact"] = setting(
+        "exact",
+        "sum of gradients; exact: the result of a trial does not depend on its devices; fast and fast16: as for train",
+        group="execution",
+    )
+    resume: str = setting(
+        "", "go on with a study: auto (the newest) or its folder", group="saved files", in_files=False
+    )
+    plots: bool = setting(False, "each trial writes curves and example images", group="reports and display")
 
 
 class ValConfig(FleetSettings):

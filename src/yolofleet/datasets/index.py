@@ -153,7 +153,7 @@ class DataIndex:
 
     def with_rows(self, keep: np.ndarray) -> DataIndex:
         """Return the index with only the labels that ``keep`` marks, bool [M]; all images stay. It is not stored."""
-        outlines = {}
+        outlines: dict[str, Any] = {}
         if len(self.points):
             counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
             outlines = _outline_arrays(Outlines(*counts, self.points).of_rows(keep))

@@ -151,7 +151,8 @@ def _halves(n: int) -> list[int]:
 
 def is_out_of_memory(problem: Exception) -> bool:
     """Return whether an allocation of CUDA, the CPU allocator, Python or NumPy failed."""
-    words = ("out of memory", "allocate memory", "not enough memory")
+    # the last two are what oneDNN says when it gets no memory on a CPU
+    words = ("out of memory", "allocate memory", "not enough memory", "create a primitive", "create a memory")
     return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
         word in str(problem) for word in words
     )
@@ -159,7 +160,9 @@ def is_out_of_memory(problem: Exception) -> bool:
 
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
     """Return the error that suggests smaller settings."""
-    if isinstance(settings, TrainConfig):
+    if isinstance(settings, TrainConfig) and settings.batch < 0:
+        at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
+    elif isinstance(settings, TrainConfig):
         micro_batch = micro_batch_of(settings)
         smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"

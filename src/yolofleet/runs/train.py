@@ -52,6 +52,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs.autobatch import with_measured_batch
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
 from yolofleet.runs.staging import stage_images
@@ -144,6 +145,8 @@ def built_run(
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
+    resolved = _with_measured_batch(resolved, recipe, data, snapshot, precision, world, console)
+    config = resolved.value
     network = _network(config, recipe, data.train, snapshot, world, console)
     # kernels cannot be timed for the training alone while a validation runs beside it
     sizes_vary = network.sizes != (1, 1) or config.rect or config.val_overlap
@@ -366,14 +369,41 @@ def _split(
     if snapshot is not None and config.micro_batch < 0:
         stored = snapshot.values["fingerprint"]["settings"].get("micro_batch")
         config = config.model_copy(update={"micro_batch": stored})
-    side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
-    labels = most_labels(index, network.recipe.value)
     with world.activity.doing("memory probe"):
-        largest = LargestPass(state, network.loss, precision, side, labels)
+        largest = _largest_pass(network, state, index, precision)
         config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
         splitter = _splitter(config, network, len(index), world)
         per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
     return config, replace(splitter, per_pass=per_pass)
+
+
+def _with_measured_batch(
+    resolved: Resolved[TrainConfig],
+    recipe: Resolved[Recipe],
+    data: _Data,
+    snapshot: Snapshot | None,
+    precision: str,
+    world: World,
+    console: NullConsole,
+) -> Resolved[TrainConfig]:
+    """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
+    images = len(data.train)
+
+    def build(config: TrainConfig) -> LargestPass:
+        network = _network(
+            config.model_copy(update={"autoanchor": False}), recipe, data.train, None, world, NullConsole()
+        )
+        set_kernels(config, sizes_vary=True, tf32=precision == "tf32")
+        state, _, _ = _state(config, network, images, precision, world)
+        return _largest_pass(network, state, data.train, precision)
+
+    cached_bytes = (images + len(data.val)) * 3 * resolved.value.img**2
+    return with_measured_batch(resolved, build, images, cached_bytes, snapshot, world, console)
+
+
+def _largest_pass(network: _Network, state: TrainState, index: DataIndex, precision: str) -> LargestPass:
+    side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
+    return LargestPass(state, network.loss, precision, side, most_labels(index, network.recipe.value))
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:

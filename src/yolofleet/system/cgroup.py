@@ -5,12 +5,16 @@ Reads versions 1 and 2 of control groups. On systems other than Linux all values
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from yolofleet.system.kernel_files import text_of
 from yolofleet.system.proc import PROC, memory_info
+
+if sys.platform != "win32":
+    import resource
 
 GROUPS = Path("/sys/fs/cgroup")
 MEMORY_FILES = {  # limit, use, and the part of the use that the kernel can drop (a name in memory.stat)
@@ -22,12 +26,27 @@ MEMORY_FILES = {  # limit, use, and the part of the use that the kernel can drop
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
     """Return how many more bytes of memory this process may use; None if unknown.
 
-    That is the minimum of the machine's available memory and the rest below the limit of each control group. Pages that
-    the kernel can drop count as free.
+    That is the minimum of the machine's available memory, the rest below the limit of each control group, and the rest
+    below the limits of this process (``ulimit``). Pages that the kernel can drop count as free.
     """
     found = [memory_info(proc).get("MemAvailable")]
     found += [_memory_left(version, folder) for version, folder in group_folders("memory", proc, groups)]
+    found += _below_own_limits(proc)
     return min((value for value in found if value is not None), default=None)
+
+
+def _below_own_limits(proc: Path) -> list[int]:
+    """Return how many bytes are left below each limit of this process on its address space and its data."""
+    left = []
+    if sys.platform == "linux":
+        sizes = dict(
+            line.split(":", 1) for line in text_of(proc / "self" / "status").splitlines() if ":" in line
+        )
+        for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            most, used = resource.getrlimit(limit)[0], sizes.get(name, "").split()
+            if most != resource.RLIM_INFINITY and used:
+                left.append(max(most - 1024 * int(used[0]), 0))
+    return left
 
 
 def cpu_quota(proc: Path = PROC, groups: Path = GROUPS) -> float | None:

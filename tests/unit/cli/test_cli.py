@@ -200,7 +200,7 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
             2,
             "--batch 48, or --micro-batch 8, 10 or 20",
         ),
-        ("train --data d --model m --evolve", 2, "genetic search"),
+        ("train --data no.yaml --model yolov5n --evolve 3", 3, "no.yaml"),
         ("val --data d", 2, "--weights is missing"),
         ("predict --weights w", 2, "--source is missing"),
         ("predict --weights w --source s --conf-thres 2", 2, "--conf 2 is above 1"),

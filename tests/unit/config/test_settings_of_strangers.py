@@ -18,6 +18,7 @@ from yolofleet.config.load import (
     resolve_predict,
     resolve_selftest,
     resolve_train,
+    resolve_tune,
     resolve_val,
 )
 from yolofleet.config.schema import (
@@ -30,6 +31,7 @@ from yolofleet.config.schema import (
     PredictConfig,
     SelftestConfig,
     TrainConfig,
+    TuneConfig,
     ValConfig,
     may_be_in_files,
 )
@@ -38,6 +40,7 @@ from yolofleet.runs.machines import fleet_of
 
 MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = {
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),
+    "tune": (TuneConfig, resolve_tune, {"data": "d", "model": "yolov5n"}),
     "val": (ValConfig, resolve_val, {"data": "d", "weights": "w"}),
     "predict": (PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),
     "export": (ExportConfig, resolve_export, {"weights": "w"}),
@@ -61,7 +64,7 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "selftest": (SelftestConfig, resolve_selftest, {}),
 }
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
-READ = {"data", "model", "cfg", "weights", "recipe", "source", "log"}
+READ = {"data", "model", "cfg", "weights", "recipe", "space", "source", "log"}
 WORDS = {
     "set",
     "freeze",

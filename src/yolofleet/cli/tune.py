@@ -1,0 +1,34 @@
+"""`yolofleet tune`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
+from yolofleet.cli.data import offer_download
+from yolofleet.config.checks import NOT_IN_TUNE
+from yolofleet.config.load import resolve_tune
+from yolofleet.config.schema import TuneConfig
+
+
+def run(given: dict[str, Any], config_file: str, download: bool) -> int:
+    config, recipe = resolve_tune(given, config_file=config_file)
+    say([*config.notes, *recipe.notes])
+    offer_download(config.value, ("train", "val"), agreed=download)
+    from yolofleet.runs.tune import tune
+
+    tune(config, recipe)
+    return 0
+
+
+command = SchemaCommand(
+    "tune",
+    TuneConfig,
+    run,
+    spelled_as="train",
+    without=NOT_IN_TUNE,
+    extra_options=[DOWNLOAD],
+    help="Search recipe values with a high fitness: train many trials, several at a time on the devices of one or more "
+    "machines, and write the best recipe. Needs the extra yolofleet[tune].",
+    epilog="The other settings are those of `yolofleet train`; --epochs is the length of a trial.",
+)

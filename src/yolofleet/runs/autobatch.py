@@ -1,0 +1,371 @@
+"""Choose the batch of a new run by the memory of its devices (``--batch auto``), before its first step.
+
+Every rank measures the largest pass that its devices can hold. All ranks take the smallest one, so unequal devices get equal
+passes. The run stores the chosen numbers as if the user had given them, so a resumed run does not measure again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from yolofleet import devices
+from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.checks import MEASURED, TARGET_MICRO_BATCH, divisors
+from yolofleet.config.device import gpu_ids, processes_of
+from yolofleet.config.load import Resolved
+from yolofleet.config.schema import TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.process import replica_devices
+from yolofleet.parallel.world import World
+from yolofleet.report.console import NullConsole
+from yolofleet.runs.memory import LargestPass, is_out_of_memory
+from yolofleet.system.cgroup import available_bytes
+from yolofleet.system.kernel_files import text_of
+from yolofleet.system.proc import PROC, release_heap
+from yolofleet.text import size_text
+
+HOST_PASSES = 3  # of a trial: the heap of a process grows until its free blocks fit
+MOST_ON_CPU = (
+    16  # images of a pass; on one thread, passes of 8, 16 and 32 images took equal times for each image
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The largest pass of one device.
+
+    Attributes:
+        images: that fit; 0: none.
+        used_bytes: its peak, or that of one image if none fits.
+        limit_bytes: what the run may use there.
+        where: rank, host and device.
+        validation_bytes: that validation batches need.
+    """
+
+    images: int
+    used_bytes: int
+    limit_bytes: int
+    where: str
+    validation_bytes: int = 0
+
+    def text(self) -> str:
+        share = self.used_bytes / max(self.limit_bytes, 1)
+        return f"{size_text(self.used_bytes)} of {size_text(self.limit_bytes)} ({share:.0%})"
+
+
+def is_auto(config: TrainConfig) -> bool:
+    return config.batch < 0
+
+
+def with_measured_batch(
+    resolved: Resolved[TrainConfig],
+    build: Callable[[TrainConfig], LargestPass],
+    images: int,
+    cached_bytes: int,
+    snapshot: Snapshot | None,
+    world: World,
+    console: NullConsole,
+) -> Resolved[TrainConfig]:
+    """Return the settings with the batch that was measured, or that a snapshot of the run stores.
+
+    Args:
+        build: returns the :class:`LargestPass` of a run with these settings, on new memory of the devices.
+        images: of the training split.
+        cached_bytes: of all decoded images, which a run may keep in the memory of each machine.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: a device holds not even one image, or its memory is unknown.
+    """
+    config = resolved.value
+    if not is_auto(config):
+        return resolved
+    if snapshot is not None:  # the launcher started the run again
+        stored = snapshot.values["fingerprint"]["settings"]
+        chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
+    else:
+        chosen = _measure(config, build, images, cached_bytes, world, console)
+    sources = {**resolved.sources, **dict.fromkeys(chosen, MEASURED)}
+    return replace(resolved, value=config.model_copy(update=chosen), sources=sources)
+
+
+def _measure(
+    config: TrainConfig,
+    build: Callable[[TrainConfig], LargestPass],
+    images: int,
+    cached_bytes: int,
+    world: World,
+    console: NullConsole,
+) -> dict[str, int]:
+    on_cpu = devices.is_host(world.device)
+    alone = on_cpu or config.reduce == "exact"  # one micro-batch in a pass
+    per_process = processes_of(config.device) if config.parallel == "dp" else 1
+    most = max(images // (world.size * per_process), 1)
+    if on_cpu:
+        most = min(most, MOST_ON_CPU)
+    meter = _host_meter(config, cached_bytes, world) if on_cpu else _device_meter(config, world)
+    with world.activity.doing("memory probe"):
+        mine = _measured(config, build, meter, most, alone)
+        gc.collect()  # hooks of the probe's network refer to it in cycles
+        release_heap()
+        devices.release_memory(world.device)
+    where = f"rank {world.rank} ({world.host}, {world.device})"
+    mine = replace(mine, where=where)
+    every = [Measured(**json.loads(text)) for text in world.all_gather_bytes(json.dumps(vars(mine)).encode())]
+    least = min(every, key=lambda one: one.images)
+    if not least.images:
+        first = _micro_batch(config, 1) if config.micro_batch > 0 else 1
+        raise ConfigError(
+            f"--batch auto: not even {first} image{'s' if first > 1 else ''} of {config.img} px fit{'s' if first == 1 else ''} "
+            f"into the memory of {least.where}: {least.text()}",
+            source="a trial of the largest forward and backward pass",
+            hint="a smaller --img or --model"
+            + (", a smaller --micro-batch" if first > 1 else "")
+            + (
+                ""
+                if config.batch_memory >= 0.9
+                else f", or a share of the memory above {config.batch_memory:g}"
+            ),
+        )
+    worst = max(every, key=lambda one: one.validation_bytes - one.limit_bytes)
+    if worst.validation_bytes > worst.limit_bytes:
+        raise _too_large_validation(config, worst)
+    size = _micro_batch(config, least.images) if not alone or config.micro_batch > 0 else least.images
+    shares = Partition.parse(
+        "" if config.shares == "auto" else config.shares, world.size * per_process
+    ).shares
+    limits = [one.images for one in every for _ in range(per_process)]
+    total = min(int(n * sum(shares) / share) for n, share in zip(limits, shares, strict=True) if share)
+    batch = max(min(total, images) // size, 1) * size
+    least_text = f"; the least memory is that of {least.where}: {least.text()}"
+    console.fact(
+        f"batch {batch}: {least.images} images fit into a pass of each of {world.size * per_process} "
+        f"device{'s' if world.size * per_process > 1 else ''}{least_text}"
+    )
+    passes = {} if alone else {"micro_batches_per_pass": least.images // size}
+    return {"batch": batch, "micro_batch": size, **passes}
+
+
+def _measured(
+    config: TrainConfig, build: Callable[[TrainConfig], LargestPass], meter: Meter, most: int, alone: bool
+) -> Measured:
+    """Return the largest pass of this process's devices, on a network of its own that is dropped afterwards."""
+    largest = build(config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": 0}))
+
+    def attempt(count: int) -> None:
+        if not alone:
+            size = _micro_batch(config, count)
+            largest.state.replicas.pass_together(count // size, size)
+        largest.run(count)
+
+    validation_bytes = _validation_bytes(
+        config, largest, meter
+    )  # first, while the process holds no freed memory
+    found = _largest(attempt, meter, most, _splits(config, alone))
+    return replace(found, validation_bytes=validation_bytes)
+
+
+def _validation_bytes(config: TrainConfig, largest: LargestPass, meter: Meter) -> int:
+    """Return the memory that validation batches need, by a line through batches of one and of two images."""
+    network, device = largest.state.replicas.lead.model, largest.state.replicas.lead.device
+
+    def forward(images: int) -> None:
+        with torch.inference_mode():
+            network(torch.zeros((images, 3, largest.side, largest.side), device=device))
+
+    network.eval()
+    try:
+        one, two = (meter.peak_bytes(partial(forward, images)) for images in (1, 2))
+    except (RuntimeError, MemoryError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        return meter.limit_bytes + 1
+    finally:
+        network.train()
+    threads = torch.get_num_threads() if devices.is_host(device) else 1  # each takes a whole batch
+    return one + (config.val_batch * threads - 1) * max(two - one, 0)
+
+
+def _too_large_validation(config: TrainConfig, one: Measured) -> ConfigError:
+    fits = config.val_batch * one.limit_bytes // one.validation_bytes
+    return ConfigError(
+        f"--batch auto: a validation batch of --val-batch {config.val_batch} needs {size_text(one.validation_bytes)}, and the "
+        f"run may use {size_text(one.limit_bytes)} of the memory of {one.where}",
+        source="a trial of two smaller ones",
+        hint=f"--val-batch {fits}: it does not change the figures" if fits else "a smaller --img or --model",
+    )
+
+
+def _splits(config: TrainConfig, alone: bool) -> Callable[[int], int]:
+    """Return the function that rounds a number of images down to one that a pass can have."""
+
+    def rounded(count: int) -> int:
+        if config.micro_batch > 0:
+            if alone:
+                return config.micro_batch if count >= config.micro_batch else 0
+            return count - count % config.micro_batch
+        if alone:
+            return count
+        while count > TARGET_MICRO_BATCH[1] and _micro_batch(config, count) < TARGET_MICRO_BATCH[0]:
+            count -= 1
+        return count
+
+    return rounded
+
+
+def _micro_batch(config: TrainConfig, count: int) -> int:
+    """Return the micro-batch of a pass of ``count`` images: the user's, or the largest divisor up to 16."""
+    if config.micro_batch > 0:
+        return config.micro_batch
+    return max(d for d in divisors(count) if d <= TARGET_MICRO_BATCH[1])
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Measures the memory of a device.
+
+    Attributes:
+        limit_bytes: what the run may use.
+        peak_bytes: calls a function and returns the peak of the memory that the run used meanwhile.
+    """
+
+    limit_bytes: int
+    peak_bytes: Callable[[Callable[[], None]], int]
+
+
+def _largest(
+    attempt: Callable[[int], None], meter: Meter, most: int, rounded: Callable[[int], int]
+) -> Measured:
+    """Return the largest pass whose measured peak is within the limit.
+
+    The size is at most doubled, and a size is tried only if a straight line through the last two peaks stays below the
+    limit. So on a host whose kernel kills processes instead of refusing memory, no trial goes far beyond the limit.
+    """
+    best = Measured(0, 0, meter.limit_bytes, "")
+    seen = [(0, meter.peak_bytes(lambda: None))]  # what the network takes without a pass
+    low = next((n for n in range(1, most + 1) if rounded(n)), 0)
+    size, bound = rounded(low), most + 1
+    while size:
+        try:
+            peak = meter.peak_bytes(partial(attempt, size))
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            peak = meter.limit_bytes + 1
+        if peak > meter.limit_bytes:
+            best = best if best.images else replace(best, used_bytes=peak)
+            bound = size
+        else:
+            best = replace(best, images=size, used_bytes=peak)
+            seen.append((size, peak))
+        size = _next(seen, best.images, bound, meter.limit_bytes, rounded)
+    return best
+
+
+def _next(
+    seen: list[tuple[int, int]], best: int, bound: int, limit_bytes: int, rounded: Callable[[int], int]
+) -> int:
+    """Return the next size to try, above ``best`` and below ``bound``; 0: none."""
+    if len(seen) < 2:
+        return 0
+    before, (size, peak) = seen[-2:]
+    slope = max((peak - before[1]) / (size - before[0]), 1.0)
+    fits = size + int((limit_bytes - peak) / slope)
+    found = rounded(min(fits, 2 * size if len(seen) < 7 else 4 * size, bound - 1))
+    return found if found > best else 0
+
+
+# -- devices -------------------------------------------------------------------------------------------
+
+
+def _device_meter(config: TrainConfig, world: World) -> Meter:
+    """Return the meter of the accelerators of this process: what torch reserves there.
+
+    With several devices (``--parallel dp``), the one with the least room counts.
+
+    Raises:
+        ConfigError: torch does not know the memory of this type of device.
+    """
+    places = replica_devices(config, world)
+    limits = [_limit_bytes(config, place) for place in places]
+    least = min(limits)
+
+    def peak_bytes(work: Callable[[], None]) -> int:
+        for place in places:
+            devices.release_memory(place)
+            devices.reset_peak_memory(place)
+        try:
+            work()
+            for place in places:
+                devices.synchronize(place)
+            peaks = map(devices.peak_reserved_bytes, places)
+            return max(peak - limit for peak, limit in zip(peaks, limits, strict=True)) + least
+        finally:
+            for place in places:
+                devices.release_memory(place)
+
+    return Meter(least, peak_bytes)
+
+
+def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
+    devices.release_memory(place)
+    info = devices.memory_info(place)
+    if info is None:
+        raise ConfigError(
+            f"--batch auto: torch does not tell the memory of {place}",
+            hint="--batch 16, or another number of images",
+        )
+    free, total = info
+    # processes that share a device get equal parts of it; else what others hold there is not free
+    together = gpu_ids(config.device).count(place.index or 0) if ":" in config.device else 1
+    elsewhere = total - free if together == 1 else 0
+    return int(config.batch_memory * total / together) - elsewhere
+
+
+def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
+    """Return the meter of a CPU: the resident memory of this process above what it has now.
+
+    The limit is the process's part of the memory that is free within the limits of its control group and of its own
+    (ulimit), less the cache of images. Where the system does not tell that, only ``MOST_ON_CPU`` limits a pass.
+    """
+    available = available_bytes()
+    if available is None:
+        available = 1 << 62
+    if config.cache in (
+        "auto",
+        "ram",
+        "jpeg",
+    ):  # data/cache.py takes at most half, and auto all images or none
+        available -= (
+            cached_bytes if cached_bytes <= available // 2 else available // 2 * (config.cache != "auto")
+        )
+    limit = int(config.batch_memory * available / world.local_size)
+    before = _resident_bytes("VmRSS")
+
+    def peak_bytes(work: Callable[[], None]) -> int:
+        release_heap()
+        with suppress(OSError):
+            Path(PROC / "self" / "clear_refs").write_text("5")  # the peak begins at the present value
+        for _ in range(HOST_PASSES):
+            work()
+        return max(_resident_bytes("VmHWM") - before, 0)
+
+    return Meter(limit, peak_bytes)
+
+
+def _resident_bytes(name: str) -> int:
+    for line in text_of(PROC / "self" / "status").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return 0

@@ -1,0 +1,70 @@
+"""`--batch auto` on devices with little and with unequal memory: it fills the smaller one, and nothing runs out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import miniature
+import pytest
+from commands import small_shapes
+from miniature import Accelerator
+from test_runs import settings as whole_run  # noqa: F401  (a fixture)
+
+from yolofleet import Trainer
+from yolofleet.config.load import load_config_yaml
+from yolofleet.errors import ConfigError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def settings(
+    whole_run: dict[str, Any],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Any]:
+    monkeypatch.setattr(
+        miniature, "SWEEP_BYTES", -(2**60)
+    )  # freed memory is free at once, so that peaks are exact
+    (tmp_path / "more").mkdir()
+    data = small_shapes(tmp_path / "more", images=64, val_images=4)
+    without = {name: value for name, value in whole_run.items() if name != "micro_batch"}
+    return {**without, "data": str(data), "batch": "auto", "val_batch": 1, "epochs": 3, "max_steps": 2}
+
+
+@pytest.mark.parametrize("reduce", ["fast", "exact"])
+@pytest.mark.parametrize("smaller", [0, 1])
+def test_the_device_with_less_memory_decides_and_is_filled(
+    settings: dict[str, Any], accelerator: Accelerator, smaller: int, reduce: str
+) -> None:
+    limits = [40 * MIB, 40 * MIB]
+    limits[smaller] = 10 * MIB
+    for device, limit in zip(accelerator.devices, limits, strict=True):
+        device.limit_bytes = device.used_bytes() + limit
+    Trainer(name="run", **settings, device="0,1", parallel="dp", reduce=reduce).fit()
+    config, _ = load_config_yaml(Path("runs/train/run/config.yaml"))
+    stored = config.value
+    assert stored.batch > 0 and stored.micro_batch > 0 and stored.batch % stored.micro_batch == 0
+    # the trial has more labels than these images, so it needs more than the run
+    (share,) = re.findall(
+        r"images fit into a pass .*\((\d+)%\)", Path("runs/train/run/logs/rank-0.log").read_text()
+    )
+    assert 80 <= int(share) <= 100
+
+    # the stored numbers count for a resumed run, on another device too
+    accelerator.devices[0].limit_bytes = 2**34
+    Trainer(resume="runs/train/run", device="0", parallel="ddp", max_steps=3, batch="auto").fit()
+    assert json.loads(Path("runs/train/run/results.json").read_text())["steps"] == 3
+
+
+def test_memory_for_not_even_one_image_is_one_message(
+    settings: dict[str, Any], accelerator: Accelerator
+) -> None:
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + MIB
+    with pytest.raises(ConfigError) as caught:
+        Trainer(name="none", **settings, device="0").fit()
+    told = caught.value.render()  # the network alone may be too large, too
+    assert "not even 1 image of 64 px fits" in told or "has too little memory for --batch auto" in told

@@ -1,0 +1,118 @@
+"""`yolofleet tune` with real processes: killed, stopped and resumed, several trials side by side, trials that fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, family, small_shapes, started, train_args, yolofleet
+
+from yolofleet.config.recipe import load_recipe
+from yolofleet.system.proc import children
+
+pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+SPACE = "lr0: [0.001, 0.1, log]\nmomentum: [0.6, 0.98]\n"
+
+
+def tune_args(folder: Path, *more: str | Path) -> list[str | Path]:
+    (folder / "space.yaml").write_text(SPACE)
+    args = train_args(small_shapes(folder, images=16, val_images=8), "--set", "warmup_epochs=0", *more)
+    return ["tune", *args[1:], "--space", "space.yaml", "--save-steps", "1"]
+
+
+def table(study: Path) -> list[dict[str, str]]:
+    with (study / "trials.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def weights(study: Path) -> list[str]:
+    found = sorted(study.glob("trials/*/results.json"))
+    return [json.loads(file.read_text())["weights_sha256"] for file in found]
+
+
+def wait_for(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -> None:
+    study = tmp_path / "runs" / "tune" / "exp"
+    args = tune_args(tmp_path, "--trials", "2", "--epochs", "6", "--device", "cpu:2")
+    process = started(tmp_path, *args)
+    wait_for(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1, process)
+    processes = family(process.pid)
+    os.kill(process.pid, signal.SIGTERM)
+    _, told = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 75, told
+    assert f"yolofleet tune --resume {study.relative_to(tmp_path)}" in told and "Traceback" not in told
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    refused = yolofleet(tmp_path, "tune", "--resume", "auto", "--epochs", "3", code=2).err
+    assert "--epochs 3 differs from the study's 6" in refused
+
+    yolofleet(tmp_path, "tune", "--resume", "auto")
+    assert [row["state"] for row in table(study)] == ["complete", "complete"]
+    assert "resumed after step" in (study / "logs" / "trial-0000.log").read_text()
+    assert (study / "best.yaml").is_file() and (study / "tune.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_twice_has_the_same_trials(tmp_path: Path) -> None:
+    args = tune_args(tmp_path, "--trials", "6", "--generation", "3")
+    runs = tmp_path / "runs" / "tune"
+    yolofleet(tmp_path, *args, "--device", "cpu:2", "--name", "whole")
+
+    study = runs / "killed"
+    process = started(tmp_path, *args, "--device", "cpu:2", "--name", "killed")
+    wait_for(lambda: list(study.glob("trials/*/checkpoints/step-*")), process)
+    process.kill()  # the supervisor: the kernel tells its trials to stop
+    process.communicate()
+    process = started(tmp_path, "tune", "--resume", study, "--device", "cpu:2")
+    wait_for(lambda: list(study.glob("trials/0003/checkpoints/step-*")), process)
+    for pid in children(process.pid):  # a trial: the supervisor starts it again
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "it is started again" in (study / "logs" / "tune.log").read_text(), process)
+    process.kill()
+    process.communicate()
+    yolofleet(tmp_path, "tune", "--resume", "auto", "--device", "cpu")
+
+    assert table(study) == table(runs / "whole") and len(table(study)) == 6
+    assert weights(study) == weights(runs / "whole") and len(weights(study)) == 6
+    assert {row["state"] for row in table(study)} == {"complete"}
+    best = load_recipe(str(study / "best.yaml")).value
+    row = max(table(study), key=lambda row: float(row["fitness"]))
+    assert (best.lr0, best.momentum) == (float(row["lr0"]), float(row["momentum"]))
+    assert list(study.glob("trials/*/weights/best.safetensors")) and (study / "tune.png").is_file()
+    assert not list(study.glob("trials/*/checkpoints"))
+
+    yolofleet(
+        tmp_path, "tune", "--resume", study, "--device", "cpu:2", "--trials", "7", "--devices-per-trial", "2"
+    )
+    assert table(study)[:6] == table(runs / "whole") and len(table(study)) == 7
+
+
+@pytest.mark.slow
+def test_trials_that_fail_are_recorded_and_several_in_a_row_end_the_study(tmp_path: Path) -> None:
+    study = tmp_path / "runs" / "tune" / "exp"
+    # without clipping, a rate of 1e30 makes the first update infinite
+    args = tune_args(tmp_path, "--trials", "9", "--failures", "2", "--device", "cpu:2", "--max-steps", "2")
+    args += ["--set", "clip_norm=0", "--set", "lr0=1e30", "--async"]
+    (tmp_path / "space.yaml").write_text("lr0: [1e29, 1e31, log]\n")
+    told = yolofleet(tmp_path, *args, code=2)
+    assert "the last 2 trials failed" in told.err and "Traceback" not in told.err
+    assert "not reproducible" in told.out
+    failed = [row for row in table(study) if row["state"] == "failed"]
+    assert len(failed) == 2 and all("NumericsError: " in row["reason"] for row in failed)
+    assert not (study / "best.yaml").exists()

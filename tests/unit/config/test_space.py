@@ -1,0 +1,81 @@
+"""The search space of `yolofleet tune`: files, errors, and the spaces of the model families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from yolofleet.config.load import resolve_tune
+from yolofleet.config.recipe import load_recipe
+from yolofleet.config.space import Choices, Range, default_space, read_space
+from yolofleet.errors import ConfigError
+
+
+def space_of(tmp_path: Path, text: str) -> dict[str, Range | Choices]:
+    file = tmp_path / "space.yaml"
+    file.write_text(text)
+    return read_space(file)
+
+
+def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
+    found = space_of(tmp_path, "lr0: [1e-3, 1, log]\nclose_mosaic: [0, 10]\nnesterov: [true, false]\n")
+    assert found == {
+        "lr0": Range(0.001, 1.0, True),
+        "close_mosaic": Range(0, 10),
+        "nesterov": Choices((True, False)),
+    }
+    assert isinstance(found["lr0"].listed()[1], float)
+    assert found["lr0"].rounded(0.0123456) == 0.01235
+    assert Range(0.0, 0.12344).rounded(0.123439) == 0.1234
+    assert Range(0.00123456, 1.0).rounded(0.00123457) == 0.001235
+    assert Range(0.1, 0.123444).rounded(0.1234437) == 0.1234
+    assert Range(0.12345, 0.2).rounded(0.123451) == 0.1235
+    assert Range(0.12341, 0.2).rounded(0.123411) == 0.12341, "rounding must not leave the range"
+
+
+@pytest.mark.parametrize("name", ["scratch-low", "ppyoloe-300e"])
+def test_the_default_space_of_a_family_contains_its_recipe(name: str) -> None:
+    recipe = load_recipe(name).value
+    for key, part in default_space(name).items():
+        assert getattr(recipe, key) in part, key
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr: [0.1, 1]", "did you mean lrf?"),
+        ("lr0: 0.1", "lr0: 0.1 is not a range"),
+        ("lr0: [0.1]", "is not a range"),
+        ("lr0: [0.1, 1, linear]", "is not a range"),
+        ("lr0: [0.1, 0.1]", "has no numbers between"),
+        ("lr0: [0, 0.1]", "lr0: 0 is not above 0"),
+        ("momentum: [0, 0.9, log]", "must begin above 0"),
+        ("momentum: [0.5, 1.5]", "momentum: 1.5 is not below 1"),
+        ("close_mosaic: [0, 2.5]", "close_mosaic: 2.5 is not a whole number"),
+        ("lr0: [.nan, 1]", "lr0"),
+        ("rates: [epoch]", "is not a list of two or more different choices"),
+        ("rates: [epoch, week]", "week is not one of epoch, step"),
+        ("", "names no values to search"),
+    ],
+)
+def test_a_wrong_space_is_one_message_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        space_of(tmp_path, text)
+    assert says in caught.value.render()
+    assert "space.yaml" in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"exist_ok": True}, "--exist-ok is not available in tune"),
+        ({"asynchronous": True, "generation": 4}, "--async and --generation 4 are mutually exclusive"),
+        ({"trials": 0}, "--trials 0 is below 1"),
+        ({"resume": "nowhere"}, "nowhere is not the folder of a study"),
+    ],
+)
+def test_settings_of_a_study_are_checked(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_tune({"data": "d", "model": "yolov5n", **given})
+    assert says in caught.value.render()

@@ -1,0 +1,177 @@
+"""A study: the same trials however often it is opened again, pruning by earlier generations, and groups of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from yolofleet.config.load import resolve_tune
+from yolofleet.config.space import Choices, Range, Value
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.fleet.description import load_fleet, parse_hosts
+from yolofleet.runs.study import Result, Study, Trial, best_of
+from yolofleet.runs.trials import base_arguments, host_groups, local_groups
+
+pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
+
+SPACE = {
+    "lr0": Range(1e-4, 0.1, True),
+    "momentum": Range(0.6, 0.98),
+    "close_mosaic": Range(0, 5),
+    "nesterov": Choices((True, False)),
+}
+GENERATION = 4
+
+
+def opened(file: Path, generation: int = GENERATION) -> Study:
+    return Study(file, SPACE, 0, generation)
+
+
+def result_of(trial: Trial) -> Result:
+    """The result that a trial has by its values; trial 5 fails."""
+    if trial.number == 5:
+        return Result("failed", reason="NumericsError: NaN")
+    value = 1 - abs(math.log10(float(trial.values["lr0"])) + 2) / 3
+    return Result("complete", {1: value / 2, 2: value})
+
+
+def changes(study: Study, trials: int) -> Iterator[None]:
+    """Run a study as the supervisor does, and pause after each change of its file."""
+    while True:
+        known = study.trials()
+        waiting = [trial for trial in known if trial.result.state == "open"]
+        if not waiting and len(known) == trials:
+            return
+        if not waiting or (len(known) % GENERATION and len(known) < trials):
+            study.add(study.suggest() if known else {"lr0": 0.01, "momentum": 0.937})
+            yield
+            continue
+        for trial in waiting:
+            study.tell(trial, result_of(trial))
+            yield
+
+
+def trials_of(file: Path, trials: int, killed_after: tuple[int, ...] = ()) -> list[Trial]:
+    done = 0
+    while True:
+        study = opened(file)
+        for _ in changes(study, trials):
+            done += 1
+            if done in killed_after:
+                break
+        else:
+            return study.trials()
+
+
+def test_a_study_that_is_opened_again_goes_on_with_the_same_trials(tmp_path: Path) -> None:
+    whole = trials_of(tmp_path / "whole", 14)
+    assert trials_of(tmp_path / "killed", 14, killed_after=(1, 3, 6, 7, 11, 18)) == whole
+    trials_of(tmp_path / "longer", 6)
+    assert trials_of(tmp_path / "longer", 14) == whole, (
+        "a larger --trials must not change earlier generations"
+    )
+    assert len({trial.values["lr0"] for trial in whole}) == 14
+    assert best_of(whole) == whole[0]
+
+
+def test_a_torn_line_and_a_file_of_another_kind(tmp_path: Path) -> None:
+    file = tmp_path / "study"
+    whole = trials_of(tmp_path / "whole", 6)
+    trials_of(file, 4)
+    with file.open("a") as journal:
+        journal.write('{"op_code":4,"wor')
+    assert trials_of(file, 6) == whole
+    file.write_text("[1, 2]\n")
+    with pytest.raises(CheckpointError, match="not a study that can be read"):
+        opened(file)
+
+
+def test_pruning_knows_complete_trials_of_earlier_generations_only(tmp_path: Path) -> None:
+    study = opened(tmp_path / "study")
+    values: dict[str, Value] = {"lr0": 0.01}
+    for fitness in (0.1, 0.2, 0.3, 0.4):
+        study.add(values)
+        study.tell(study.trials()[-1], Result("complete", {4: fitness, 9: 1.0}))
+    late = study.add(values)
+    same = study.add(values)
+    assert study.is_pruned(same, 4, best=0.24, epochs=9)
+    assert not study.is_pruned(same, 4, best=0.25, epochs=9), "the median of 0.1, 0.2, 0.3 and 0.4"
+    study.tell(late, Result("complete", {4: 0.9, 9: 1.0}))
+    assert not study.is_pruned(same, 4, best=0.25, epochs=9), "a trial of its own generation counts"
+    assert opened(tmp_path / "study", generation=0).is_pruned(same, 4, best=0.25, epochs=9)
+    assert not study.is_pruned(same, 3, best=0.0, epochs=9), "within the first third"
+    assert not study.is_pruned(same, 9, best=0.0, epochs=9), "the last epoch"
+    assert not study.is_pruned(same, 5, best=0.0, epochs=9), "no figures of that epoch"
+
+
+def test_importances_add_up_and_need_different_results(tmp_path: Path) -> None:
+    study = opened(tmp_path / "study")
+    assert study.importances() == {}
+    trials_of(tmp_path / "study", 12)
+    found = opened(tmp_path / "study").importances()
+    assert set(found) == set(SPACE) and sum(found.values()) == pytest.approx(1)
+    assert max(found, key=lambda name: found[name]) == "lr0"
+
+
+# -- groups of devices -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "each", "groups"),
+    [
+        ("cpu:2", 1, ["cpu", "cpu"]),
+        ("cpu:4", 2, ["cpu:2", "cpu:2"]),
+        ("0,1,2,3", 1, ["0", "1", "2", "3"]),
+        ("0,1,2,3", 2, ["0,1", "2,3"]),
+        ("0:2,1:2", 2, ["0:2", "1:2"]),
+        ("auto", 1, ["0", "1"]),
+        ("mps", 1, ["mps"]),
+    ],
+)
+def test_devices_are_cut_into_groups(device: str, each: int, groups: list[str]) -> None:
+    config, _ = resolve_tune({"data": "d", "model": "yolov5n", "device": device, "devices_per_trial": each})
+    found = local_groups(config.value, 2, 16)
+    assert [group.text for group in found] == groups
+    is_cpu = "cpu" in device
+    assert ("--workers" in " ".join(found[0].arguments)) != is_cpu, "GPUs of a machine share its cores"
+
+
+def test_devices_that_do_not_divide_are_an_error() -> None:
+    config, _ = resolve_tune({"data": "d", "model": "yolov5n", "device": "cpu:3", "devices_per_trial": 2})
+    with pytest.raises(ConfigError, match="has 3 devices, which cannot be cut into groups of 2"):
+        local_groups(config.value, 0, 4)
+
+
+def test_a_group_of_a_host_is_a_fleet_file_with_its_settings(tmp_path: Path) -> None:
+    given = {"data": "d", "model": "yolov5n", "hosts": "me@a:4,b:cpu:2", "devices_per_trial": 2}
+    config, _ = resolve_tune(given)
+    found = host_groups(parse_hosts("me@a:4,b:cpu:2"), config.value, tmp_path)
+    assert [group.text for group in found] == ["me@a 0,1", "me@a 2,3", "b cpu:2"]
+    written = load_fleet(Path(found[1].arguments[0].removeprefix("--fleet=")))
+    assert (written.hosts[0].name, written.hosts[0].device) == ("me@a", "2,3")
+
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "port: 30000\ndefaults: {python: /opt/python, env: {A: b}}\nhosts:\n  - {host: c, gpus: 2, folder: /x, data: /y}\n"
+    )
+    fleet = load_fleet(file)
+    (group,) = host_groups(fleet, config.value, tmp_path)
+    assert load_fleet(Path(group.arguments[0].removeprefix("--fleet="))).hosts == fleet.hosts
+
+
+def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path) -> None:
+    config, _ = resolve_tune(
+        {"data": "a b", "model": "yolov5n", "epochs": 3, "autoanchor": False, "set": ("lr0=1",), "trials": 4}
+    )
+    words = base_arguments(config, tmp_path / "recipe.yaml")
+    assert sorted(words[1:]) == [
+        "--data=a b",
+        "--epochs=3",
+        "--model=yolov5n",
+        "--no-autoanchor",
+        "--no-plots",
+        "--reduce=exact",
+    ]
