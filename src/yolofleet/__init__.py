@@ -10,11 +10,11 @@ from typing import Any
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(1 << 28))
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "__version__", "load_model"]
+__all__ = ["Model", "Trainer", "__version__", "load_model"]
 
 
 def __getattr__(name: str) -> Any:  # imports torch only if one of these is used
-    if name in ("Trainer", "load_model"):
+    if name in ("Model", "Trainer", "load_model"):
         from yolofleet import api
 
         return getattr(api, name)

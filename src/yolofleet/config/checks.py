@@ -197,6 +197,24 @@ def check_export(config: Resolved[ExportConfig]) -> None:
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
+    _only_with(config, "calibration_images", "int8")
+    if config.value.int8 and not config.value.data:
+        raise ConfigError(
+            "--int8 needs images that find the ranges of its 8-bit numbers",
+            source=config.sources["int8"],
+            hint="--data with the data set that the weights were trained on",
+        )
+    for other in ("half", "simplify"):
+        if config.value.int8 and getattr(config.value, other):
+            raise _clash(
+                config, "int8", other, "both change how the file stores its weights", "leave one out"
+            )
+    if config.value.calibration_images < config.value.batch and config.value.int8:
+        raise ConfigError(
+            f"--calibration-images {config.value.calibration_images} do not fill a batch of {config.value.batch}",
+            source=_sources(config, "calibration_images", "batch"),
+            hint=f"--calibration-images {8 * config.value.batch}",
+        )
     if config.value.dynamic in ("batch", "both") and config.is_given("batch"):
         raise _clash(config, "batch", "dynamic", "a variable batch has no size", "leave out --batch")
 

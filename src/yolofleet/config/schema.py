@@ -641,7 +641,9 @@ class ExportConfig(Frozen):
     weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     format: str = setting(
-        "onnx", "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt", group="input"
+        "onnx",
+        "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt; several with commas: onnx,openvino",
+        group="input",
     )
     img: str = setting(
         "",
@@ -654,6 +656,14 @@ class ExportConfig(Frozen):
         "none", "dimensions that stay variable in the file: none, batch, image size, or both", group="input"
     )
     half: bool = setting(False, "compute in 16 bits; inputs and outputs stay 32-bit", group="method")
+    int8: bool = setting(
+        False,
+        "compute in 8 bits, with ranges from images of --data; inputs and outputs stay 32-bit",
+        group="method",
+    )
+    calibration_images: Natural = setting(
+        64, "with --int8: images of the train split that find the ranges", group="method"
+    )
     simplify: bool = setting(False, "simplify the ONNX graph (needs onnxslim)", group="method")
     nms: bool = setting(False, "include non-maximum suppression (NMS) in the file", group="method")
     conf: Unit = setting(0.25, "with --nms: discard boxes with a lower score", group="method")
@@ -663,7 +673,9 @@ class ExportConfig(Frozen):
     )
     agnostic_nms: bool = setting(False, "with --nms: run NMS over all classes together", group="method")
     data: str = setting(
-        "", "data set whose images verify the file; default: generated images", group="reports and display"
+        "",
+        "data set whose images verify the file, and calibrate it with --int8; default: generated images",
+        group="reports and display",
     )
     out: Path | None = setting(
         None,

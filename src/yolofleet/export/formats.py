@@ -22,6 +22,7 @@ class Format:
         marker: a file that identifies such a folder; "" = the format has one file.
         writes, runs: modules needed to write and to run it.
         dynamic: supports variable image sizes and batches.
+        quantizes: modules needed for ``--int8``; () = not supported.
         nms, half, simplify: supports the option of that name.
     """
 
@@ -30,6 +31,7 @@ class Format:
     marker: str = ""
     writes: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    quantizes: tuple[str, ...] = ()
     dynamic: bool = False
     nms: bool = False
     half: bool = True
@@ -40,9 +42,9 @@ class Format:
         """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
         return import_module(f"yolofleet.export.{self.name}")
 
-    def path_beside(self, weights: Path) -> Path:
-        """Return the default path of an export of ``weights``."""
-        return weights.with_name(weights.stem + self.suffix)
+    def path_beside(self, weights: Path, *, int8: bool = False) -> Path:
+        """Return the default path of an export of ``weights``: ``best.onnx``, ``best_int8.onnx``."""
+        return weights.with_name(f"{weights.stem}{'_int8' if int8 else ''}{self.suffix}")
 
 
 FORMATS = {
@@ -53,6 +55,7 @@ FORMATS = {
             ".onnx",
             writes=("onnx",),
             runs=("onnx", "onnxruntime"),
+            quantizes=("onnxruntime",),
             dynamic=True,
             nms=True,
             simplify=True,
@@ -64,6 +67,7 @@ FORMATS = {
             marker="model.xml",
             writes=("onnx", "openvino"),
             runs=("openvino",),
+            quantizes=("onnxruntime",),
             dynamic=True,
             nms=True,
         ),
@@ -74,7 +78,7 @@ FORMATS = {
     )
 }
 REFUSED = {
-    "paddle": "its only converter (X2Paddle, last released in 2024) writes Python source and executes it"
+    "paddle": "its only converter (X2Paddle, last released in 2024) writes Python source and executes it",
 }
 SLIM = "onnxslim"  # package that --simplify needs
 
