@@ -52,6 +52,7 @@ from yolofleet.predict.bench import measured
 from yolofleet.predict.predictor import Prediction, Predictor, one_device
 from yolofleet.predict.run import Output, show
 from yolofleet.predict.sources import Source
+from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import RunPlan, is_worker, plan_run
@@ -178,16 +179,19 @@ class Model:
         model: a weights file or its published name, an exported file, the folder of a run (its best weights), a built-in
             model (``yolov5n``), or a model description (.yaml, .cfg).
         cfg: description of the network for weights that have none (.weights).
+        recipe_class: your own model, loss or data set, ``FILE.py:CLASS``; with ``model=""`` the class has the network.
 
     Attributes:
         weights: the weights file; "" until an untrained model is trained.
     """
 
-    def __init__(self, model: str | Path, *, cfg: str | Path = "") -> None:
+    def __init__(self, model: str | Path = "", *, cfg: str | Path = "", recipe_class: str = "") -> None:
         path, name = Path(model), str(model)
-        self.model, self.cfg, self.weights = "", str(cfg), ""
+        self.model, self.cfg, self.weights, self.recipe_class = "", str(cfg), "", recipe_class
         self._predictor: tuple[dict[str, Any], Predictor] | None = None
-        if path.is_dir() and format_of(path) is None:
+        if not (name or recipe_class):
+            raise ConfigError("no model: expected a weights file, a built-in name or a description")
+        if name and path.is_dir() and format_of(path) is None:
             self.weights = str(best_weights(path))
         elif path.suffix.lower() in (".yaml", ".yml", ".cfg"):
             self.cfg = name
@@ -210,7 +214,7 @@ class Model:
             YolofleetError: any expected failure, with the text of the command; Stopped if the run got a stop request and
                 can be resumed.
         """
-        mine = {} if settings.get("resume") else self._network()
+        mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
         result = Trainer(_source="Model.train(...)", **{**mine, **settings}).fit()
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
         return result
@@ -281,6 +285,7 @@ class Model:
         config = _said(resolve_bench(given, source="Model.bench(...)")).value
         if config.threads:
             torch.set_num_threads(config.threads)
+        load_recipe_class(config.recipe_class)
         predictor = load_model(
             config.weights,
             cfg=config.cfg,
@@ -294,7 +299,12 @@ class Model:
 
     def _network(self) -> dict[str, str]:
         """Return the settings of a training that name this model."""
-        named = {"weights": self.weights, "model": self.model, "cfg": self.cfg}
+        named = {
+            "weights": self.weights,
+            "model": self.model,
+            "cfg": self.cfg,
+            "recipe_class": self.recipe_class,
+        }
         return {name: value for name, value in named.items() if value}
 
     def _trained(self, verb: str) -> dict[str, str]:
@@ -309,7 +319,7 @@ class Model:
                 source=f"Model.{verb}(...)",
                 hint="call train first, or name a weights file or the folder of a run",
             )
-        return {"weights": self.weights, **({"cfg": self.cfg} if self.cfg else {})}
+        return self._network()
 
     def _opened(self, resolved: Resolved[PredictConfig]) -> Predictor:
         """Return the predictor of these settings; the one of the last call if they are equal."""
@@ -318,6 +328,7 @@ class Model:
             raise ConfigError(
                 f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
             )
+        load_recipe_class(config.recipe_class)
         names = ("cfg", "device", "fit", "conf", "iou", "max_det", "classes", "precision", "batch")
         wanted = {name: getattr(config, name) for name in names} | {"agnostic": config.agnostic_nms}
         if resolved.is_given("img"):

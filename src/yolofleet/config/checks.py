@@ -19,6 +19,7 @@ from yolofleet.config.schema import (
     ValConfig,
 )
 from yolofleet.errors import ConfigError
+from yolofleet.user_code import split_name
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
@@ -85,7 +86,8 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    if not (c.model or c.cfg or c.weights):
+    _check_code(c.recipe_class, *c.callbacks)
+    if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
             "no model: expected one of --weights, --model and --cfg",
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
@@ -178,8 +180,17 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
         )
 
 
+def _check_code(recipe_class: str, *callbacks: str) -> None:
+    """Raise if a name of the user's code has the wrong form, or its file does not exist. Loads nothing."""
+    if recipe_class:
+        split_name(recipe_class, "--recipe-class")
+    for name in callbacks:
+        split_name(name, "--callbacks")
+
+
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     return _without_effect(config, "save_conf")
@@ -187,6 +198,7 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
     return _without_effect(config, "save_conf", "txt_format")
@@ -194,6 +206,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
 
 def check_export(config: Resolved[ExportConfig]) -> None:
     """Check as :func:`check_train`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
@@ -221,6 +234,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
     """Check as :func:`check_train`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
     _check_precision(config)
 

@@ -105,6 +105,12 @@ class ExecutionSettings(Frozen):
     exist_ok: bool = setting(
         False, "use an existing run folder of that name", group="execution", in_files=False
     )
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
 
 
 class FleetSettings(ExecutionSettings):
@@ -392,6 +398,12 @@ class TrainConfig(FleetSettings):
         "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
         group="reports and display",
     )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own code that watches the training: FILE.py:CLASS or MODULE:CLASS (docs/extend.md); may be repeated",
+        group="reports and display",
+        in_files=False,
+    )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     tensorboard: bool = setting(
         False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"
@@ -639,6 +651,12 @@ class ExportConfig(Frozen):
     """Settings of ``yolofleet export``."""
 
     weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     format: str = setting(
         "onnx",
@@ -696,6 +714,12 @@ class BenchConfig(Frozen):
     """Settings of ``yolofleet bench``."""
 
     weights: str = setting("", "weights file or exported file", group="input")
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     img: int = setting(640, "image size, pixels; not needed for a file of fixed size", ge=32, group="input")
     batch: Natural = setting(1, "images per forward pass", group="input")

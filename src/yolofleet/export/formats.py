@@ -77,8 +77,16 @@ FORMATS = {
         Format("tensorrt", ".engine", writes=("onnx", "tensorrt"), runs=("tensorrt",)),
     )
 }
-REFUSED = {
-    "paddle": "its only converter (X2Paddle, last released in 2024) writes Python source and executes it",
+WITHOUT_TENSORFLOW = (
+    "its converters need TensorFlow, which yolofleet does not use",
+    "--format tflite; or --format onnx, and convert that file with onnx2tf",
+)
+REFUSED = {  # reason and hint
+    "paddle": (
+        "its only converter (X2Paddle, last released in 2024) writes Python source and executes it",
+        "--format onnx, which Paddle's tools can read",
+    ),
+    **dict.fromkeys(("saved_model", "pb", "tfjs", "edgetpu"), WITHOUT_TENSORFLOW),
 }
 SLIM = "onnxslim"  # package that --simplify needs
 
@@ -90,10 +98,8 @@ def format_named(name: str) -> Format:
         ConfigError: the name is unknown, or yolofleet does not support the format.
     """
     if name in REFUSED:
-        raise ConfigError(
-            f"--format {name} is not supported: {REFUSED[name]}",
-            hint="--format onnx, which Paddle's tools can read",
-        )
+        why, hint = REFUSED[name]
+        raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)
     if name not in FORMATS:
         listed = f"expected one of {', '.join(FORMATS)}"
         raise ConfigError(f"--format {shown(name)} is not known", hint=did_you_mean(name, FORMATS) or listed)

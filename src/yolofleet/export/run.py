@@ -35,6 +35,7 @@ from yolofleet.export.verify import (
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
+from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.report.console import Console
 
 
@@ -62,6 +63,7 @@ def export_all(config: ExportConfig, console: Console) -> list[dict[str, Any]]:
         need(format, format.writes, f"--format {format.name}")
         if config.int8:
             need(format, format.quantizes, f"--format {format.name} --int8")
+    recipe_class = load_recipe_class(config.recipe_class)
     source = resolve_weights(config.weights)
     if format_of(source) is not None:
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
@@ -96,6 +98,7 @@ def export_all(config: ExportConfig, console: Console) -> list[dict[str, Any]]:
             simplify=config.simplify,
             data=config.data,
             calibration_images=config.calibration_images,
+            recipe_class=recipe_class,
         )
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
         found.append(figures)
@@ -112,12 +115,14 @@ def export(
     simplify: bool = False,
     data: str = "",
     calibration_images: int = 0,
+    recipe_class: TrainingRecipe | None = None,
 ) -> dict[str, Any]:
     """Write a file in a temporary folder, verify it, and then move it to ``out``.
 
     Args:
         size_hw: height and width of the images for tracing and verification, pixels.
         data: data set whose images verify the file; "": generated images.
+        recipe_class: reads ``data``.
         calibration_images: images of the training split of ``data`` that find the ranges of an 8-bit file.
     Returns:
         JSON-able figures: file, format, mib, verified, runtime, difference, ...
@@ -127,8 +132,9 @@ def export(
         ConfigError, CheckpointError: a package is missing, or cannot convert the network.
         StorageError: a file cannot be written.
     """
-    images = dataset_images(data) if data else generated_images()
-    calibration = partial(calibration_batches, data, metadata, size_hw, calibration_images)
+    recipe_class = recipe_class or TrainingRecipe()
+    images = dataset_images(recipe_class.dataset(data)) if data else generated_images()
+    calibration = partial(calibration_batches, recipe_class, data, metadata, size_hw, calibration_images)
     job = ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify, calibration)
     make_folder(out.parent)
     try:

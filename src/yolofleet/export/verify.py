@@ -16,7 +16,7 @@ from torch import Tensor
 
 from yolofleet.config.schema import PredictConfig
 from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import NumericsError
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.runtime import Runtime
@@ -26,6 +26,7 @@ from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
 from yolofleet.models.detector import Detector
+from yolofleet.recipe_class import TrainingRecipe
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
@@ -229,27 +230,27 @@ def batches_of(
     return batches
 
 
-def dataset_images(data: str) -> Iterator[np.ndarray]:
+def dataset_images(spec: DatasetSpec) -> Iterator[np.ndarray]:
     """Yield images spread evenly over a data set's val split, uint8 [H, W, 3] BGR, in an endless cycle.
 
     Raises:
         ConfigError, DataError: the data set has no such images.
     """
-    index = build_index(load_dataset(data), "val")
+    index = build_index(spec, "val")
     step = max(len(index) // MIN_IMAGES, 1)
     for i in itertools.cycle(range(0, len(index), step)):
         yield read_image(index.path(i))
 
 
 def calibration_batches(
-    data: str, metadata: ExportMetadata, size_hw: tuple[int, int], count: int
+    recipe_class: TrainingRecipe, data: str, metadata: ExportMetadata, size_hw: tuple[int, int], count: int
 ) -> Iterator[np.ndarray]:
     """Yield batches of ``count`` images spread evenly over a data set's train split, float32 [N, 3, H, W] RGB in 0..1.
 
     Raises:
         ConfigError, DataError: the data set has no such images.
     """
-    index = build_index(load_dataset(data), "train")
+    index = build_index(recipe_class.dataset(data), "train")
     chosen = np.linspace(0, len(index) - 1, min(count, len(index))).round().astype(int)
     size = metadata.batch or 1
     for start in range(0, len(chosen) - size + 1, size):

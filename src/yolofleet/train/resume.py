@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,12 +120,20 @@ class StoredValues(_Stored, extra="ignore"):
 
 
 def fingerprint(
-    config: TrainConfig, recipe: Recipe, index: DataIndex, model: Detector, world: World
+    config: TrainConfig,
+    recipe: Recipe,
+    index: DataIndex,
+    model: Detector,
+    world: World,
+    code: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return everything that the run's result depends on.
 
     A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
+
+    Args:
+        code: identity of the user's code that decides the result; empty values without such code.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     # keys that checkpoints of earlier versions do not have
@@ -132,6 +141,7 @@ def fingerprint(
         settings["augment_on"] = config.augment_on
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
+    settings |= {name: value for name, value in code.items() if value}
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(),
