@@ -83,13 +83,15 @@ def source_sha256(name: str, flag: str) -> str:
 
 
 def failure_of_code(what: str, problem: BaseException) -> ConfigError:
-    """Return the error for an exception in the user's code; its source is the innermost line of that code."""
-    frames = traceback.extract_tb(problem.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    """Return the error for an exception in the user's code; its source is the innermost line of a file."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(problem.__traceback__)]
+    if isinstance(problem, SyntaxError):
+        lines.append((problem.filename or "", problem.lineno))
+    files = [f"{file}:{line}" for file, line in lines if file.endswith(".py")]
     return ConfigError(
         f"{what}: {type(problem).__name__}: {problem}",
-        source=place,
-        hint="correct that line; the last checkpoint of a run is kept, and --resume continues from it",
+        source=files[-1] if files else None,
+        hint="correct the code; a run that has saved a checkpoint can be resumed",
     )
 
 
