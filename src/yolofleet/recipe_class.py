@@ -12,7 +12,7 @@ from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector
-from yolofleet.user_code import load_class, source_sha256
+from yolofleet.user_code import load_class
 
 FLAG = "--recipe-class"
 
@@ -43,11 +43,6 @@ class TrainingRecipe:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)
         return None if kind.network is TrainingRecipe.network else CustomDescription(kind.__name__)
-
-    @staticmethod
-    def identity(name: str) -> str:
-        """Return class and SHA-256 of the source of ``--recipe-class``, for the fingerprint of a run; "" without one."""
-        return f"{name.rpartition(':')[2]} {source_sha256(name, FLAG)}" if name else ""
 
 
 def load_recipe_class(name: str) -> TrainingRecipe:

@@ -74,12 +74,13 @@ def load_class(name: str, base: type[T], flag: str) -> type[T]:
     return found
 
 
-def source_sha256(name: str, flag: str) -> str:
-    """Return the SHA-256 of the source file of ``name``, which identifies the code in a checkpoint."""
-    place, _ = split_name(name, flag)
+def identity_of(name: str, flag: str) -> str:
+    """Return the class of ``name`` and the SHA-256 of its source file, which identify the code in a checkpoint."""
+    place, class_name = split_name(name, flag)
     spec = None if place.endswith(".py") else find_spec(place)
     file = Path(place) if spec is None or spec.origin is None else Path(spec.origin)
-    return hashlib.sha256(read_foreign(file, limit_bytes=MAX_SOURCE_BYTES)).hexdigest()
+    sha256 = hashlib.sha256(read_foreign(file, limit_bytes=MAX_SOURCE_BYTES)).hexdigest()
+    return f"{class_name} with SHA-256 {sha256}"
 
 
 def failure_of_code(what: str, problem: BaseException) -> ConfigError:

@@ -128,7 +128,7 @@ def test_two_processes_and_a_resumed_run_train_the_same_weights(
     refused = yolofleet(folder, "train", "--resume", run, code=2).err
     assert "loads only code that you name again" in refused and "--recipe-class all_parts.py:All" in refused
     refused = yolofleet(folder, *resumed, code=3).err
-    assert "with other settings: callbacks was ['LimitBiases" in refused
+    assert "with other settings: callbacks was LimitBiases" in refused
     code = ["--callbacks", "my_limit.py:LimitBiases", "--callbacks", "my_callbacks.py:Journal"]
     yolofleet(folder, *resumed, *code)
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]

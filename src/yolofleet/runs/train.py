@@ -68,6 +68,7 @@ from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, 
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 from yolofleet.train.stop import NOTICE
+from yolofleet.user_code import identity_of
 
 
 def train(
@@ -150,7 +151,9 @@ def built_run(
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     callbacks = Callbacks(config.callbacks, world)
-    code = {"callbacks": callbacks.identity(), "recipe_class": recipe_class.identity(config.recipe_class)}
+    code = {"callbacks": callbacks.identity()}
+    if config.recipe_class:
+        code["recipe_class"] = identity_of(config.recipe_class, "--recipe-class")
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world, code)
     averaged = _averaged(network.model, state)
     if snapshot is not None:

@@ -16,7 +16,7 @@ from yolofleet.errors import YolofleetError
 from yolofleet.parallel.world import World
 from yolofleet.system.signals import request_stop
 from yolofleet.train.state import TrainState
-from yolofleet.user_code import failure_of_code, load_class, source_sha256
+from yolofleet.user_code import failure_of_code, identity_of, load_class
 
 FLAG = "--callbacks"
 
@@ -114,9 +114,9 @@ class Callbacks:
                 except Exception as problem:
                     raise failure_of_code(f"{FLAG} {name} cannot be made", problem) from None
 
-    def identity(self) -> list[str]:
-        """Return class and SHA-256 of each callback that changes the training, for the fingerprint of the run."""
-        return [f"{name.rpartition(':')[2]} {source_sha256(name, FLAG)}" for name in self._changing]
+    def identity(self) -> str:
+        """Return what identifies the callbacks that change the training, for the fingerprint of the run."""
+        return ", ".join(identity_of(name, FLAG) for name in self._changing)
 
     def start(self, run: RunStart, state: TrainState) -> None:
         for callback in self._mine:

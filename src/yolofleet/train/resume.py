@@ -54,6 +54,7 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
+CODE = ("callbacks", "recipe_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
@@ -286,6 +287,8 @@ def check_resume(
             hint = "a checkpoint continues only the run that made it; --weights starts a new run from weights"
             if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
                 hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
+            if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
+                hint = "--callbacks and --recipe-class must name the code of the run, with the same source"
             raise CheckpointError(
                 f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
                 source=source,
