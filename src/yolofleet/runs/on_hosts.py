@@ -141,6 +141,10 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
         options += ["--preempt-notice", settings.preempt_notice]
     if settings.sync_code:
         options.append("--sync-code")
+    if settings.recipe_class:
+        options += ["--recipe-class", settings.recipe_class]
+    for name in getattr(settings, "callbacks", ()):
+        options += ["--callbacks", name]
     for name in WITH_HOSTS:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)
