@@ -242,8 +242,15 @@ def main() -> int:
                     batch=None if free else 1,
                     int8=int8,
                 )
-                given = {"data": options.data, "calibration_images": options.calibration_images}
-                figures = export(model, FORMATS[name], metadata, size_hw, out, **given)
+                figures = export(
+                    model,
+                    FORMATS[name],
+                    metadata,
+                    size_hw,
+                    out,
+                    data=options.data,
+                    calibration_images=options.calibration_images,
+                )
                 if not figures["verified"]:
                     print(f"{name}: exported, not run: {figures['why_not']}", flush=True)
                     continue
