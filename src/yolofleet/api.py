@@ -33,7 +33,7 @@ from yolofleet.config.load import (
     resolve_train,
     resolve_val,
 )
-from yolofleet.config.schema import PredictConfig
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -215,7 +215,7 @@ class Model:
                 can be resumed.
         """
         mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
-        result = Trainer(_source="Model.train(...)", **{**mine, **settings}).fit()
+        result = _train(*_training({**mine, **settings}, "Model.train(...)"))
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
         return result
 
@@ -348,14 +348,8 @@ class Trainer:
         ConfigError: a name is unknown, a value is not valid, or settings are mutually exclusive.
     """
 
-    def __init__(self, *, _source: str = "Trainer(...)", **settings: Any) -> None:
-        self.config, self.recipe = resolve_train(_texts(settings), source=_source)
-        if self.config.value.detach:
-            raise ConfigError(
-                "detach: a detached run has no result to wait for",
-                source=_source,
-                hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
-            )
+    def __init__(self, **settings: Any) -> None:
+        self.config, self.recipe = _training(settings, "Trainer(...)")
 
     def fit(self) -> TrainResult:
         """Train in this process for one device, in one process per device for several, or on ``hosts``.
@@ -365,9 +359,25 @@ class Trainer:
         Raises:
             YolofleetError: any expected failure; Stopped if the run got a stop request and can be resumed.
         """
-        _said(self.config)
-        folder, results = _run(plan_run(self.config, self.recipe), "train")
-        return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
+        return _train(self.config, self.recipe)
+
+
+def _training(settings: Mapping[str, Any], source: str) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """Return the checked settings of a training. Raises ConfigError."""
+    config, recipe = resolve_train(_texts(settings), source=source)
+    if config.value.detach:
+        raise ConfigError(
+            "detach: a detached run has no result to wait for",
+            source=source,
+            hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
+        )
+    return config, recipe
+
+
+def _train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> TrainResult:
+    _said(config)
+    folder, results = _run(plan_run(config, recipe), "train")
+    return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
