@@ -124,7 +124,7 @@ def test_two_processes_and_a_resumed_run_train_the_same_weights(
     for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
         state.unlink()
     (run / "results.json").unlink(missing_ok=True)
-    resumed = ["train", "--resume", run, "--recipe-class", "all_parts.py:All"]
+    resumed = ["train", "--resume", str(run), "--recipe-class", "all_parts.py:All"]
     refused = yolofleet(folder, "train", "--resume", run, code=2).err
     assert "loads only code that you name again" in refused and "--recipe-class all_parts.py:All" in refused
     refused = yolofleet(folder, *resumed, code=3).err

@@ -110,7 +110,7 @@ def listed_dataset(
         splits: for "train", "val" and "test": (path, rows) of each image; a row is class number, cx, cy, width, height
             as fractions of the image.
     """
-    sources = {
+    sources: dict[str, tuple[SplitSource, ...]] = {
         split: (SplitSource("list", Path(data), images=tuple(images)),) for split, images in splits.items()
     }
     return DatasetSpec(data, tuple(names), sources, data, Path())

@@ -36,7 +36,7 @@ from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.report.console import Console
+from yolofleet.report.console import Console, NullConsole
 
 
 def export_command(config: ExportConfig) -> int:
@@ -51,7 +51,7 @@ def export_command(config: ExportConfig) -> int:
     return 0
 
 
-def export_all(config: ExportConfig, console: Console) -> list[dict[str, Any]]:
+def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any]]:
     """Write one file for each of ``--format``; return the figures of each, see :func:`export`.
 
     Raises:
