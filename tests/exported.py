@@ -12,7 +12,7 @@ from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.verify import batches_of, generated_images
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import DarknetDescription
-from yolofleet.models.description import ModelDescription, describe
+from yolofleet.models.description import CustomDescription, ModelDescription, describe
 from yolofleet.models.detector import Detector
 
 NAMES = ("person", "dog", "traffic light")
@@ -24,6 +24,7 @@ def small(name: str) -> ModelDescription:
     description = describe(name)
     if isinstance(description, DarknetDescription):
         return description
+    assert not isinstance(description, CustomDescription)
     return replace(description, depth_multiple=0.1, width_multiple=0.125)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 # OpenCV reads its limit of pixels once, while it loads. Python runs this file before any other module of the package, so
@@ -10,12 +11,15 @@ from typing import Any
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(1 << 28))
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "__version__", "load_model"]
+__all__ = ["Callback", "Model", "Trainer", "TrainingRecipe", "__version__", "load_model"]
+_FROM = {
+    **dict.fromkeys(("Model", "Trainer", "load_model"), "yolofleet.api"),
+    "Callback": "yolofleet.train.callbacks",
+    "TrainingRecipe": "yolofleet.recipe_class",
+}
 
 
 def __getattr__(name: str) -> Any:  # imports torch only if one of these is used
-    if name in ("Trainer", "load_model"):
-        from yolofleet import api
-
-        return getattr(api, name)
+    if name in _FROM:
+        return getattr(import_module(_FROM[name]), name)
     raise AttributeError(f"module 'yolofleet' has no attribute {name!r}")

@@ -1,23 +1,41 @@
-"""The Python interface: ``yolofleet train`` and ``yolofleet predict`` as two names.
+"""The Python interface: the verbs of the command line as methods of one class.
 
-from yolofleet import Trainer, load_model
+from yolofleet import Model
 
-result = Trainer(data="coco128.yaml", weights="yolov5n.pt", epochs=3, device="0,1").fit()
-for prediction in load_model(result.weights).predict("street.jpg"):
+model = Model("yolov5n.pt")
+run = model.train(data="coco128.yaml", epochs=3, device="0,1")  # the model now has the weights of this run
+print(model.val(data="coco128.yaml").metrics["mAP50-95"])
+for prediction in model.predict("street.jpg", conf=0.4):
     print(prediction.counts())
+model.export(format="onnx,openvino")
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.config.load import resolve_train
+from yolofleet.config.load import (
+    Resolved,
+    resolve_bench,
+    resolve_export,
+    resolve_predict,
+    resolve_train,
+    resolve_val,
+)
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig
 from yolofleet.errors import (
+    CheckpointError,
     ClusterError,
     ConfigError,
     DataError,
@@ -27,11 +45,21 @@ from yolofleet.errors import (
     YolofleetError,
 )
 from yolofleet.export.formats import format_of
+from yolofleet.export.run import export_all
 from yolofleet.export.runtime import open_weights
-from yolofleet.predict.predictor import Predictor, one_device
+from yolofleet.models.description import preset_names
+from yolofleet.predict.bench import measured
+from yolofleet.predict.predictor import Prediction, Predictor, one_device
+from yolofleet.predict.run import Output, show
+from yolofleet.predict.sources import Source
+from yolofleet.recipe_class import load_recipe_class
+from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.plan import is_worker, plan_run
+from yolofleet.runs.plan import RunPlan, is_worker, plan_run
 from yolofleet.runs.start import start
+from yolofleet.text import echo
+
+WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
 
 
 def load_model(
@@ -67,6 +95,9 @@ def best_weights(run: Path) -> Path:
     return best if best.exists() else best.with_name("last.safetensors")
 
 
+# -- results ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """The result of a finished run.
@@ -82,20 +113,243 @@ class TrainResult:
     weights: Path
 
 
-class Trainer:
-    """A training run. The constructor checks its settings, :meth:`fit` trains.
+@dataclass(frozen=True)
+class ValResult:
+    """The result of a validation.
+
+    Attributes:
+        folder: with results.json, plots and the files that the settings ask for.
+        metrics: "P", "R", "mAP50", "mAP50-95", ...
+        per_class: figures by class name.
+        images: number of images.
+        seconds: by phase.
+    """
+
+    folder: Path
+    metrics: dict[str, float]
+    per_class: dict[str, dict[str, float]]
+    images: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """One exported file.
+
+    Attributes:
+        file: the file, or the folder of a format with several files.
+        format: its name.
+        mib: size in MiB.
+        verified: the file ran here, and its output agrees with the network's.
+        figures: all figures, as ``--json`` writes them: differences, runtime, or why the file is not verified.
+    """
+
+    file: Path
+    format: str
+    mib: float
+    verified: bool
+    figures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The measured speed of a model.
+
+    Attributes:
+        median_ms: median milliseconds of a pass by stage: "letterbox", "forward", "nms", "all".
+        images_per_s: throughput.
+        figures: all figures, as ``--json`` writes them.
+    """
+
+    median_ms: dict[str, float]
+    images_per_s: float
+    figures: Mapping[str, Any]
+
+
+# -- the model -------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A detector and what can be done with it. Each method takes every setting of the command of its name.
+
+    The names of settings have underscores: ``nominal_batch=32``. A method runs in this process for one device, in one
+    process for each of several (``device="0,1"``, ``device="cpu:2"``), or on ``hosts``, after the checks of the command.
 
     Args:
-        settings: any settings of ``yolofleet train``, with underscores in their names: data, model, weights,
-            epochs, batch, device, ...; ``set=("lr0=0.005",)`` changes the recipe.
+        model: a weights file or its published name, an exported file, the folder of a run (its best weights), a built-in
+            model (``yolov5n``), or a model description (.yaml, .cfg).
+        cfg: description of the network for weights that have none (.weights).
+        recipe_class: your own model, loss or data set, ``FILE.py:CLASS``; with ``model=""`` the class has the network.
+
+    Attributes:
+        weights: the weights file; "" until an untrained model is trained.
+    """
+
+    def __init__(self, model: str | Path = "", *, cfg: str | Path = "", recipe_class: str = "") -> None:
+        path, name = Path(model), str(model)
+        self.model, self.cfg, self.weights, self.recipe_class = "", str(cfg), "", recipe_class
+        self._predictor: tuple[dict[str, Any], Predictor] | None = None
+        if not (name or recipe_class):
+            raise ConfigError("no model: expected a weights file, a built-in name or a description")
+        if name and path.is_dir() and format_of(path) is None:
+            self.weights = str(best_weights(path))
+        elif path.suffix.lower() in (".yaml", ".yml", ".cfg"):
+            self.cfg = name
+        elif name in preset_names():
+            self.model = name
+        else:
+            self.weights = name
+
+    def __repr__(self) -> str:
+        return f"Model({self.weights or self.cfg or self.model!r})"
+
+    def train(self, **settings: Any) -> TrainResult:
+        """Train, and take the best weights of the run.
+
+        Args:
+            settings: of ``yolofleet train``; ``set=("lr0=0.005",)`` changes the recipe, ``resume=FOLDER`` goes on with
+                that run instead of starting one from this model.
+
+        Raises:
+            YolofleetError: any expected failure, with the text of the command; Stopped if the run got a stop request and
+                can be resumed.
+        """
+        mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
+        result = _train(*_training({**mine, **settings}, "Model.train(...)"))
+        self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
+        return result
+
+    def val(self, **settings: Any) -> ValResult:
+        """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
+        given = {**self._trained("val"), **_texts(settings)}
+        folder, results = _run(plan_run(_said(resolve_val(given, source="Model.val(...)"))), "val")
+        parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
+        return ValResult(folder.path, **parts)
+
+    def predict(self, source: Any, **settings: Any) -> list[Prediction]:
+        """Return the boxes of all images of ``source``; for long videos use :meth:`stream`.
+
+        Args:
+            source: a source of ``yolofleet predict``, a uint8 [H, W, 3] BGR array, or a list of these.
+            settings: of ``yolofleet predict``. Files are written only if a setting asks for it: ``save="images"``,
+                ``save_txt=True``, ... ``img`` is the size in training by default.
+
+        Raises:
+            DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command.
+        """
+        return list(self.stream(source, **settings))
+
+    def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
+        """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
+        parts: Sequence[Any] = [source] if isinstance(source, (str, Path, np.ndarray)) else source
+        given = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
+        resolved = _said(resolve_predict(given, source="Model.predict(...)"))
+        config = resolved.value
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        predictor = self._opened(resolved)
+        with ExitStack() as stack:
+            output = None
+            if config.save != "none" or any(getattr(config, name) for name in WRITES):
+                folder = RunFolder.create(
+                    "predict", project=config.project, name=config.name, exist_ok=config.exist_ok
+                )
+                output = stack.enter_context(Output(config, folder.path))
+            for part in parts:
+                for prediction in _predictions(predictor, part, config.vid_stride):
+                    if output is not None:
+                        output.write(prediction)
+                    yield prediction
+                    if config.show and not show(prediction, config):
+                        return
+            if output is not None:
+                output.finish()
+
+    def export(self, **settings: Any) -> list[ExportResult]:
+        """Write files for other runtimes, one for each of ``format``. Takes the settings of ``yolofleet export``.
+
+        Raises:
+            YolofleetError: as the command; NumericsError if a file differs from the network by more than rounding.
+        """
+        given = {**self._trained("export"), **_texts(settings)}
+        config = _said(resolve_export(given, source="Model.export(...)")).value
+        with Console() as console:
+            found = export_all(config, console)
+        return [
+            ExportResult(Path(one["file"]), one["format"], one["mib"], one["verified"], one) for one in found
+        ]
+
+    def bench(self, **settings: Any) -> BenchResult:
+        """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
+        given = {**self._trained("bench"), **_texts(settings)}
+        config = _said(resolve_bench(given, source="Model.bench(...)")).value
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        load_recipe_class(config.recipe_class)
+        predictor = load_model(
+            config.weights,
+            cfg=config.cfg,
+            device=config.device,
+            img=config.img,
+            precision=config.precision,
+            batch=config.batch,
+        )
+        figures = {"weights": config.weights, **measured(predictor, config.passes)}
+        return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
+
+    def _network(self) -> dict[str, str]:
+        """Return the settings of a training that name this model."""
+        named = {
+            "weights": self.weights,
+            "model": self.model,
+            "cfg": self.cfg,
+            "recipe_class": self.recipe_class,
+        }
+        return {name: value for name, value in named.items() if value}
+
+    def _trained(self, verb: str) -> dict[str, str]:
+        """Return the settings that name this model's weights.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if not self.weights:
+            raise ConfigError(
+                f"{self!r} has no weights to {verb} with",
+                source=f"Model.{verb}(...)",
+                hint="call train first, or name a weights file or the folder of a run",
+            )
+        return self._network()
+
+    def _opened(self, resolved: Resolved[PredictConfig]) -> Predictor:
+        """Return the predictor of these settings; the one of the last call if they are equal."""
+        config = resolved.value
+        if config.workers > 0:
+            raise ConfigError(
+                f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
+            )
+        load_recipe_class(config.recipe_class)
+        names = ("cfg", "device", "fit", "conf", "iou", "max_det", "classes", "precision", "batch")
+        wanted = {name: getattr(config, name) for name in names} | {"agnostic": config.agnostic_nms}
+        if resolved.is_given("img"):
+            wanted["img"] = config.img
+        if self._predictor is None or self._predictor[0] != wanted:
+            self._predictor = wanted, load_model(config.weights, **wanted)
+        return self._predictor[1]
+
+
+class Trainer:
+    """A training run in two steps: the constructor checks its settings, :meth:`fit` trains.
+
+    Args:
+        settings: any settings of ``yolofleet train``; the model is one of them: ``weights``, ``model`` or ``cfg``.
 
     Raises:
         ConfigError: a name is unknown, a value is not valid, or settings are mutually exclusive.
     """
 
     def __init__(self, **settings: Any) -> None:
-        given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-        self.config, self.recipe = resolve_train(given, source="Trainer(...)")
+        self.config, self.recipe = _training(settings, "Trainer(...)")
 
     def fit(self) -> TrainResult:
         """Train in this process for one device, in one process per device for several, or on ``hosts``.
@@ -105,29 +359,89 @@ class Trainer:
         Raises:
             YolofleetError: any expected failure; Stopped if the run got a stop request and can be resumed.
         """
-        if is_worker():
-            raise ConfigError(
-                "Trainer starts its own processes, so it cannot run in a process that torchrun started",
-                hint="start the script with python, or use torchrun with -m yolofleet train",
-            )
-        code, folder = start(plan_run(self.config, self.recipe))
-        return self._result(code, folder)
+        return _train(self.config, self.recipe)
 
-    def _result(self, code: int, folder: RunFolder) -> TrainResult:
-        if code:
-            raise failure(code, folder)
-        results = json.loads(folder.results_json.read_text(encoding="utf-8"))
-        return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
+
+def _training(settings: Mapping[str, Any], source: str) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """Return the checked settings of a training. Raises ConfigError."""
+    config, recipe = resolve_train(_texts(settings), source=source)
+    if config.value.detach:
+        raise ConfigError(
+            "detach: a detached run has no result to wait for",
+            source=source,
+            hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
+        )
+    return config, recipe
+
+
+def _train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> TrainResult:
+    _said(config)
+    folder, results = _run(plan_run(config, recipe), "train")
+    return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as the schema reads them: paths as text, lists as they are."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+
+
+def _said(config: Any) -> Any:
+    """Print the notes about settings, and return ``config``."""
+    for note in config.notes:
+        echo(f"note: {note}", to=sys.stderr)
+    return config
+
+
+def _predictions(predictor: Predictor, part: Any, vid_stride: int) -> Iterator[Prediction]:
+    """Yield the predictions of one source.
+
+    Raises:
+        DataError: an image cannot be read.
+    """
+    if not isinstance(part, (str, Path)):
+        yield from predictor.predict(part)
+        return
+    frames = Source(str(part), vid_stride=vid_stride)
+    yield from predictor.stream(frames)
+    if frames.problems:
+        raise DataError("; ".join(frames.problems))
+
+
+def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
+    """Execute a plan; return the folder of the run and its results.
+
+    Raises:
+        YolofleetError: see :meth:`Model.train`.
+    """
+    if is_worker():
+        raise ConfigError(
+            f"{verb} starts its own processes, so it cannot run in a process that torchrun started",
+            hint=f"start the script with python, or use torchrun with -m yolofleet {verb}",
+        )
+    code, folder = start(plan)
+    if code:
+        raise failure(code, folder)
+    return folder, json.loads(folder.results_json.read_text(encoding="utf-8"))
+
+
+KINDS = (ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, Stopped)
 
 
 def failure(exit_code: int, folder: RunFolder) -> YolofleetError:
-    """Return the error for processes that ended with ``exit_code``; they have printed the reason on standard error."""
-    kinds = (ConfigError, DataError, StorageError, ClusterError, NumericsError, Stopped)
-    kind = next((kind for kind in kinds if kind.exit_code == exit_code), YolofleetError)
+    """Return the error for processes that ended with ``exit_code``, with the text that they printed if it is known."""
+    text = getattr(exit_code, "text", "")
+    by_name = {kind.__name__: kind for kind in KINDS}
+    by_code = next((kind for kind in KINDS if kind.exit_code == exit_code), YolofleetError)
+    name, _, what = text.partition("\n")[0].partition(": ")
+    kind: type[YolofleetError] = by_name.get(name, by_code)
+    if text:
+        error = kind(what or name)
+        error.printed = text
+        return error
     if kind is Stopped:
         return Stopped(
             "the run stopped on request; its state is saved",
-            hint=f"Trainer(resume={str(folder.path)!r}).fit()",
+            hint=f"Model.train(resume={str(folder.path)!r})",
         )
     return kind(
         f"the run ended with exit code {exit_code}", source=str(folder.logs), hint="see its message above"

@@ -20,6 +20,7 @@ class YolofleetError(Exception):
 
     exit_code = 1
     usual_hint = "run it again with YOLOFLEET_TRACEBACK=1 to see where it comes from"
+    printed = ""  # the message of the process that failed, if that is another one
 
     def __init__(self, what: str, *, source: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
@@ -32,6 +33,8 @@ class YolofleetError(Exception):
 
         Further lines of a value are indented, so that no value can imitate a line of the message.
         """
+        if self.printed:
+            return self.printed
         lines = [f"{type(self).__name__}: {self.what}"]
         if self.source:
             lines.append(f"  from : {self.source}")
@@ -98,3 +101,19 @@ class Stopped(YolofleetError):
     exit_code = 75
     machine_goes = False
     usual_hint = "run the same command again"
+
+
+class ExitCode(int):
+    """The exit code of a job, with the message that the launcher printed about its end.
+
+    Attributes:
+        text: the message; "" if there is none.
+    """
+
+    text = ""
+
+    @classmethod
+    def with_text(cls, code: int, text: str) -> ExitCode:
+        made = cls(code)
+        made.text = text
+        return made

@@ -13,7 +13,7 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.losses.ppyoloe import PpyoloeLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.darknet import DarknetNetwork
-from yolofleet.models.description import ModelDescription
+from yolofleet.models.description import CustomDescription, ModelDescription
 from yolofleet.models.detector import AnchorDetector, Detector
 from yolofleet.models.ppyoloe import PpyoloeNetwork
 from yolofleet.models.row_network import RowNetwork
@@ -49,10 +49,45 @@ def ppyoloe_loss(model: PpyoloeNetwork, recipe: Recipe, img: int) -> DetectionLo
     )
 
 
+CUSTOM: dict[
+    str, Callable[[int], Detector]
+] = {}  # networks of the recipe classes that this process has loaded
+
+
+def custom_network(description: CustomDescription, nc: int) -> Detector:
+    """Return the network of a user's ``TrainingRecipe``.
+
+    Raises:
+        ConfigError: this process has not loaded that class, or it returns something else.
+    """
+    if description.name not in CUSTOM:
+        raise ConfigError(
+            f"the network {description.name} is built by a recipe class, which must be named",
+            hint=f"--recipe-class FILE.py:{description.name}",
+        )
+    model = CUSTOM[description.name](nc)
+    if not isinstance(model, Detector):
+        raise ConfigError(
+            f"{description.name}.network returned {type(model).__name__}, expected a subclass of Detector"
+        )
+    model.description = description
+    return model
+
+
+def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
+    if not isinstance(model, AnchorDetector):
+        raise ConfigError(
+            f"{model.description.name} has a network without anchors, and no method loss",
+            hint="add the method loss, or make the network a subclass of AnchorDetector",
+        )
+    return anchor_loss(model, recipe, img)
+
+
 FAMILIES = {
     "yolov5": Family(RowNetwork, anchor_loss, "scratch-low"),
     "darknet": Family(DarknetNetwork, anchor_loss, "scratch-low"),
     "ppyoloe": Family(PpyoloeNetwork, ppyoloe_loss, "ppyoloe-300e"),
+    "custom": Family(custom_network, custom_loss, "scratch-low"),
 }
 
 

@@ -236,14 +236,16 @@ def _verb_of(script: str) -> str:
 
 def _interface() -> Iterator[str]:
     """Return a line for each public name of the package, each of their methods, and each attribute of results."""
-    from yolofleet.api import TrainResult
+    from yolofleet.api import BenchResult, ExportResult, TrainResult, ValResult
     from yolofleet.predict.predictor import Prediction
 
     for name in yolofleet.__all__:
         value = getattr(yolofleet, name)
         if callable(value):
             yield f"{name}({_parameters(value)})"
-    for kind in (yolofleet.Trainer, TrainResult, Prediction):
+    results = (TrainResult, ValResult, ExportResult, BenchResult, Prediction)
+    own = (yolofleet.Model, yolofleet.Trainer, yolofleet.Callback, yolofleet.TrainingRecipe)
+    for kind in (*own, *results):
         for name, member in vars(kind).items():
             if name.startswith("_"):
                 continue
@@ -251,9 +253,7 @@ def _interface() -> Iterator[str]:
                 yield f"{kind.__name__}.{name}"
             elif callable(member):
                 yield f"{kind.__name__}.{name}({_parameters(member)})"
-    yield from (
-        f"{kind.__name__}.{field.name}" for kind in (TrainResult, Prediction) for field in fields(kind)
-    )
+    yield from (f"{kind.__name__}.{field.name}" for kind in results for field in fields(kind))
 
 
 def _parameters(function: Any) -> str:

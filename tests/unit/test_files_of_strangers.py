@@ -15,7 +15,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_result", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
+        ("api.py:_run", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
          "cli/bench.py:run_train"),
         "results.json, which a run has just written or we have just fetched",
     ),
@@ -26,7 +26,8 @@ MAY_OPEN = {
     ),
     **dict.fromkeys(
         ("checkpoint/catalogue.py:_describe", "checkpoint/darknet.py:check", "checkpoint/darknet.py:write",
-         "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write"),
+         "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write",
+         "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
     "runs/study.py:_drop_torn_line": "the journal of a study in the folder that --resume names; Optuna opens it too",

@@ -17,6 +17,7 @@ ORDER = (  # a module imports its own part and earlier ones
     ("errors",),
     ("system",),
     ("files",),
+    ("user_code",),
     ("config",),
     ("devices",),
     ("geometry",),
@@ -27,6 +28,7 @@ ORDER = (  # a module imports its own part and earlier ones
     ("models",),
     ("losses",),
     ("families",),
+    ("recipe_class",),
     ("parallel",),
     ("checkpoint",),
     ("evaluate",),
@@ -40,7 +42,18 @@ ORDER = (  # a module imports its own part and earlier ones
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
 TO_A_ROOT = {("runs", "worker")}  # inside a function: this process becomes a worker
-WITHOUT_TORCH = ("text", "errors", "system", "files", "config", "fleet", "cli", "__init__", "__main__")
+WITHOUT_TORCH = (
+    "text",
+    "errors",
+    "system",
+    "files",
+    "user_code",
+    "config",
+    "fleet",
+    "cli",
+    "__init__",
+    "__main__",
+)
 
 
 def modules() -> list[Path]:

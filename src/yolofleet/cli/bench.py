@@ -31,7 +31,7 @@ from yolofleet.text import echo
 WITHOUT_GROUPS = ("after a failure", "saved files")
 WITHOUT = {
     "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
-    "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok",
+    "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok", "callbacks",
     *(name for name, field in TrainConfig.model_fields.items() if group_of(field) in WITHOUT_GROUPS),
 }  # fmt: skip
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
@@ -42,7 +42,9 @@ SLOWER = 0.9  # of the slower part, for a note about the whole run
 def run_inference(given: dict[str, Any], config_file: str) -> int:
     config = resolve_bench(given, config_file=config_file)
     from yolofleet.predict.bench import bench_command
+    from yolofleet.recipe_class import load_recipe_class
 
+    load_recipe_class(config.value.recipe_class)
     return bench_command(config.value)
 
 

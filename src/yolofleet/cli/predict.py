@@ -13,7 +13,9 @@ def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_predict(given, config_file=config_file)
     say(config.notes)
     from yolofleet.predict.run import predict_command
+    from yolofleet.recipe_class import load_recipe_class
 
+    load_recipe_class(config.value.recipe_class)
     return predict_command(config.value)
 
 

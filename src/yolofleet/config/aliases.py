@@ -100,14 +100,9 @@ def _height_width(values: list[str]) -> list[str]:
     return [f"--img={','.join(values)}"]
 
 
-def _one_format(values: list[str]) -> list[str]:
-    if len(values) > 1:
-        raise ConfigError(
-            f"--include with {len(values)} formats: export writes one format at a time",
-            hint=f"--format {values[0]}; run the command once for each format",
-        )
+def _formats(values: list[str]) -> list[str]:
     names = {"engine": "tensorrt"}
-    return [f"--format={names.get(values[0], values[0])}"]
+    return [f"--format={','.join(names.get(value, value) for value in values)}"]
 
 
 def _paddle_config(values: list[str]) -> list[str]:
@@ -258,7 +253,7 @@ SPELLINGS["export"] = {
     "--img-size": Spelling("some", _height_width),
     "--batch-size": same("--batch"),
     "--weights": Spelling("some", _one_model),
-    "--include": Spelling("some", _one_format, note=True),
+    "--include": Spelling("some", _formats, note=True),
     "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
     "--conf-thres": renamed("--conf"),
     "--iou-thres": renamed("--iou"),
@@ -269,8 +264,9 @@ SPELLINGS["export"] = {
     "--optimize": refused(
         "TorchScript files for phones are not available", "--format ncnn, tflite or coreml"
     ),
-    "--int8": refused(f"8-bit quantisation {NOT_YET}", "--half"),
-    "--per-tensor": refused(f"8-bit quantisation {NOT_YET}", "leave it out"),
+    "--per-tensor": refused(
+        "--int8 has one scale for each output channel, which is more accurate", "leave it out"
+    ),
     "--keras": refused("yolofleet writes TensorFlow Lite files without TensorFlow", "leave it out"),
     "--mlmodel": refused("Core ML files are packages (.mlpackage)", "leave it out"),
     "--cache": refused("yolofleet builds TensorRT engines without a timing cache", "leave it out", "one"),

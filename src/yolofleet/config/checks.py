@@ -21,6 +21,7 @@ from yolofleet.config.schema import (
     ValConfig,
 )
 from yolofleet.errors import ConfigError
+from yolofleet.user_code import split_name
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have
@@ -105,7 +106,8 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    if not (c.model or c.cfg or c.weights):
+    _check_code(c.recipe_class, *c.callbacks)
+    if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
             "no model: expected one of --weights, --model and --cfg",
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
@@ -292,8 +294,17 @@ def check_tune(config: Resolved[TuneConfig]) -> None:
         )
 
 
+def _check_code(recipe_class: str, *callbacks: str) -> None:
+    """Raise if a name of the user's code has the wrong form, or its file does not exist. Loads nothing."""
+    if recipe_class:
+        split_name(recipe_class, "--recipe-class")
+    for name in callbacks:
+        split_name(name, "--callbacks")
+
+
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     return _without_effect(config, "save_conf")
@@ -301,6 +312,7 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
     return _without_effect(config, "save_conf", "txt_format")
@@ -308,15 +320,35 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
 
 def check_export(config: Resolved[ExportConfig]) -> None:
     """Check as :func:`check_train`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
+    _only_with(config, "calibration_images", "int8")
+    if config.value.int8 and not config.value.data:
+        raise ConfigError(
+            "--int8 needs images that find the ranges of its 8-bit numbers",
+            source=config.sources["int8"],
+            hint="--data with the data set that the weights were trained on",
+        )
+    for other in ("half", "simplify"):
+        if config.value.int8 and getattr(config.value, other):
+            raise _clash(
+                config, "int8", other, "both change how the file stores its weights", "leave one out"
+            )
+    if config.value.calibration_images < config.value.batch and config.value.int8:
+        raise ConfigError(
+            f"--calibration-images {config.value.calibration_images} do not fill a batch of {config.value.batch}",
+            source=_sources(config, "calibration_images", "batch"),
+            hint=f"--calibration-images {8 * config.value.batch}",
+        )
     if config.value.dynamic in ("batch", "both") and config.is_given("batch"):
         raise _clash(config, "batch", "dynamic", "a variable batch has no size", "leave out --batch")
 
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
     """Check as :func:`check_train`."""
+    _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
     _check_precision(config)
 

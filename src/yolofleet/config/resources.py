@@ -65,7 +65,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         val_batch=val_batch,
         img=settings.img,
         augments_on_device=augments_on_device,
-        data=settings.data,
+        data="" if settings.recipe_class else settings.data,  # only the class may be able to read it
         single_cls=settings.single_cls,
         results=settings.project or Path("runs", settings.verb),
     )

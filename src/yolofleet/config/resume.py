@@ -22,7 +22,7 @@ from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
 VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
-MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan")
+MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan", "recipe_class")
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
@@ -192,6 +192,15 @@ def continue_run(
     notes = []
     for name, field in TrainConfig.model_fields.items():
         if not may_be_in_files(field):
+            if name == "recipe_class" and values[name] and not new.recipe_class:
+                raise ConfigError(
+                    f"the run uses the code {shown(values[name])}, and a resume loads only code that you name again",
+                    source=str(found.folder / "config.yaml"),
+                    hint=f"--recipe-class {shown(values[name])}",
+                )
+            if name == "callbacks" and values[name] and not new.callbacks:
+                again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
+                notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT

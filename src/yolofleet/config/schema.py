@@ -110,6 +110,12 @@ class ExecutionSettings(Frozen):
     exist_ok: bool = setting(
         False, "use an existing run folder of that name", group="execution", in_files=False
     )
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
 
 
 class FleetSettings(ExecutionSettings):
@@ -435,6 +441,12 @@ class TrainConfig(FleetSettings):
         False,
         "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
         group="reports and display",
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own code that watches the training: FILE.py:CLASS or MODULE:CLASS (docs/extend.md); may be repeated",
+        group="reports and display",
+        in_files=False,
     )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     tensorboard: bool = setting(
@@ -770,9 +782,17 @@ class ExportConfig(Frozen):
     """Settings of ``yolofleet export``."""
 
     weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     format: str = setting(
-        "onnx", "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt", group="input"
+        "onnx",
+        "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt; several with commas: onnx,openvino",
+        group="input",
     )
     img: str = setting(
         "",
@@ -785,6 +805,14 @@ class ExportConfig(Frozen):
         "none", "dimensions that stay variable in the file: none, batch, image size, or both", group="input"
     )
     half: bool = setting(False, "compute in 16 bits; inputs and outputs stay 32-bit", group="method")
+    int8: bool = setting(
+        False,
+        "compute in 8 bits, with ranges from images of --data; inputs and outputs stay 32-bit",
+        group="method",
+    )
+    calibration_images: Natural = setting(
+        64, "with --int8: images of the train split that find the ranges", group="method"
+    )
     simplify: bool = setting(False, "simplify the ONNX graph (needs onnxslim)", group="method")
     nms: bool = setting(False, "include non-maximum suppression (NMS) in the file", group="method")
     conf: Unit = setting(0.25, "with --nms: discard boxes with a lower score", group="method")
@@ -794,7 +822,9 @@ class ExportConfig(Frozen):
     )
     agnostic_nms: bool = setting(False, "with --nms: run NMS over all classes together", group="method")
     data: str = setting(
-        "", "data set whose images verify the file; default: generated images", group="reports and display"
+        "",
+        "data set whose images verify the file, and calibrate it with --int8; default: generated images",
+        group="reports and display",
     )
     out: Path | None = setting(
         None,
@@ -815,6 +845,12 @@ class BenchConfig(Frozen):
     """Settings of ``yolofleet bench``."""
 
     weights: str = setting("", "weights file or exported file", group="input")
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     img: int = setting(640, "image size, pixels; not needed for a file of fixed size", ge=32, group="input")
     batch: Natural = setting(1, "images per forward pass", group="input")

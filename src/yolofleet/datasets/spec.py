@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from yolofleet.datasets import cocojson, odgt, vocxml
 from yolofleet.datasets.cocojson import CocoFiles
+from yolofleet.datasets.imagelist import ImageList, LabelledImage
 from yolofleet.datasets.odgt import OdgtFiles
 from yolofleet.datasets.reader import SplitReader
 from yolofleet.datasets.vocxml import VocFiles
@@ -17,7 +18,7 @@ from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.text import listed, nearest
 
 SPLITS = ("train", "val", "test")
-Kind = Literal["yolo", "coco", "voc", "odgt"]
+Kind = Literal["yolo", "coco", "voc", "odgt", "list"]
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class SplitSource:
 
     Attributes:
         kind: yolo (a folder, or a .txt list of images), coco (a JSON file), voc (an ImageSets/Main list) or odgt
-            (CrowdHuman's file).
+            (CrowdHuman's file); list: ``images`` has them.
         path: that folder or file.
         image_roots: coco, odgt: folders that may hold the images, most likely first.
+        images: list: path and labels of each image.
     """
 
     kind: Kind
     path: Path
     image_roots: tuple[Path, ...] = ()
+    images: tuple[LabelledImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,25 @@ _READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
         cocojson.load_table(source.path), source.image_roots, spec.category_ids or ()
     ),
     "odgt": lambda source, spec: OdgtFiles(source.path, source.image_roots, spec.names),
+    "list": lambda source, spec: ImageList(source.images),
 }
+
+
+def listed_dataset(
+    data: str, names: Sequence[str], splits: Mapping[str, Iterable[LabelledImage]]
+) -> DatasetSpec:
+    """Return a data set from lists of images with their labels, for ``TrainingRecipe.dataset``.
+
+    Args:
+        data: its name, for messages.
+        names: of the classes.
+        splits: for "train", "val" and "test": (path, rows) of each image; a row is class number, cx, cy, width, height
+            as fractions of the image.
+    """
+    sources: dict[str, tuple[SplitSource, ...]] = {
+        split: (SplitSource("list", Path(data), images=tuple(images)),) for split, images in splits.items()
+    }
+    return DatasetSpec(data, tuple(names), sources, data, Path())
 
 
 def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> DatasetSpec:

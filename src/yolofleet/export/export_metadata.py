@@ -50,6 +50,7 @@ class ExportMetadata:
         size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
         batch: images per call; None: any number.
         half: the file computes in 16 bits; inputs and outputs are float32.
+        int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
     """
 
@@ -61,6 +62,7 @@ class ExportMetadata:
     batch: int | None
     half: bool = False
     nms: Suppression | None = None
+    int8: bool = False
 
     @property
     def output(self) -> str:
@@ -110,6 +112,7 @@ class ExportMetadata:
                 batch=None if batch is None else _whole(batch, MAX_BATCH),
                 half=values["half"] is True,
                 nms=None if nms is None else _suppression(nms),
+                int8=values.get("int8") is True,  # files of earlier versions do not have it
             )
             if not 1 <= len(metadata.strides) <= 16:
                 raise ValueError(f"{len(metadata.strides)} strides")

@@ -22,6 +22,7 @@ class Format:
         marker: a file that identifies such a folder; "" = the format has one file.
         writes, runs: modules needed to write and to run it.
         dynamic: supports variable image sizes and batches.
+        quantizes: modules needed for ``--int8``; () = not supported.
         nms, half, simplify: supports the option of that name.
     """
 
@@ -30,6 +31,7 @@ class Format:
     marker: str = ""
     writes: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    quantizes: tuple[str, ...] = ()
     dynamic: bool = False
     nms: bool = False
     half: bool = True
@@ -40,9 +42,9 @@ class Format:
         """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
         return import_module(f"yolofleet.export.{self.name}")
 
-    def path_beside(self, weights: Path) -> Path:
-        """Return the default path of an export of ``weights``."""
-        return weights.with_name(weights.stem + self.suffix)
+    def path_beside(self, weights: Path, *, int8: bool = False) -> Path:
+        """Return the default path of an export of ``weights``: ``best.onnx``, ``best_int8.onnx``."""
+        return weights.with_name(f"{weights.stem}{'_int8' if int8 else ''}{self.suffix}")
 
 
 FORMATS = {
@@ -53,6 +55,7 @@ FORMATS = {
             ".onnx",
             writes=("onnx",),
             runs=("onnx", "onnxruntime"),
+            quantizes=("onnxruntime",),
             dynamic=True,
             nms=True,
             simplify=True,
@@ -64,6 +67,7 @@ FORMATS = {
             marker="model.xml",
             writes=("onnx", "openvino"),
             runs=("openvino",),
+            quantizes=("onnxruntime",),
             dynamic=True,
             nms=True,
         ),
@@ -73,8 +77,16 @@ FORMATS = {
         Format("tensorrt", ".engine", writes=("onnx", "tensorrt"), runs=("tensorrt",)),
     )
 }
-REFUSED = {
-    "paddle": "its only converter (X2Paddle, last released in 2024) writes Python source and executes it"
+WITHOUT_TENSORFLOW = (
+    "its converters need TensorFlow, which yolofleet does not use",
+    "--format tflite; or --format onnx, and convert that file with onnx2tf",
+)
+REFUSED = {  # reason and hint
+    "paddle": (
+        "its only converter (X2Paddle, last released in 2024) writes Python source and executes it",
+        "--format onnx, which Paddle's tools can read",
+    ),
+    **dict.fromkeys(("saved_model", "pb", "tfjs", "edgetpu"), WITHOUT_TENSORFLOW),
 }
 SLIM = "onnxslim"  # package that --simplify needs
 
@@ -86,10 +98,8 @@ def format_named(name: str) -> Format:
         ConfigError: the name is unknown, or yolofleet does not support the format.
     """
     if name in REFUSED:
-        raise ConfigError(
-            f"--format {name} is not supported: {REFUSED[name]}",
-            hint="--format onnx, which Paddle's tools can read",
-        )
+        why, hint = REFUSED[name]
+        raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)
     if name not in FORMATS:
         listed = f"expected one of {', '.join(FORMATS)}"
         raise ConfigError(f"--format {shown(name)} is not known", hint=did_you_mean(name, FORMATS) or listed)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,12 +94,14 @@ class ExportJob:
         metadata: the metadata to write.
         size_hw: size of the traced example, pixels; needed even if the file accepts any size.
         simplify: simplify the graph (ONNX only).
+        calibration: returns batches of real images, float32 [N, 3, H, W] in 0..1, that find the ranges of an 8-bit file.
     """
 
     graph: ExportGraph
     metadata: ExportMetadata
     size_hw: tuple[int, int]
     simplify: bool = False
+    calibration: Callable[[], Iterator[np.ndarray]] | None = None
 
     def example(self) -> Tensor:
         """Return zero images of a shape that the file accepts, [N, 3, H, W]."""

@@ -18,6 +18,7 @@ from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadat
 from yolofleet.export.formats import SLIM, missing
 from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
+from yolofleet.export.quantize import quantized
 from yolofleet.export.trial import Opened, first_line
 
 if TYPE_CHECKING:  # the child process that tries a file does not load torch
@@ -65,6 +66,10 @@ def model_of(job: ExportJob, folder: Path) -> Any:
         model = onnx.load_model_from_string(file.read_bytes())
     values = model.graph.output[0].type.tensor_type.shape.dim[2]
     values.dim_value = 5 + len(metadata.names)  # the exporter does not always infer it
+    if metadata.int8:
+        assert job.calibration is not None
+        _onnxruntime()
+        model = quantized(model, job.calibration(), folder)
     if metadata.nms is not None:
         append_suppression(model, metadata.nms)
     if job.simplify:
@@ -93,18 +98,23 @@ def parts(path: Path) -> list[Path]:
     return [path, *external_files(path, checked_model(path))]
 
 
+def _onnxruntime() -> Any:
+    """Import ONNX Runtime without telemetry."""
+    # on Linux, its import opens a connection to Microsoft
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    import onnxruntime
+
+    onnxruntime.disable_telemetry_events()  # on Windows, the variable has no effect
+    return onnxruntime
+
+
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Load a file of yolofleet, or of another program in the format of YOLOv5's export.
 
     Raises:
         CheckpointError, ConfigError: see ``runtime.open_exported``.
     """
-    os.environ.setdefault(
-        "ORT_DISABLE_TELEMETRY", "1"
-    )  # on Linux, its import opens a connection to Microsoft
-    import onnxruntime
-
-    onnxruntime.disable_telemetry_events()  # on Windows, the variable has no effect
+    onnxruntime = _onnxruntime()
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in stored:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -24,7 +25,9 @@ from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.trial import first_line
 from yolofleet.export.verify import (
     batches_of,
+    calibration_batches,
     compare,
+    compare_quantized,
     compare_suppressed,
     dataset_images,
     generated_images,
@@ -32,18 +35,35 @@ from yolofleet.export.verify import (
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
-from yolofleet.report.console import Console
+from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.report.console import Console, NullConsole
 
 
 def export_command(config: ExportConfig) -> int:
     """Run the command; return the exit code.
 
     Raises:
-        YolofleetError: see :func:`export`; also for wrong settings and weights.
+        YolofleetError: see :func:`export_all`.
     """
-    format = format_named(config.format)
-    check_abilities(format, config)
-    need(format, format.writes, f"--format {format.name}")
+    with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
+        found = export_all(config, console)
+    emit_json(found[0] if len(found) == 1 else found, config.json_out)
+    return 0
+
+
+def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any]]:
+    """Write one file for each of ``--format``; return the figures of each, see :func:`export`.
+
+    Raises:
+        YolofleetError: see :func:`export`; also for wrong settings and weights, before the first file is written.
+    """
+    formats = [format_named(name) for name in dict.fromkeys(config.format.split(","))]
+    for format in formats:
+        check_abilities(format, config)
+        need(format, format.writes, f"--format {format.name}")
+        if config.int8:
+            need(format, format.quantizes, f"--format {format.name} --int8")
+    recipe_class = load_recipe_class(config.recipe_class)
     source = resolve_weights(config.weights)
     if format_of(source) is not None:
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
@@ -51,9 +71,16 @@ def export_command(config: ExportConfig) -> int:
     model = model_from_weights(weights)
     size_hw = size_of(config.img, weights.header.img, max(model.strides))
     metadata = metadata_of(model, config, size_hw)
-    out = config.out or format.path_beside(source)
-    check_target(out, format)
-    with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
+    if config.out is not None and len(formats) > 1:
+        raise ConfigError(
+            f"--out {config.out} is one file, and --format names {len(formats)}",
+            hint="leave out --out; the files are written beside the weights",
+        )
+    outs = [config.out or format.path_beside(source, int8=config.int8) for format in formats]
+    for out, format in zip(outs, formats, strict=True):
+        check_target(out, format)
+    found = []
+    for out, format in zip(outs, formats, strict=True):
         console.header(
             "yolofleet export",
             {
@@ -62,10 +89,20 @@ def export_command(config: ExportConfig) -> int:
                 "file": str(out),
             },
         )
-        figures = export(model, format, metadata, size_hw, out, simplify=config.simplify, data=config.data)
+        figures = export(
+            model,
+            format,
+            metadata,
+            size_hw,
+            out,
+            simplify=config.simplify,
+            data=config.data,
+            calibration_images=config.calibration_images,
+            recipe_class=recipe_class,
+        )
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
-    emit_json(figures, config.json_out)
-    return 0
+        found.append(figures)
+    return found
 
 
 def export(
@@ -77,12 +114,16 @@ def export(
     *,
     simplify: bool = False,
     data: str = "",
+    calibration_images: int = 0,
+    recipe_class: TrainingRecipe | None = None,
 ) -> dict[str, Any]:
     """Write a file in a temporary folder, verify it, and then move it to ``out``.
 
     Args:
         size_hw: height and width of the images for tracing and verification, pixels.
         data: data set whose images verify the file; "": generated images.
+        recipe_class: reads ``data``.
+        calibration_images: images of the training split of ``data`` that find the ranges of an 8-bit file.
     Returns:
         JSON-able figures: file, format, mib, verified, runtime, difference, ...
 
@@ -91,8 +132,10 @@ def export(
         ConfigError, CheckpointError: a package is missing, or cannot convert the network.
         StorageError: a file cannot be written.
     """
-    images = dataset_images(data) if data else generated_images()
-    job = ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify)
+    recipe_class = recipe_class or TrainingRecipe()
+    images = dataset_images(recipe_class.dataset(data)) if data else generated_images()
+    calibration = partial(calibration_batches, recipe_class, data, metadata, size_hw, calibration_images)
+    job = ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify, calibration)
     make_folder(out.parent)
     try:
         # Not in TMPDIR, which may be a small other disk. On Windows, a runtime may still have a file open.
@@ -160,7 +203,11 @@ def _verified(
         except ConfigError as problem:  # the file needs another machine
             return {"why_not": problem.what, "install": problem.hint}
         difference = compare(plain, fuse(model), batches)
-        difference.check(job.metadata.half)
+        if job.metadata.int8:
+            agreement = compare_quantized(plain, fuse(model), batches)
+            agreement.check()
+        else:
+            difference.check(job.metadata.half)
         if format.name == "torchscript":  # its users load it with torch.jit; yolofleet does not
             runtime = Runtime(path, format.module.open_with_torch(path, job.metadata))
             difference = compare(runtime, fuse(model), batches)
@@ -173,6 +220,8 @@ def _verified(
             "box_px": difference.box_px,
             "score": difference.score,
         }
+        if job.metadata.int8:
+            figures |= {"agreement": agreement.share, "compared_boxes": agreement.boxes}
         if job.metadata.nms is not None:
             kept = compare_suppressed(runtime, plain, batches)
             kept.check(job.metadata.half)
@@ -200,6 +249,7 @@ def check_abilities(format: Format, config: ExportConfig) -> None:
         "--nms": (config.nms, format.nms, "nms"),
         "--half": (config.half, format.half, "half"),
         "--simplify": (config.simplify, format.simplify, "simplify"),
+        "--int8": (config.int8, bool(format.quantizes), "quantizes"),
     }
     for flag, (wanted, possible, ability) in asked.items():
         if wanted and not possible:
@@ -225,6 +275,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         size_hw=None if config.dynamic in ("size", "both") else size_hw,
         batch=None if config.dynamic in ("batch", "both") else config.batch,
         half=config.half,
+        int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
     )
 
@@ -255,6 +306,8 @@ def form_text(metadata: ExportMetadata, size_hw: tuple[int, int]) -> str:
     parts = [f"batch {metadata.batch}" if metadata.batch else "any batch", size]
     if metadata.half:
         parts.append("computes in 16 bits")
+    if metadata.int8:
+        parts.append("computes in 8 bits")
     if metadata.nms:
         parts.append(f"with NMS (conf {metadata.nms.conf:g}, iou {metadata.nms.iou:g})")
     return ", ".join(parts)
@@ -264,10 +317,14 @@ def verdict_text(figures: dict[str, Any]) -> str:
     """Return the result of the verification as one line."""
     if not figures["verified"]:
         return f"exported, NOT VERIFIED: {figures['why_not']} (to verify: {figures['install']})"
-    text = (
-        f"exported and verified: {figures['runtime']} against the network on {figures['images']} images "
-        f"({figures['pictures']}): boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
-    )
+    text = f"exported and verified: {figures['runtime']} against the network on {figures['images']} images ({figures['pictures']}): "
+    if "agreement" in figures:
+        return text + (
+            f"{figures['agreement']:.0%} of {figures['compared_boxes']} boxes agree"
+            if figures["compared_boxes"]
+            else "these images have no boxes to compare"
+        )
+    text += f"boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
     if "boxes" not in figures:
         return text
     if not figures["boxes"]:

@@ -14,20 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.config.schema import PredictConfig
 from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import NumericsError
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
+from yolofleet.geometry.iou import iou_matrix
 from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
 from yolofleet.models.detector import Detector
+from yolofleet.recipe_class import TrainingRecipe
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
+MIN_AGREEMENT = 0.5  # of the boxes of an 8-bit file and of the network
+SAME_IOU = 0.5  # overlap of two boxes of one class that count as one
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,58 @@ def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tenso
     return Difference(worst_px, worst_score, sum(map(len, batches)), count)
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The boxes after suppression that a quantized file and the network both find.
+
+    Attributes:
+        share: 2 x common boxes / all boxes of both; 1 without boxes.
+        boxes: of the network.
+    """
+
+    share: float
+    boxes: int
+
+    def check(self) -> None:
+        """Raise if quantization does not explain the difference.
+
+        Raises:
+            NumericsError: the share is below ``MIN_AGREEMENT``.
+        """
+        if self.share < MIN_AGREEMENT:
+            raise NumericsError(
+                f"the 8-bit file and the network agree on {self.share:.0%} of the boxes (at least {MIN_AGREEMENT:.0%})",
+                hint="the file was removed; use --data with the images that the network was trained for, more "
+                "--calibration-images, or leave out --int8",
+            )
+
+
+def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Agreement:
+    """Return how many boxes an 8-bit file shares with the network.
+
+    Rounding to 8 bits changes single predictions without an object by any amount, so only boxes with a score above the
+    default threshold count.
+
+    Args:
+        runtime, network, batches: as in :func:`compare`.
+    """
+    conf, iou = PredictConfig.model_fields["conf"].default, PredictConfig.model_fields["iou"].default
+    common, ours_count, theirs_count = 0, 0, 0
+    for images in batches:
+        with torch.inference_mode():
+            decoded = network.decode(network(images))
+        ours, theirs = (
+            detections(each, conf=conf, iou=iou, max_det=300, multi_label=False)[0]
+            for each in (decoded, runtime(images))
+        )
+        for mine, found in zip(ours, theirs, strict=True):
+            same = (iou_matrix(mine[:, :4], found[:, :4]) >= SAME_IOU) & (mine[:, None, 5] == found[:, 5])
+            common += min(int(same.any(1).sum()), int(same.any(0).sum()))
+            ours_count, theirs_count = ours_count + len(mine), theirs_count + len(found)
+    total = ours_count + theirs_count
+    return Agreement(2 * common / total if total else 1.0, ours_count)
+
+
 def decoded_difference(ours: Tensor, theirs: Tensor, size_hw: tuple[int, int]) -> tuple[float, float, int]:
     """Return the largest difference of box sides (pixels) and of scores, and the number of predictions.
 
@@ -173,16 +230,34 @@ def batches_of(
     return batches
 
 
-def dataset_images(data: str) -> Iterator[np.ndarray]:
+def dataset_images(spec: DatasetSpec) -> Iterator[np.ndarray]:
     """Yield images spread evenly over a data set's val split, uint8 [H, W, 3] BGR, in an endless cycle.
 
     Raises:
         ConfigError, DataError: the data set has no such images.
     """
-    index = build_index(load_dataset(data), "val")
+    index = build_index(spec, "val")
     step = max(len(index) // MIN_IMAGES, 1)
     for i in itertools.cycle(range(0, len(index), step)):
         yield read_image(index.path(i))
+
+
+def calibration_batches(
+    recipe_class: TrainingRecipe, data: str, metadata: ExportMetadata, size_hw: tuple[int, int], count: int
+) -> Iterator[np.ndarray]:
+    """Yield batches of ``count`` images spread evenly over a data set's train split, float32 [N, 3, H, W] RGB in 0..1.
+
+    Raises:
+        ConfigError, DataError: the data set has no such images.
+    """
+    index = build_index(recipe_class.dataset(data), "train")
+    chosen = np.linspace(0, len(index) - 1, min(count, len(index))).round().astype(int)
+    size = metadata.batch or 1
+    for start in range(0, len(chosen) - size + 1, size):
+        pixels = [
+            letterbox(read_image(index.path(i)), size_hw)[0][..., ::-1] for i in chosen[start : start + size]
+        ]
+        yield np.stack(pixels).transpose(0, 3, 1, 2).astype(np.float32) / 255
 
 
 def generated_images() -> Iterator[np.ndarray]:

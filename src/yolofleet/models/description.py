@@ -7,6 +7,7 @@ tables, users' files and headers of weights files. All are untrusted, and none i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,36 @@ from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.models.rows import RowDescription
 
-ModelDescription = RowDescription | DarknetDescription | PpyoloeDescription
+
+@dataclass(frozen=True)
+class CustomDescription:
+    """The name of a network that a user's ``TrainingRecipe`` builds; the description cannot build it."""
+
+    name: str
+    family: str = "custom"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"family": self.family, "name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Any, *, source: str = "model description") -> CustomDescription:
+        """Check and return the description.
+
+        Raises:
+            ConfigError: the name is not one of a class.
+        """
+        name = values.get("name")
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200:
+            raise ConfigError(f"name must be the name of a class, not {short(name)}", source=source)
+        return cls(name)
+
+
+ModelDescription = RowDescription | DarknetDescription | PpyoloeDescription | CustomDescription
 FORMS: dict[str, type[ModelDescription]] = {  # by family
     "yolov5": RowDescription,
     "darknet": DarknetDescription,
     "ppyoloe": PpyoloeDescription,
+    "custom": CustomDescription,
 }
 PRESETS = (rows, darknet_cfg, ppyoloe_config)  # modules with preset(name) and preset_names()
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000

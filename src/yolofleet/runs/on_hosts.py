@@ -127,6 +127,8 @@ def shares_of(shares: str, fleet: Fleet, members: Sequence[int]) -> str:
 def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     """Return the names of files that every rank reads."""
     names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
+    code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
+    names += [name.rpartition(":")[0] for name in code if ".py:" in name]
     return [name for name in names if name and Path(name).suffix]
 
 
@@ -139,6 +141,10 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
         options += ["--preempt-notice", settings.preempt_notice]
     if settings.sync_code:
         options.append("--sync-code")
+    if settings.recipe_class:
+        options += ["--recipe-class", settings.recipe_class]
+    for name in getattr(settings, "callbacks", ()):
+        options += ["--callbacks", name]
     for name in WITH_HOSTS:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)

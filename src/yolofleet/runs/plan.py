@@ -144,7 +144,7 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     settings = config.value
     if plan_run(config, recipe).fleet is not None:
         return
-    if not is_generated(settings.data):
+    if not (is_generated(settings.data) or settings.recipe_class):
         spec = load_dataset(settings.data)
         for split in ("train", "val"):
             spec.sources(split)

@@ -28,7 +28,6 @@ from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loade
 from yolofleet.data.pixels import COMPILED
 from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
@@ -48,6 +47,7 @@ from yolofleet.parallel.process import (
 )
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
+from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
@@ -62,6 +62,7 @@ from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
 from yolofleet.train.advice import rate_notes
 from yolofleet.train.agreement import check_settings, have_equal_kernels
+from yolofleet.train.callbacks import Callbacks
 from yolofleet.train.loop import PrepareValidation, StepSplitter, TrainingRun
 from yolofleet.train.network import (
     build_network,
@@ -75,6 +76,7 @@ from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, 
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
 from yolofleet.train.stop import NOTICE
+from yolofleet.user_code import identity_of
 
 
 def train(
@@ -101,8 +103,9 @@ def train(
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         with built_run(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer) as run:
             run.begin()
-            run.training.train()
-            run.training.report.finish(run.training.state)
+            with run.callbacks.ending(run.training.state):
+                run.training.train()
+                run.training.report.finish(run.training.state)
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,14 @@ class BuiltRun:
     """All parts of one rank's run. :meth:`begin` comes before ``training.train()``.
 
     Attributes:
+        callbacks: of this rank.
         data: the index of each split.
         cache: of the training images.
         begin: prints the header and starts the clock of the training.
     """
 
     training: TrainingRun
+    callbacks: Callbacks
     network: _Network
     data: _Data
     cache: ImageCache
@@ -140,21 +145,26 @@ def built_run(
     random.seed(config.seed)
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
-    data = _data(config, world)
+    recipe_class = load_recipe_class(config.recipe_class)
+    data = _data(config, recipe_class, world)
     levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
-    resolved = _with_measured_batch(resolved, recipe, data, snapshot, precision, world, console)
+    resolved = _with_measured_batch(resolved, recipe, recipe_class, data, snapshot, precision, world, console)
     config = resolved.value
-    network = _network(config, recipe, data.train, snapshot, world, console)
+    network = _network(config, recipe, recipe_class, data.train, snapshot, world, console)
     # kernels cannot be timed for the training alone while a validation runs beside it
     sizes_vary = network.sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=precision == "tf32")
     header = WeightsHeader.of(network.model, img=network.img)
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
-    identity = fingerprint(config, network.recipe.value, data.train, network.model, world)
+    callbacks = Callbacks(config.callbacks, world)
+    code = {"callbacks": callbacks.identity()}
+    if config.recipe_class:
+        code["recipe_class"] = identity_of(config.recipe_class, "--recipe-class")
+    identity = fingerprint(config, network.recipe.value, data.train, network.model, world, code)
     augmentation = network.recipe.value
     if augmentation.copy_paste or augmentation.albumentations:
         versions_here = f"{identity['data']} {identity['kernels'].get('albumentations')}"
@@ -190,6 +200,7 @@ def built_run(
             header=header,
             dataset_images=len(data.train),
             is_writer=is_writer,
+            callbacks=callbacks,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
@@ -237,7 +248,7 @@ def built_run(
                 for note in rate_notes(config, network.recipe, schedule):
                     console.note(note)
 
-        yield BuiltRun(training, network, data, cache, begin)
+        yield BuiltRun(training, callbacks, network, data, cache, begin)
 
 
 def _claim(
@@ -266,10 +277,10 @@ class _Data:
     notes: Sequence[str]
 
 
-def _data(config: TrainConfig, world: World) -> _Data:
+def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World) -> _Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     with world.activity.doing("data set"):
-        spec = load_dataset(config.data)
+        spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
@@ -301,6 +312,7 @@ class _Network:
 def _network(
     config: TrainConfig,
     recipe: Resolved[Recipe],
+    recipe_class: TrainingRecipe,
     index: DataIndex,
     snapshot: Snapshot | None,
     world: World,
@@ -308,7 +320,7 @@ def _network(
 ) -> _Network:
     resumed = stored_description(snapshot) if snapshot else None
     with world.activity.doing("weights"):
-        description, weights = description_and_weights(config, resumed)
+        description, weights = description_and_weights(config, resumed, recipe_class.description)
     family = family_of(description)
     recipe = with_default(recipe, family.recipe_name)
     stride = max(outline(description, len(index.names)).strides)
@@ -319,7 +331,7 @@ def _network(
         description, anchors = with_fitting_anchors(description, index, threshold, img, config.seed)
     model = build_network(description, weights, index.names, config.seed, console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
-    loss = family.loss(model, recipe.value, img)
+    loss = recipe_class.loss(model, recipe.value, img)
     return _Network(model, loss, recipe, img, stride, sizes, anchors)
 
 
@@ -380,6 +392,7 @@ def _split(
 def _with_measured_batch(
     resolved: Resolved[TrainConfig],
     recipe: Resolved[Recipe],
+    recipe_class: TrainingRecipe,
     data: _Data,
     snapshot: Snapshot | None,
     precision: str,
@@ -390,9 +403,8 @@ def _with_measured_batch(
     images = len(data.train)
 
     def build(config: TrainConfig) -> LargestPass:
-        network = _network(
-            config.model_copy(update={"autoanchor": False}), recipe, data.train, None, world, NullConsole()
-        )
+        config = config.model_copy(update={"autoanchor": False})
+        network = _network(config, recipe, recipe_class, data.train, None, world, NullConsole())
         set_kernels(config, sizes_vary=True, tf32=precision == "tf32")
         state, _, _ = _state(config, network, images, precision, world)
         return _largest_pass(network, state, data.train, precision)

@@ -11,7 +11,6 @@ import torch
 
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Validation
@@ -21,6 +20,7 @@ from yolofleet.models.detector import square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
+from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.train.pictures import draw_evaluation
@@ -52,7 +52,8 @@ def validation_progress(world: World, console: NullConsole) -> Callable[[int, in
 
 def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
     with world.activity.doing("data set"):
-        spec = load_dataset(config.data)
+        recipe_class = load_recipe_class(config.recipe_class)
+        spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", index.digest)

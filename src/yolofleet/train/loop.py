@@ -710,6 +710,7 @@ class TrainingRun:
             snapshot = self._keep()
             if self.report.is_writer and snapshot is not None:
                 self.store.save(snapshot)
+                self.report.checkpoint(self.state.step)
         self.saves.saved(ends_epoch=ends_epoch)
 
     def _sum_tally(self) -> None:

@@ -16,7 +16,7 @@ from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
-from yolofleet.models.description import ModelDescription, describe
+from yolofleet.models.description import CustomDescription, ModelDescription, describe
 from yolofleet.models.detector import Detector
 from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.report.console import NullConsole
@@ -24,22 +24,33 @@ from yolofleet.text import shown
 
 
 def description_and_weights(
-    config: TrainConfig, resumed: ModelDescription | None
+    config: TrainConfig, resumed: ModelDescription | None, own: ModelDescription | None = None
 ) -> tuple[ModelDescription, Weights | None]:
     """Return the network's description, and the weights to start from (None for random ones).
 
     Args:
         resumed: description from the checkpoint, when the run resumes; then start weights are not read.
+        own: description of the network of ``--recipe-class``; None if that class has none.
 
     Raises:
         ConfigError, CheckpointError: the model is unknown, or the weights cannot be read.
     """
     if resumed is not None:
         return resumed, None
-    described = describe(config.cfg or config.model) if config.cfg or config.model else None
+    if own is not None and (config.cfg or config.model):
+        raise ConfigError(
+            f"--recipe-class {config.recipe_class} has its own network, and {'--cfg' if config.cfg else '--model'} "
+            "names another one",
+            hint="leave one of them out",
+        )
+    described = describe(config.cfg or config.model) if config.cfg or config.model else own
     weights = read_weights(resolve_weights(config.weights), described) if config.weights else None
     if described is None:
-        assert weights is not None  # config/checks.py
+        if weights is None:  # config/checks.py refuses it without --recipe-class
+            raise ConfigError(
+                f"no model: {config.recipe_class} has no method network",
+                hint="--model yolov5n, or --weights",
+            )
         described = weights.description
     return described, weights
 
@@ -55,7 +66,7 @@ def with_fitting_anchors(
         threshold: largest side ratio of a match (``anchor_t``).
         img: training size, pixels.
     """
-    if isinstance(description, PpyoloeDescription):
+    if isinstance(description, PpyoloeDescription | CustomDescription):
         return description, ""
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)

@@ -31,6 +31,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import ResultsTable
 from yolofleet.report.tensorboard import TensorboardLog
 from yolofleet.train.agreement import kernels
+from yolofleet.train.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
@@ -57,6 +58,7 @@ class TrainReport:
         header: description of the model, for weights files.
         dataset_images: images of an epoch.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
+        callbacks: of this rank.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TrainReport:
         header: WeightsHeader,
         dataset_images: int,
         is_writer: bool,
+        callbacks: Callbacks,
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = (
             folder,
@@ -81,7 +84,7 @@ class TrainReport:
             config,
         )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
-        self.clock, self.is_writer = clock, is_writer
+        self.clock, self.is_writer, self.callbacks = clock, is_writer, callbacks
         self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
         self.tensorboard = (
             TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
@@ -144,6 +147,19 @@ class TrainReport:
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
         self._open_epoch(state.progress.epochs_done + 1)
+        run = RunStart(
+            folder=self.folder.path,
+            settings=self.config.model_dump(mode="json"),
+            names=index.names,
+            rank=self.world.rank,
+            ranks=self.world.size,
+            step=state.step,
+            epoch=state.progress.epochs_done,
+            resumed=resumed,
+            state=None,
+        )
+        self.callbacks.start(run, state)
+        self.state = state
         self.clock.training()
 
     def _open_epoch(self, epoch: int) -> None:
@@ -164,6 +180,8 @@ class TrainReport:
             return self._view(means, self.clock.epoch_so_far(), plan)
 
         self.console.step(tally_images, view)
+        done = StepEnd(plan.step + 1, plan.end_image, plan.lr, lambda: view().losses)
+        self.callbacks.step(done, self.state)
 
     def unreadable(self, why: str, count: int, most: int) -> None:
         """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
@@ -248,8 +266,10 @@ class TrainReport:
         """Write weights and rows that are not on the disk yet."""
         for name in list(self._unwritten):
             with self.saving(f"weights/{name}.safetensors", is_last=is_last):
-                write_weights(self.folder.weights / f"{name}.safetensors", self._unwritten[name])
-                del self._unwritten[name]
+                file = self.folder.weights / f"{name}.safetensors"
+                write_weights(file, self._unwritten[name])
+                step = int(self._unwritten.pop(name).header.extra["step"])
+                self.callbacks.call("save", file, step)
         if self._rows:
             with self.saving("results.csv", is_last=is_last):
                 for row in self._rows:
@@ -286,6 +306,9 @@ class TrainReport:
         self.events.write("epoch", **row)
         self._row = row
         self._write_row()
+        self.callbacks.call("epoch", epoch, dict(row))
+        if evaluation is not None:
+            self._tell_validation(epoch, evaluation)
         self._open_epoch(epoch + 1)
 
     def validated(self, epoch: int, evaluation: Evaluation) -> None:
@@ -299,6 +322,15 @@ class TrainReport:
         self.events.write("validation", **row)
         self._row |= row
         self._write_row()
+        self._tell_validation(int(self._row["epoch"]), evaluation)
+
+    def _tell_validation(self, epoch: int, evaluation: Evaluation) -> None:
+        figures = evaluation_figures(evaluation)
+        self.callbacks.call("validation", epoch, figures["metrics"], figures["per_class"])
+
+    def checkpoint(self, step: int) -> None:
+        """Report that the writing of a checkpoint begins."""
+        self.callbacks.call("save", self.folder.checkpoints / f"step-{step:08d}.safetensors", step)
 
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
         """Show the figures of an evaluation, and return them by column."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,7 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
+CODE = ("callbacks", "recipe_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
@@ -126,12 +128,20 @@ class StoredValues(_Stored, extra="ignore"):
 
 
 def fingerprint(
-    config: TrainConfig, recipe: Recipe, index: DataIndex, model: Detector, world: World
+    config: TrainConfig,
+    recipe: Recipe,
+    index: DataIndex,
+    model: Detector,
+    world: World,
+    code: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return everything that the run's result depends on.
 
     A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
+
+    Args:
+        code: identity of the user's code that decides the result; empty values without such code.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     settings["lr_schedule"] = decay_of(config)
@@ -144,6 +154,7 @@ def fingerprint(
     for name in newer:
         if getattr(config, name) != TrainConfig.model_fields[name].default:
             settings[name] = getattr(config, name)
+    settings |= {name: value for name, value in code.items() if value}
     return {
         "settings": settings | {"micro_batch": micro_batch_of(config)},
         "recipe": recipe.model_dump(mode="json"),
@@ -290,6 +301,8 @@ def check_resume(
             hint = "a checkpoint continues only the run that made it; --weights starts a new run from weights"
             if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
                 hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
+            if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
+                hint = "--callbacks and --recipe-class must name the code of the run, with the same source"
             raise CheckpointError(
                 f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
                 source=source,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from yolofleet.errors import ClusterError, Stopped, StorageError, YolofleetError
+from yolofleet.errors import ClusterError, ExitCode, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.files.in_memory import MemoryFiles
@@ -104,7 +104,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                     "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
                 )
                 echo(stopped.render(), to=sys.stderr)
-                return stopped.exit_code
+                return ExitCode.with_text(stopped.exit_code, stopped.render())
             ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
             failure = failure_of([ending], agent.steps_done())
             if agent.asked or not restarts.allow(failure):
@@ -254,8 +254,8 @@ def resume_command(folder: Path) -> str:
     return RunFolder(folder).resume_command if saved else ""
 
 
-def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
-    """Print the cause of the first end that nobody requested. Return the exit code of the launcher.
+def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
+    """Print the cause of the first end that nobody requested. Return the exit code of the launcher, with that text.
 
     Args:
         endings: the earliest first.
@@ -270,10 +270,10 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
     if words and not (killed and is_consequence(words[0], asked)):
         first = words[0]
         said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
-        echo(said, to=sys.stderr)
         if not first.of_all and (len(words) == 1 or any(w.message != first.message for w in words)):
-            echo(f"  on   : rank {first.rank}, host {first.host}", to=sys.stderr)
-        return first.exit_code
+            said += f"\n  on   : rank {first.rank}, host {first.host}"
+        echo(said, to=sys.stderr)
+        return ExitCode.with_text(first.exit_code, said)
     hint = resume or "give the same command again"
     ending = endings[0]
     if ends:
@@ -290,7 +290,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> int:
         on = f" on {ending.host}" if ending.host else ""
         problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
     echo(problem.render(), to=sys.stderr)
-    return problem.exit_code
+    return ExitCode.with_text(problem.exit_code, problem.render())
 
 
 def is_consequence(words: LastWords, asked: str = "") -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty
 from typing import Any
 
-from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.fleet.hosts.remote import Remote
@@ -322,7 +322,7 @@ class Watch:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
         if problem is not None:
             say(problem.render())
-            return problem.exit_code
+            return ExitCode.with_text(problem.exit_code, problem.render())
         return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
     def command_code(self) -> int:

@@ -1,0 +1,56 @@
+"""Images and labels that a program lists, without label files: ``spec.listed_dataset``. M label rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from yolofleet.datasets.labels import ProblemLog, RawLabels
+from yolofleet.datasets.reader import stamp
+
+LabelledImage = tuple[str | Path, Sequence[Sequence[float]]]  # path; rows of class, cx, cy, w, h (0..1)
+
+
+class ImageList:
+    """A reader of listed images; see ``reader.SplitReader``."""
+
+    image_ids = None
+    label_columns = ()
+    repeats_are_duplicates = True
+    stray_labels = None
+
+    def __init__(self, listed: Iterable[LabelledImage]) -> None:
+        self.listed = list(listed)
+        self.images = [str(Path(path).resolve()) for path, _ in self.listed]
+        self.stamps = [stamp(path) for path in self.images]
+        self._rows = [np.asarray(rows, np.float64).reshape(-1, 5) for _, rows in self.listed]
+
+    @property
+    def key_text(self) -> str:
+        """A hash of all labels: they have no files whose times could change."""
+        return hashlib.blake2b(b"|".join(rows.tobytes() for rows in self._rows), digest_size=16).hexdigest()
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Return the labels of images ``start:stop``; see ``SplitReader.rows``."""
+        image: list[int] = []
+        mark: list[int] = []
+        values: list[list[float]] = []
+        for at in range(start, stop):
+            for number, row in enumerate(self._rows[at].tolist()):
+                image.append(at - start)
+                mark.append(number)
+                values.append(row)
+        return RawLabels.of_rows(image, mark, values, 0, [])
+
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.images[image], None, f"label {mark}: "
+
+    def label_file(self, image: int) -> None:
+        return None
+
+    def without(self, images: Iterable[int]) -> ImageList:
+        dropped = set(images)
+        return ImageList(one for at, one in enumerate(self.listed) if at not in dropped)

@@ -1,0 +1,86 @@
+"""Quantize an ONNX graph to 8 bits (static, QDQ form) with ONNX Runtime; OpenVINO computes the same graph in 8 bits.
+
+Activations are uint8 with one scale for each tensor, weights int8 with one scale for each output channel (arXiv:2004.09602).
+The ranges of activations are the smallest and largest values over the calibration images.
+
+The last convolutions and the decoding of boxes stay in 32 bits: one scale cannot hold box sides of hundreds of pixels and
+probabilities near 0. Measured: benchmarks/README.md, "8-bit files".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from yolofleet.export.export_metadata import IMAGES
+
+OPERATIONS = ("Conv", "Sigmoid", "Mul", "Add", "Concat", "MaxPool", "Resize")
+
+
+def quantized(model: Any, batches: Iterator[np.ndarray], folder: Path) -> Any:
+    """Return the 8-bit form of an ``onnx.ModelProto`` without NMS; needs ``folder`` for temporary files.
+
+    Args:
+        batches: calibration images, float32 [N, 3, H, W] RGB in 0..1.
+    """
+    import onnx
+    from onnxruntime import quantization
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            batch = next(batches, None)
+            return None if batch is None else {IMAGES: batch}
+
+    with TemporaryDirectory(dir=folder, prefix=".int8-") as temporary:
+        given, made = Path(temporary, "float.onnx"), Path(temporary, "int8.onnx")
+        given.write_bytes(model.SerializeToString())
+        logger = logging.getLogger()
+        level = logger.level
+        logger.setLevel(
+            logging.ERROR
+        )  # it warns that the graph was not simplified, which would change nothing
+        try:
+            quantization.quantize_static(
+                given,
+                made,
+                Reader(),
+                quant_format=quantization.QuantFormat.QDQ,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=quantization.CalibrationMethod.MinMax,
+                per_channel=True,
+                op_types_to_quantize=list(OPERATIONS),
+                nodes_to_exclude=head_nodes(model.graph),
+            )
+        finally:
+            logger.setLevel(level)
+        return onnx.load_model_from_string(made.read_bytes())
+
+
+def head_nodes(graph: Any) -> list[str]:
+    """Return the names of the last convolutions of each path to the output, and of all nodes after them."""
+    users: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for tensor in node.input:
+            users.setdefault(tensor, []).append(node)
+    leads_to_conv: set[str] = set()  # tensors
+    for node in reversed(graph.node):  # an ONNX graph is in topological order
+        if any(
+            user.op_type == "Conv" or leads_to_conv.intersection(user.output)
+            for tensor in node.output
+            for user in users.get(tensor, [])
+        ):
+            leads_to_conv.update(node.output)
+    head: set[str] = set()  # tensors
+    names = []
+    for node in graph.node:
+        is_last_conv = node.op_type == "Conv" and not leads_to_conv.intersection(node.output)
+        if is_last_conv or head.intersection(node.input):
+            head.update(node.output)
+            names.append(node.name)
+    return names

@@ -1,0 +1,59 @@
+"""Your own model, loss or data set: a subclass of ``TrainingRecipe``, named with ``--recipe-class FILE.py:CLASS``.
+
+docs/extend.md has an example of each. A run asks the class for its parts while it is built; the step does not know it.
+"""
+
+from __future__ import annotations
+
+from yolofleet import families
+from yolofleet.config.schema import Recipe
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.spec import DatasetSpec
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.description import CustomDescription
+from yolofleet.models.detector import Detector
+from yolofleet.user_code import load_class
+
+FLAG = "--recipe-class"
+
+
+class TrainingRecipe:
+    """The parts of a run that a subclass may replace; each method by itself. Every rank calls them with equal arguments."""
+
+    def dataset(self, data: str) -> DatasetSpec:
+        """Return the data set that ``--data`` names; ``datasets.spec.listed_dataset`` makes one from lists."""
+        return load_dataset(data)
+
+    def network(self, nc: int) -> Detector:
+        """Return the network for ``nc`` classes. It replaces --model and --cfg; its initial weights come from
+        ``Detector.initialise``."""
+        raise NotImplementedError
+
+    def loss(self, model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
+        """Return the loss of a network; the default is that of its family.
+
+        Args:
+            recipe: hyperparameters.
+            img: training size, pixels.
+        """
+        return families.family_of(model.description).loss(model, recipe, img)
+
+    @property
+    def description(self) -> CustomDescription | None:
+        """The description of the own network, for checkpoints and weights; None without one."""
+        kind = type(self)
+        return None if kind.network is TrainingRecipe.network else CustomDescription(kind.__name__)
+
+
+def load_recipe_class(name: str) -> TrainingRecipe:
+    """Return an object of the class that ``--recipe-class`` names; "" gives yolofleet's own parts.
+
+    From then on, this process can read weights of the class's network.
+
+    Raises:
+        ConfigError: the code cannot be loaded.
+    """
+    recipe_class = load_class(name, TrainingRecipe, FLAG)() if name else TrainingRecipe()
+    if recipe_class.description is not None:
+        families.CUSTOM[recipe_class.description.name] = recipe_class.network
+    return recipe_class

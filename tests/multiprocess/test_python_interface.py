@@ -1,0 +1,108 @@
+"""``Model`` from a script: each verb on one and on two processes, and errors with the text of the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import called, results, small_shapes, working_in
+
+from yolofleet import Model
+from yolofleet.errors import ConfigError, DataError, NumericsError
+
+SMALL = {
+    "model": {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "seed": 1},
+    "run": {"plots": False, "threads": 1, "workers": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_shapes(tmp_path_factory.mktemp("in terface"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> dict[str, Model]:
+    models = {}
+    for name, device in (("one", "cpu"), ("two", "cpu:2")):
+        models[name] = Model("yolov5n")
+        with working_in(data.parent):
+            run = models[name].train(
+                data=data, device=device, reduce="exact", name=name, **SMALL["model"], **SMALL["run"]
+            )
+        assert run.folder == Path("runs/train") / name and run.weights.name == "best.safetensors"
+        assert models[name].weights == str(run.weights)
+    return models
+
+
+def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[str, Model]) -> None:
+    hashes = {results(data.parent / "runs" / "train" / name)["weights_sha256"] for name in trained}
+    assert len(hashes) == 1
+
+
+def test_a_validation_has_the_figures_of_the_command(data: Path, trained: dict[str, Model]) -> None:
+    found = []
+    for device in ("cpu", "cpu:2"):
+        with working_in(data.parent):
+            found.append(trained["one"].val(data=data, device=device, img=64, **SMALL["run"]))
+    with working_in(data.parent):
+        weights = trained["one"].weights
+        assert (
+            called(
+                "val", "--weights", weights, "--data", data, "--img", "64", "--no-plots", "--name", "cli"
+            ).code
+            == 0
+        )
+    command = results(data.parent / "runs" / "val" / "cli")
+    assert found[0].metrics == found[1].metrics == command["metrics"]
+    assert found[0].per_class == command["per_class"] and found[0].images == 10
+
+
+def test_predictions_of_files_and_arrays_and_files_on_request(data: Path, trained: dict[str, Model]) -> None:
+    pictures = sorted((data.parent / "images" / "val").glob("*"))[:2]
+    with working_in(data.parent):
+        model = Model(Path(trained["one"].weights).parents[1])  # the folder of the run
+        found = model.predict(pictures, conf=0.001, device="cpu")
+        assert [Path(one.path) for one in found] == pictures
+        (again,) = model.predict(found[0].image_bgr, conf=0.001, device="cpu")
+        np.testing.assert_array_equal(again.boxes_xyxy_px, found[0].boxes_xyxy_px)
+        assert not Path("runs/predict").exists()
+        next(model.stream(pictures[0], save_json=True, device="cpu"))
+        model.predict(pictures[0], save_json=True, device="cpu", name="written")
+        assert (Path("runs/predict/written") / "predictions.json").is_file()
+        with pytest.raises(DataError):
+            model.predict(data, device="cpu")  # not an image
+
+
+def test_the_speed_and_the_exported_files_are_values(data: Path, trained: dict[str, Model]) -> None:
+    with working_in(data.parent):
+        assert trained["one"].bench(passes=2, img=64, device="cpu").images_per_s > 0
+        (file,) = trained["one"].export(format="torchscript")
+        assert file.verified and file.file.is_file() and file.mib > 1
+        assert Model(file.file).predict(np.zeros((64, 64, 3), np.uint8), conf=0.9) != []
+
+
+def test_errors_have_the_text_of_the_command(data: Path, trained: dict[str, Model]) -> None:
+    with working_in(data.parent):
+        with pytest.raises(ConfigError, match="has no weights to val with"):
+            Model("yolov5n").val(data=data)
+        with pytest.raises(ConfigError, match="did you mean epochs"):
+            Model("yolov5n").train(data=data, epoch=1)
+        with pytest.raises(ConfigError, match="detached run has no result"):
+            Model("yolov5n").train(data=data, detach=True, hosts="a,b")
+        settings = {"data": data, **SMALL["model"], **SMALL["run"], "freeze": "99"}
+        texts = set()
+        for device in ("cpu", "cpu:2"):
+            with pytest.raises(ConfigError) as raised:
+                Model("yolov5n").train(device=device, **settings)
+            assert raised.value.what == "--freeze 99: the model has 25 layers"
+            texts.add(str(raised.value))
+        assert len(texts) == 1
+
+
+def test_a_failure_of_a_worker_keeps_its_kind(data: Path) -> None:
+    with working_in(data.parent), pytest.raises(NumericsError, match="is not finite"):
+        Model("yolov5n").train(
+            data=data, device="cpu:2", set=("lr0=1e30", "warmup_epochs=0"), **SMALL["model"], **SMALL["run"]
+        )

@@ -1,0 +1,110 @@
+"""8-bit files: the head stays in 32 bits, the file finds what the network finds, and settings that cannot work are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from exported import SIZE_HW, metadata_of, network
+from reference import reference
+from small_data import yolo_set
+
+from yolofleet.config.load import resolve_export
+from yolofleet.errors import ConfigError, NumericsError
+from yolofleet.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.export.formats import FORMATS, format_named
+from yolofleet.export.quantize import head_nodes
+from yolofleet.export.run import export
+from yolofleet.export.runtime import open_exported
+from yolofleet.export.verify import Agreement
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return str(yolo_set(tmp_path / "set", {f"{i}": "0 0.5 0.5 0.4 0.4\n" for i in range(6)}))
+
+
+@pytest.mark.parametrize("name", ["yolov5n", "darknet-yolov3-tiny", "ppyoloe-s"])
+def test_the_last_convolutions_and_the_decoding_stay_in_32_bits(name: str, data: str, tmp_path: Path) -> None:
+    model = network(name)
+    metadata = replace(metadata_of(model), int8=True)
+    out = tmp_path / "a.onnx"
+    figures = export(model, FORMATS["onnx"], metadata, SIZE_HW, out, data=data, calibration_images=4)
+    assert figures["verified"] and 0.5 <= figures["agreement"] <= 1 and figures["facts"]["int8"] is True
+    graph = onnx.load(str(out)).graph
+    makers = {tensor: node for node in graph.node for tensor in node.output}
+    convs = [node for node in graph.node if node.op_type == "Conv"]
+    in_8_bits = [node for node in convs if node.input[1] in makers]  # others have their weights as constants
+    head = {node.name for node in convs if node.name in head_nodes(graph)}
+    assert head and not head & {node.name for node in in_8_bits}
+    assert len(in_8_bits) == len(convs) - len(head)
+    open_exported(out)  # a child process tries it, as a file of another person
+
+
+def test_a_variable_batch_and_nms_work_with_8_bits(data: str, tmp_path: Path) -> None:
+    model, out = network(), tmp_path / "a.onnx"
+    metadata = replace(metadata_of(model, batch=None, nms=Suppression(0.25, 0.45, 20, False)), int8=True)
+    assert export(model, FORMATS["onnx"], metadata, SIZE_HW, out, data=data, calibration_images=4)["verified"]
+    assert open_exported(out, is_ours=True).metadata == metadata
+
+
+@pytest.mark.slow
+def test_openvino_computes_the_same_graph(data: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model, out = network(), tmp_path / "a_openvino"
+    metadata = replace(metadata_of(model), int8=True)
+    figures = export(model, FORMATS["openvino"], metadata, SIZE_HW, out, data=data, calibration_images=4)
+    assert figures["verified"] and open_exported(out, is_ours=True).metadata.int8
+
+
+def test_metadata_of_earlier_versions_is_not_8_bit() -> None:
+    values = json.loads(metadata_of(network()).to_json())
+    del values["int8"]
+    assert ExportMetadata.from_json(json.dumps(values), source="a").int8 is False
+
+
+def test_a_file_that_finds_other_boxes_is_refused() -> None:
+    Agreement(0.5, 10).check()
+    with pytest.raises(NumericsError, match="agree on 49% of the boxes"):
+        Agreement(0.49, 10).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"int8": True}, "--data with the data set"),
+        ({"int8": True, "data": "d", "half": True}, "mutually exclusive"),
+        ({"int8": True, "data": "d", "simplify": True}, "mutually exclusive"),
+        ({"int8": True, "data": "d", "batch": 8, "calibration_images": 4}, "do not fill a batch of 8"),
+        ({"calibration_images": 4}, "no effect without --int8"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve_export({"weights": "w", **settings})
+    assert message in str(raised.value)
+
+
+def test_formats_that_need_tensorflow_are_refused_with_another_way() -> None:
+    with pytest.raises(ConfigError, match="need TensorFlow"):
+        format_named("saved_model")
+
+
+@pytest.mark.slow
+def test_8_bit_files_of_yolov5n_keep_its_accuracy_within_002(tmp_path: Path) -> None:
+    from yolofleet import Model
+
+    model, data = Model(reference("weights/yolov5n.pt")), reference("data/coco128val/data.yaml")
+    weights = tmp_path / "yolov5n.pt"
+    weights.write_bytes(Path(model.weights).read_bytes())
+    model = Model(weights)
+    quiet = {"data": data, "device": "cpu", "workers": 0, "plots": False, "project": tmp_path}
+    whole = model.val(**quiet, fit="square").metrics["mAP50-95"]
+    for made in model.export(format="onnx,openvino", int8=True, data=data):
+        found = Model(made.file).val(**quiet).metrics["mAP50-95"]
+        assert abs(found - whole) <= 0.02, made.format
