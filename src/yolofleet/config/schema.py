@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.device import GPUS
@@ -61,6 +61,10 @@ PRECISION_HELP = (
 )
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+# one text, as in a file, is a list of one
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
 
 
 class Frozen(BaseModel):
@@ -441,9 +445,10 @@ class ValConfig(FleetSettings):
     resume: ClassVar[str] = ""
     linked_folders: ClassVar[bool] = False
 
-    weights: str = setting(
-        "",
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+    weights: Texts = setting(
+        (),
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
+        "for an ensemble",
         group="input",
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
@@ -451,14 +456,30 @@ class ValConfig(FleetSettings):
     split: Literal["train", "val", "test"] = setting("val", "split of the data set", group="input")
     img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     single_cls: bool = setting(False, "treat all classes as one", group="input")
-    fit: Literal["auto", "rect", "square"] = setting(
+    fit: Literal["auto", "rect", "batch", "square"] = setting(
         "auto",
-        "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
+        "pad images to a multiple of the stride (rect), to the largest of their batch as YOLOv5 does (batch), or to a "
+        "square; auto: rect, or square if the evaluation of the model family does so",
         group="method",
     )
     conf: Unit = setting(0.001, "discard boxes with a lower score", group="method")
     iou: Unit = setting(0.6, "IoU threshold of non-maximum suppression (NMS)", group="method")
     max_det: Natural = setting(300, "maximum number of boxes per image", group="method")
+    classes: Texts = setting(
+        (), "measure only these classes, by number or name; may be repeated", group="method"
+    )
+    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    augment: bool = setting(
+        False,
+        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
+        group="method",
+    )
+    merge: Literal["nms", "wbf", "mean"] = setting(
+        "nms",
+        "how the predictions of several weights and views become one list; nms: one suppression over all, as YOLOv5; "
+        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
     batch: Natural = setting(32, "images per batch; the batches are the same on every fleet", group="method")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
@@ -485,9 +506,10 @@ class ValConfig(FleetSettings):
 class PredictConfig(ExecutionSettings):
     """Settings of ``yolofleet predict``."""
 
-    weights: str = setting(
-        "",
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+    weights: Texts = setting(
+        (),
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
+        "for an ensemble",
         group="input",
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
@@ -503,10 +525,21 @@ class PredictConfig(ExecutionSettings):
     conf: Unit = setting(0.25, "discard boxes with a lower score", group="method")
     iou: Unit = setting(0.45, "IoU threshold of non-maximum suppression (NMS)", group="method")
     max_det: Natural = setting(1000, "maximum number of boxes per image", group="method")
-    classes: tuple[str, ...] = setting(
+    classes: Texts = setting(
         (), "keep only these classes, by number or name; may be repeated", group="method"
     )
     agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    augment: bool = setting(
+        False,
+        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
+        group="method",
+    )
+    merge: Literal["nms", "wbf", "mean"] = setting(
+        "nms",
+        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
+        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
     vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")
     batch: Natural = setting(1, "images per forward pass", group="method")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")

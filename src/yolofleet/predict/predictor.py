@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -24,9 +24,9 @@ from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
+from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
-from yolofleet.models.fuse import fuse
-from yolofleet.models.precision import autocast, resolve_precision
+from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.sources import Frame, Source
 from yolofleet.report.draw import class_name, draw_boxes
 from yolofleet.text import did_you_mean, shown
@@ -140,11 +140,18 @@ def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int
     return sorted(set(found))
 
 
+class NamedNetwork(Network, Protocol):
+    """A network that knows its classes."""
+
+    names: tuple[str, ...]
+
+
 class Predictor:
     """A network ready to detect.
 
     Args:
-        model: a network, which is copied, or an exported file, in which some of the settings below are fixed.
+        model: a network, which is copied, or several for an ensemble, or an exported file, in which some of the settings
+            below are fixed.
         names: class names; None: the model's.
         device: auto | cpu | mps | one CUDA id; for an exported file, the device that it was opened for.
         img: longest side of the scaled image, pixels; rounded up to the stride.
@@ -153,8 +160,9 @@ class Predictor:
         classes: keep only these, by number or name; empty: all.
         agnostic: suppress over all classes together.
         fit: rect | square padding, or auto (as in the family's own evaluation).
-        precision: auto | fp32 | fp16 | bf16 of the forward pass.
+        precision: auto | fp32 | fp16 | bf16 of the forward pass; on a CPU, fp16 means fp32.
         batch: images per forward pass; only consecutive images of one shape share a pass.
+        augment, merge: see ``models.combined.CombinedNetwork``.
 
     Raises:
         ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
@@ -162,7 +170,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: Detector | Runtime,
+        model: Detector | Runtime | Sequence[Detector],
         names: Sequence[str] | None = None,
         *,
         device: str | torch.device = "auto",
@@ -175,27 +183,29 @@ class Predictor:
         agnostic: bool = False,
         precision: str = "auto",
         batch: int = 1,
+        augment: bool = False,
+        merge: str = "nms",
     ) -> None:
-        self.names = tuple(model.names if names is None else names)
-        self.stride = max(model.strides)
-        self.img = -(-img // self.stride) * self.stride
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
-        self.classes = class_numbers(classes, self.names) or None
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
-        self.model: Network
+        self.model: NamedNetwork
         if isinstance(model, Runtime):
             model.check_settings(img=img, precision=precision)
             if model.metadata.nms is not None:
                 self._check_suppression(model, model.metadata.nms)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
             self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None
-            return
-        self.device = device if isinstance(device, torch.device) else one_device(device)
-        self.precision = resolve_precision(precision, self.device)
-        self.size_hw = square_of(model, img, fit)
-        fused: Any = fuse(model)  # torch types no call of `to` with a memory format
-        self.model = fused.to(self.device, memory_format=torch.channels_last)
+        else:
+            self.device = device if isinstance(device, torch.device) else one_device(device)
+            self.precision = inference_precision(precision, self.device)
+            models = [model] if isinstance(model, torch.nn.Module) else model
+            combined = inference_network(models, self.device, augment=augment, merge=merge)
+            self.model, self.size_hw = combined, square_of(combined, img, fit)
+        self.names = tuple(self.model.names if names is None else names)
+        self.stride = max(self.model.strides)
+        self.img = -(-img // self.stride) * self.stride
+        self.classes = class_numbers(classes, self.names) or None
 
     def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
         """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
@@ -268,10 +278,10 @@ class Predictor:
         return letterbox(image, self.img, stride=self.stride)
 
     @torch.inference_mode()
-    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
+    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor | list[Tensor]:
         """Return decoded predictions float32 [N, K, 5 + C] of images uint8 [h, w, 3] of one shape.
 
-        An exported file that suppresses inside gives [N, D, 6].
+        An exported file that suppresses inside gives [N, D, 6], weighted box fusion a list (see ``CombinedNetwork``).
         """
         pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
         for image, row in zip(images_bgr, pixels, strict=True):
@@ -297,7 +307,7 @@ class Predictor:
             boxes = back.to_native(row[:, :4])
             yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
 
-    def suppress(self, decoded: Tensor) -> list[Tensor]:
+    def suppress(self, decoded: Tensor | list[Tensor]) -> list[Tensor]:
         """Return [n, 6] x1, y1, x2, y2, score, class of each image, from the result of :meth:`forward`."""
         if self.suppressed:
             kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.conf)] for boxes in decoded]

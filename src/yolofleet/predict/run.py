@@ -13,9 +13,9 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.config.schema import PredictConfig
+from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import make_folder, write_bytes, write_json, write_text
 from yolofleet.predict.predictor import Prediction, Predictor, one_device
 from yolofleet.predict.sources import Source
@@ -42,7 +42,12 @@ def predict_command(config: PredictConfig) -> int:
         torch.set_num_threads(config.threads)
     device = one_device(config.device)
     predictor = Predictor(
-        open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device),
+        open_networks(
+            config.weights,
+            config.cfg,
+            device=None if config.device == "auto" else device,
+            augment=config.augment,
+        ),
         device=device,
         img=config.img,
         fit=config.fit,
@@ -53,6 +58,8 @@ def predict_command(config: PredictConfig) -> int:
         agnostic=config.agnostic_nms,
         precision=config.precision,
         batch=config.batch,
+        augment=config.augment,
+        merge=config.merge,
     )
     folder = RunFolder.create("predict", project=config.project, name=config.name, exist_ok=config.exist_ok)
     try:
@@ -68,7 +75,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         console.header(
             "yolofleet predict",
             {
-                "weights": f"{config.weights}, {len(predictor.names)} classes",
+                "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
                 "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
                 "where": place_text(predictor),
                 "results": str(folder.path),
@@ -91,6 +98,18 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
+
+
+def weights_text(config: PredictConfig | ValConfig) -> str:
+    """Return the weights, and how their predictions are merged, as text."""
+    parts = [", ".join(config.weights)]
+    if config.augment:
+        parts.append("test-time augmentation")
+    if len(config.weights) > 1:
+        parts.append(f"ensemble of {len(config.weights)}")
+    if config.merge != "nms":
+        parts.append(f"merged by {config.merge}")
+    return "; ".join(parts)
 
 
 def place_text(predictor: Predictor) -> str:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
+from yolofleet.config.checks import FP16_ON_CPU
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Validation
-from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation
+from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import emit_json, write_json, write_text
+from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import square_of
-from yolofleet.models.fuse import fuse
+from yolofleet.models.precision import inference_precision
 from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
+from yolofleet.predict.predictor import class_numbers
+from yolofleet.predict.run import weights_text
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.train.pictures import draw_evaluation
@@ -56,41 +59,54 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     with world.activity.doing("indexing"):
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world)
     check_equal(world, "the data set", index.digest)
-    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else world.device)
+    opened = open_networks(
+        config.weights,
+        config.cfg,
+        device=None if config.device == "auto" else world.device,
+        augment=config.augment,
+    )
     device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
-    if isinstance(model, Runtime):
-        model.check_settings(img=config.img, precision=config.precision)
-        model.check_unsuppressed()
-        device, size_hw, where = torch.device("cpu"), model.metadata.size_hw, f"{where}; {model.place}"
+    model: Network
+    if isinstance(opened, Runtime):
+        opened.check_settings(img=config.img, precision=config.precision)
+        opened.check_unsuppressed()
+        device, size_hw, where = torch.device("cpu"), opened.metadata.size_hw, f"{where}; {opened.place}"
+        model = opened
     else:
-        precision = fleet_precision(config.precision, world)
-        size_hw = square_of(model, config.img, config.fit)
-        model = cast(Any, fuse(model)).to(device, memory_format=torch.channels_last)
+        precision = fleet_precision(inference_precision(config.precision, device), world)
+        combined = inference_network(opened, device, augment=config.augment, merge=config.merge)
+        size_hw = square_of(combined, config.img, config.fit)
+        model = combined
     if model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
-            f"{config.weights} detects {model.nc} classes, {config.data} has {len(index.names)}",
+            f"{', '.join(config.weights)} detects {model.nc} classes, {config.data} has {len(index.names)}",
             source="--weights, --data",
             hint="validate with the data set that the weights were trained on",
         )
     console.header(
         "yolofleet val",
         {
-            "weights": config.weights,
+            "weights": weights_text(config),
             "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
             "where": where,
             "results": str(folder.path),
         },
     )
     show_data_notes(console, spec.notes, [index])
+    if config.precision == "fp16" and precision == "fp32":
+        console.note(FP16_ON_CPU)
 
     settings = EvaluationSettings(
         precision=precision,
         img=max(size_hw) if size_hw else config.img,
         size_hw=size_hw,
+        shares_shape=config.fit == "batch",
         batch=config.batch,
         conf=config.conf,
         iou=config.iou,
         max_det=config.max_det,
+        agnostic=config.agnostic_nms,
+        classes=tuple(class_numbers(config.classes, index.names)) or None,
         single_cls=config.single_cls,
         gather_detections=config.save_json or config.save_txt,
     )
