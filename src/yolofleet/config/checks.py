@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
     DoctorConfig,
@@ -189,6 +190,13 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
+    live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
+    if live and config.sources["source"] != COMMAND_LINE:
+        raise ConfigError(
+            f"{config.spelled('source')}: a configuration file must not choose a network address, the screen or standard input",
+            source=config.sources["source"],
+            hint="give --source on the command line",
+        )
     return _without_effect(config, "save_conf", "txt_format")
 
 

@@ -514,7 +514,10 @@ class PredictConfig(ExecutionSettings):
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     source: str = setting(
-        "", "image, folder, glob pattern, list of images (.txt), video, or camera number", group="input"
+        "",
+        "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; screen; - for "
+        "standard input",
+        group="input",
     )
     img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     fit: Literal["auto", "rect", "square"] = setting(

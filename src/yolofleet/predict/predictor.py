@@ -5,9 +5,9 @@ N images of a pass, K candidates, C classes, n boxes of an image.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,94 +27,12 @@ from yolofleet.geometry.nms import detections
 from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
-from yolofleet.predict.sources import Frame, Source
-from yolofleet.report.draw import class_name, draw_boxes
+from yolofleet.predict.results import Prediction, Predictions
+from yolofleet.predict.sources import Frame, Source, pixels_of
 from yolofleet.text import did_you_mean, shown
 
-SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The boxes of one image, highest score first.
-
-    Attributes:
-        frame: the source of the image.
-        boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
-        scores: float32 [n], 0..1. classes: int64 [n].
-        names: of all classes.
-        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
-            share its time equally.
-    """
-
-    frame: Frame
-    boxes_xyxy_px: np.ndarray
-    scores: np.ndarray
-    classes: np.ndarray
-    names: tuple[str, ...]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def path(self) -> str:
-        """The file of the image, ``camera N``, or ``image N`` for an array."""
-        return self.frame.path
-
-    @property
-    def image_bgr(self) -> np.ndarray:
-        return self.frame.image
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-    def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
-        """Return a copy of the image with the boxes; see ``report.draw.draw_boxes``."""
-        return draw_boxes(
-            self.image_bgr,
-            self.boxes_xyxy_px,
-            self.classes,
-            self.names,
-            self.scores,
-            line_width=line_width,
-            hide_labels=hide_labels,
-            hide_scores=hide_conf,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
-        height, width = self.image_bgr.shape[:2]
-        return {
-            "path": self.path,
-            "frame": self.frame.number if self.frame.video else None,
-            "width": width,
-            "height": height,
-            "detections": [
-                {
-                    "class": c,
-                    "name": class_name(self.names, c),
-                    "score": round(score, 5),
-                    "box_xyxy_px": [round(side, 2) for side in box],
-                }
-                for c, score, box in zip(
-                    self.classes.tolist(), self.scores.tolist(), self.boxes_xyxy_px.tolist(), strict=True
-                )
-            ],
-        }
-
-    def counts(self) -> str:
-        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
-        found, counts = np.unique(self.classes, return_counts=True)
-        words = [
-            f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"
-            for c, count in zip(found.tolist(), counts.tolist(), strict=True)
-        ]
-        return ", ".join(words) or "nothing"
-
-
-def plural(name: str) -> str:
-    """Return an approximate English plural; a name that does not end in an ASCII letter stays unchanged."""
-    if not (name and name[-1].isascii() and name[-1].isalpha()):
-        return name
-    return name + ("es" if name.lower().endswith(("s", "x", "ch", "sh")) else "s")
+SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
+PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "batch")
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
@@ -224,30 +142,56 @@ class Predictor:
                     hint="remove the option, or export without --nms",
                 )
 
-    def predict(self, source: SourceLike) -> list[Prediction]:
+    def changed(self, **settings: Any) -> Predictor:
+        """Return a predictor of the same network with other settings: conf, iou, max_det, classes, agnostic, batch.
+
+        Raises:
+            ConfigError: a setting is unknown or has no such value.
+        """
+        for name, value in settings.items():
+            if name not in PER_CALL:
+                raise ConfigError(
+                    f"predict has no setting {shown(name)}",
+                    hint=did_you_mean(name, PER_CALL)
+                    or f"{', '.join(PER_CALL)}; others are set by load_model",
+                )
+            if name in ("conf", "iou") and not 0 <= value <= 1:
+                raise ConfigError(f"{name} {value} is not between 0 and 1")
+            if name in ("max_det", "batch") and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} {value} is not a whole number above 0")
+        other = copy.copy(self)
+        for name, value in settings.items():
+            setattr(other, name, (class_numbers(value, self.names) or None) if name == "classes" else value)
+        if isinstance(other.model, Runtime) and other.model.metadata.nms is not None:
+            other._check_suppression(other.model, other.model.metadata.nms)
+        return other
+
+    def predict(self, source: SourceLike, **settings: Any) -> Predictions:
         """Return all predictions of ``source``; for videos prefer :meth:`stream`, which keeps none in memory.
 
         Args:
-            source: a source as for ``predict.sources.Source``, a uint8 [H, W, 3] BGR array, or a list of these.
+            source: a source as for ``predict.sources.Source``; a picture in memory as for ``predict.sources.pixels_of``;
+                or a list of these.
+            settings: of this call only, see :meth:`changed`.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image cannot be read. ConfigError: see :meth:`changed`.
         """
-        parts = [source] if isinstance(source, (str, Path, np.ndarray)) else source
-        return [
-            prediction for number, part in enumerate(parts) for prediction in self._predict_one(part, number)
-        ]
+        predictor = self.changed(**settings) if settings else self
+        parts = source if isinstance(source, (list, tuple)) else [source]
+        return Predictions(
+            prediction
+            for number, part in enumerate(parts)
+            for prediction in predictor._predict_one(part, number)
+        )
 
     __call__ = predict
 
-    def _predict_one(self, part: str | Path | np.ndarray, number: int) -> list[Prediction]:
-        if isinstance(part, np.ndarray):
-            if part.dtype != np.uint8 or part.ndim != 3 or part.shape[2] != 3 or not part.size:
-                raise DataError(
-                    f"image {number} is {part.dtype} {part.shape}, expected uint8 (H, W, 3) in BGR order"
-                )
-            return list(self.stream([Frame(f"image {number}", part, number)]))
-        frames = Source(str(part))
+    def _predict_one(self, part: Any, number: int) -> list[Prediction]:
+        if not isinstance(part, (str, Path)):
+            name = f"image {number}"
+            return list(self.stream([Frame(name, pixels_of(part, name), number, is_file=False)]))
+        frames = Source(str(part), is_argument=True)
         found = list(self.stream(frames))
         if frames.problems:
             raise DataError("; ".join(frames.problems))
