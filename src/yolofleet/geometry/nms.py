@@ -59,13 +59,23 @@ def detections(
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
     if not isinstance(decoded, Tensor):
-        limits = {"conf": conf, "max_det": max_det, "agnostic": agnostic}
         each = [
-            detections(source, iou=iou, multi_label=multi_label, classes=classes, **limits)
+            detections(
+                source,
+                conf=conf,
+                iou=iou,
+                max_det=max_det,
+                multi_label=multi_label,
+                agnostic=agnostic,
+                classes=classes,
+            )
             for source in decoded
         ]
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
-        return [fused_detections(boxes, **limits) for boxes in of_image], sum(cut for _, cut in each)
+        fused = [
+            fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image
+        ]
+        return fused, sum(cut for _, cut in each)
     found, capped = [], 0
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
     for images in decoded.split(1 if is_host(decoded.device) else max(1, len(decoded))):
