@@ -72,9 +72,7 @@ def detections(
             for source in decoded
         ]
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
-        fused = [
-            fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image
-        ]
+        fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
         return fused, sum(cut for _, cut in each)
     found, capped = [], 0
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
