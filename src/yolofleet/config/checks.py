@@ -190,6 +190,13 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
+    if 0 < config.value.tile < 32:
+        raise ConfigError(
+            f"{config.spelled('tile')} is below 32 pixels",
+            source=config.sources["tile"],
+            hint="--tile 640, or 0 for no tiles",
+        )
+    _only_with(config, "overlap", "tile")
     live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
         raise ConfigError(

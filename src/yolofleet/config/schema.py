@@ -489,7 +489,29 @@ class ValConfig(FleetSettings):
         ge=0,
         group="execution",
     )
-    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+    metric: Literal["coco", "voc07", "voc12"] = setting(
+        "coco",
+        "also show the AP of PASCAL VOC at IoU 0.5; voc07: at 11 recalls; voc12: area under the curve",
+        group="method",
+    )
+    verbose: bool = setting(
+        False,
+        "show metrics of each class and of small, medium and large objects",
+        group="reports and display",
+    )
+    error_analysis: bool = setting(
+        False,
+        "show the kinds of errors and what each costs, as TIDE does: classification, localisation, both, duplicate, "
+        "background, missed",
+        group="reports and display",
+    )
+    worst: int = setting(
+        0,
+        "draw the N images with the most errors, labels at the left and detections at the right",
+        ge=0,
+        le=10_000,
+        group="reports and display",
+    )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
     save_txt: bool = setting(False, "write detections as YOLO txt files", group="saved files")
@@ -541,6 +563,19 @@ class PredictConfig(ExecutionSettings):
         "nms",
         "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
         "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
+    tile: int = setting(
+        0,
+        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
+        ge=0,
+        group="method",
+    )
+    overlap: float = setting(
+        0.2,
+        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
+        ge=0,
+        lt=1,
         group="method",
     )
     vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,10 +30,11 @@ from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.sources import Frame, Source, pixels_of
+from yolofleet.predict.tiles import merged_tiles, tiles
 from yolofleet.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
-PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "batch")
+PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "batch", "tile", "overlap")
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
@@ -81,6 +83,7 @@ class Predictor:
         precision: auto | fp32 | fp16 | bf16 of the forward pass; on a CPU, fp16 means fp32.
         batch: images per forward pass; only consecutive images of one shape share a pass.
         augment, merge: see ``models.combined.CombinedNetwork``.
+        tile: side of square tiles, pixels, on which to detect too; 0: none. overlap: of neighbours, as a fraction.
 
     Raises:
         ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
@@ -103,7 +106,10 @@ class Predictor:
         batch: int = 1,
         augment: bool = False,
         merge: str = "nms",
+        tile: int = 0,
+        overlap: float = 0.2,
     ) -> None:
+        self.tile, self.overlap, self.merge = tile, overlap, merge
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
@@ -143,7 +149,8 @@ class Predictor:
                 )
 
     def changed(self, **settings: Any) -> Predictor:
-        """Return a predictor of the same network with other settings: conf, iou, max_det, classes, agnostic, batch.
+        """Return a predictor of the same network with other settings: conf, iou, max_det, classes, agnostic, batch,
+        tile, overlap.
 
         Raises:
             ConfigError: a setting is unknown or has no such value.
@@ -157,6 +164,10 @@ class Predictor:
                 )
             if name in ("conf", "iou") and not 0 <= value <= 1:
                 raise ConfigError(f"{name} {value} is not between 0 and 1")
+            if name == "overlap" and not 0 <= value < 1:
+                raise ConfigError(f"overlap {value} is not at least 0 and below 1")
+            if name == "tile" and value and value < 32:
+                raise ConfigError(f"tile {value} is below 32 pixels", hint="640, or 0 for no tiles")
             if name in ("max_det", "batch") and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} {value} is not a whole number above 0")
         other = copy.copy(self)
@@ -199,6 +210,11 @@ class Predictor:
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
         """Yield predictions in the order of ``frames``, as soon as they are ready."""
+        if self.tile:
+            whole = self.changed(tile=0)
+            for frame in frames:
+                yield self._tiled(frame, whole)
+            return
         waiting: list[tuple[Frame, np.ndarray, Letterbox, float]] = []
         began = time.perf_counter()
         for frame in frames:
@@ -214,6 +230,25 @@ class Predictor:
             began = time.perf_counter()
         if waiting:
             yield from self._pass(waiting)
+
+    def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
+        """Detect on the image and on its tiles, and merge the boxes."""
+        places = [(0, 0, frame.image.shape[1], frame.image.shape[0])]
+        places += tiles(frame.image.shape[0], frame.image.shape[1], self.tile, self.overlap)
+        parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
+        found = list(whole.stream(parts))
+        boxes, scores, classes = merged_tiles(
+            [
+                (part.boxes_xyxy_px, part.scores, part.classes, place)
+                for part, place in zip(found, places, strict=True)
+            ],
+            iou=self.iou,
+            max_det=self.max_det,
+            agnostic=self.agnostic,
+            fuse=self.merge == "wbf",
+        )
+        seconds = {name: sum(part.seconds[name] for part in found) for name in found[0].seconds}
+        return Prediction(frame, boxes, scores, classes, self.names, seconds)
 
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
         """Return the image as the network's input uint8 [h, w, 3], and the transform back."""

@@ -59,6 +59,8 @@ def predict_command(config: PredictConfig) -> int:
         batch=config.batch,
         augment=config.augment,
         merge=config.merge,
+        tile=config.tile,
+        overlap=config.overlap,
     )
     folder = RunFolder.create("predict", project=config.project, name=config.name, exist_ok=config.exist_ok)
     try:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from yolofleet.config.checks import FP16_ON_CPU
@@ -13,8 +17,11 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
+from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation
+from yolofleet.evaluate.matching import rows
+from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation, labels_of
+from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.models.combined import inference_network
@@ -26,7 +33,7 @@ from yolofleet.predict.predictor import class_numbers
 from yolofleet.predict.run import weights_text
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
-from yolofleet.train.pictures import draw_evaluation
+from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
 from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
 
 
@@ -108,7 +115,11 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         agnostic=config.agnostic_nms,
         classes=tuple(class_numbers(config.classes, index.names)) or None,
         single_cls=config.single_cls,
-        gather_detections=config.save_json or config.save_txt,
+        gather_detections=config.save_json
+        or config.save_txt
+        or config.error_analysis
+        or config.worst > 0
+        or config.metric != "coco",
     )
     workers = loader_processes(config.workers, world)
     evaluation = Validation(
@@ -125,15 +136,58 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         _write(config, folder, evaluation, index, console)
 
 
+def _analysed(
+    config: ValConfig, folder: RunFolder, evaluation: Evaluation, index: DataIndex, console: NullConsole
+) -> dict[str, Any]:
+    """Show what the settings ask for beside the COCO metrics; return it as values for JSON."""
+    found, figures = evaluation.detections, dict[str, Any]()
+    classes = class_numbers(config.classes, index.names) or None
+    labels = labels_of(index, np.arange(len(index)), classes)
+    if config.metric != "coco":
+        per_class = voc_ap(labels, found, index.names, config.metric)
+        mean = sum(per_class.values()) / max(len(per_class), 1)
+        figures[config.metric] = {"mAP": mean, "per_class": per_class}
+        table = [["all", f"{mean:.3f}"]]
+        table += [[name, f"{ap:.3f}"] for name, ap in per_class.items()] if config.verbose else []
+        console.table(f"PASCAL {config.metric.upper()}, IoU 0.5", ["class", "AP"], table)
+    if config.error_analysis:
+        analysis = analyse_errors(labels, found, len(index.names))
+        figures["errors"] = {
+            "AP50": analysis.ap50,
+            "gains": dict(analysis.gains),
+            "counts": dict(analysis.counts),
+        }
+        console.table(
+            f"errors: AP50 {analysis.ap50:.3f} with 100 boxes of an image, and what it gains without each kind",
+            ["kind", "number", "AP50 gained"],
+            [[kind, str(analysis.counts[kind]), f"{analysis.gains[kind]:.3f}"] for kind in KINDS],
+        )
+    if config.worst:
+        errors = analyse_errors(labels, rows(found, found.score >= SHOWN_SCORE), len(index.names)).of_image
+        draw_worst(evaluation, index, errors, config.worst, folder.path / "worst")
+        figures["errors_of_image"] = {index.path(image): number for image, number in errors.items()}
+    return figures
+
+
+def per_class_csv(evaluation: Evaluation) -> str:
+    """Return the figures of each class as a table."""
+    text, per_class = io.StringIO(), evaluation.metrics.per_class
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", *next(iter(per_class.values()), {})])
+    table.writerows([name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items())
+    return text.getvalue()
+
+
 def _write(
     config: ValConfig, folder: RunFolder, evaluation: Evaluation, index: DataIndex, console: NullConsole
 ) -> None:
-    figures = evaluation_figures(evaluation)
+    figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
     write_json(folder.results_json, figures)
     emit_json(figures, config.json_out)
+    write_text(folder.path / "per_class.csv", per_class_csv(evaluation))
     if config.save_json:
-        rows = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
-        write_json(folder.path / "predictions.json", rows)
+        results = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
+        write_json(folder.path / "predictions.json", results)
     if config.save_txt:
         texts = detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf)
         for image, text in texts.items():
