@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from yolofleet.checkpoint.reader import load_weights
@@ -31,6 +30,7 @@ from yolofleet.config.load import (
     resolve_export,
     resolve_predict,
     resolve_train,
+    resolve_tune,
     resolve_val,
 )
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig
@@ -49,16 +49,23 @@ from yolofleet.export.run import export_all
 from yolofleet.export.runtime import open_weights
 from yolofleet.models.description import preset_names
 from yolofleet.predict.bench import measured
-from yolofleet.predict.predictor import Prediction, Predictor, one_device
-from yolofleet.predict.run import Output, show
+from yolofleet.predict.predictor import Predictor, one_device
+from yolofleet.predict.results import Prediction, Predictions
+from yolofleet.predict.run import Output, predictor_of, show
 from yolofleet.predict.sources import Source
 from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import RunPlan, is_worker, plan_run
 from yolofleet.runs.start import start
+from yolofleet.runs.tune import TuneResult, tune
 from yolofleet.text import echo
 
+# settings of predict that decide the predictor, and not what happens with its predictions
+PREDICTOR_SETTINGS = (
+    *("weights", "cfg", "device", "fit", "conf", "iou", "max_det", "classes", "agnostic_nms", "precision", "batch"),
+    *("augment", "merge", "tile", "overlap"),
+)
 WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
 
 
@@ -226,22 +233,23 @@ class Model:
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
-    def predict(self, source: Any, **settings: Any) -> list[Prediction]:
+    def predict(self, source: Any, **settings: Any) -> Predictions:
         """Return the boxes of all images of ``source``; for long videos use :meth:`stream`.
 
         Args:
-            source: a source of ``yolofleet predict``, a uint8 [H, W, 3] BGR array, or a list of these.
+            source: a source of ``yolofleet predict``, a picture in memory (:func:`yolofleet.predict.sources.pixels_of`), or
+                a list of these.
             settings: of ``yolofleet predict``. Files are written only if a setting asks for it: ``save="images"``,
                 ``save_txt=True``, ... ``img`` is the size in training by default.
 
         Raises:
             DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command.
         """
-        return list(self.stream(source, **settings))
+        return Predictions(self.stream(source, **settings))
 
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
-        parts: Sequence[Any] = [source] if isinstance(source, (str, Path, np.ndarray)) else source
+        parts: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
         given = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
         resolved = _said(resolve_predict(given, source="Model.predict(...)"))
         config = resolved.value
@@ -297,6 +305,17 @@ class Model:
         figures = {"weights": config.weights, **measured(predictor, config.passes)}
         return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
 
+    def tune(self, **settings: Any) -> TuneResult:
+        """Search recipe values with many trainings of this model. Takes the settings of ``yolofleet tune``.
+
+        Raises:
+            ConfigError: a setting is wrong, Optuna is not installed, or several trials in a row failed.
+            Stopped: on a request to stop; ``resume=FOLDER`` goes on. YolofleetError: another expected failure.
+        """
+        given = settings if settings.get("resume") else {**self._network(), **settings}
+        config, recipe = resolve_tune(_texts(given), source="Model.tune(...)")
+        return tune(_said(config), recipe)
+
     def _network(self) -> dict[str, str]:
         """Return the settings of a training that name this model."""
         named = {
@@ -329,12 +348,12 @@ class Model:
                 f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
             )
         load_recipe_class(config.recipe_class)
-        names = ("cfg", "device", "fit", "conf", "iou", "max_det", "classes", "precision", "batch")
-        wanted = {name: getattr(config, name) for name in names} | {"agnostic": config.agnostic_nms}
-        if resolved.is_given("img"):
-            wanted["img"] = config.img
+        wanted = {name: getattr(config, name) for name in PREDICTOR_SETTINGS}
+        wanted["img"] = config.img if resolved.is_given("img") else None
         if self._predictor is None or self._predictor[0] != wanted:
-            self._predictor = wanted, load_model(config.weights, **wanted)
+            if wanted["img"] is None and format_of(Path(self.weights)) is None:
+                config = config.model_copy(update={"img": load_weights(self.weights, self.cfg).header.img})
+            self._predictor = wanted, predictor_of(config)
         return self._predictor[1]
 
 

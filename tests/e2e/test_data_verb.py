@@ -359,7 +359,7 @@ def test_a_preview_draws_training_images_by_their_keys(data, tmp_path):
                        ("e.png", ["--sampler", "balanced", "--fraction", 0.5, "--set", "cutout=1"])):  # fmt: skip
         out = data("preview", made, "--img", 64, "--count", 5, "--out", name, *more)
         assert out.out.strip().endswith(name)
-        sheets.append(cv2.imread(str(tmp_path / name)))
+        sheets.append(np.asarray(cv2.imread(str(tmp_path / name))))
     assert all(sheet.std() > 10 for sheet in sheets)
     assert np.array_equal(sheets[0], sheets[1]) and not np.array_equal(sheets[0], sheets[2])
 

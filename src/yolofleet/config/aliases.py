@@ -66,7 +66,7 @@ def _img(values: list[str]) -> list[str]:
 def _one_model(values: list[str]) -> list[str]:
     if len(values) > 1:
         raise ConfigError(
-            f"--weights with {len(values)} files: ensembles are not available yet",
+            f"--weights with {len(values)} files: an export has one network",
             hint="run the command once for each file",
         )
     return [f"--weights={values[0]}"]
@@ -124,7 +124,7 @@ EVOLVE = Spelling(
     lambda given: [f"--evolve={(given or ['300'])[0]}"],
     note="is now yolofleet tune, with as many --trials",
 )
-TTA = refused(f"test-time augmentation {NOT_YET}", "leave it out")
+TTA = switch("--augment")
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = Spelling("some", _img)
 BATCH = Spelling("one", _batch)
@@ -214,14 +214,15 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--batch": same("--batch"),
         "--batch-size": same("--batch"),
         "--device": DEVICE,
-        "--weights": Spelling("some", _one_model),
+        "--weights": same("--weights", "some"),
         "--conf-thres": renamed("--conf"),
         "--iou-thres": renamed("--iou"),
         "--task": Spelling("one", _task, note=True),
         "--half": HALF,
         "--local-rank": FROM_LAUNCHER,
-        "--augment": TTA,
         "--tta": TTA,
+        "--classes": same("--classes", "some"),
+        "--agnostic": switch("--agnostic-nms"),
         "--save-hybrid": refused("adding labels to the predictions would inflate the metrics", "--save-txt"),
         "--dnn": OPENCV_DNN,
     },
@@ -230,8 +231,9 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--imgsz": IMG,
         "--img-size": IMG,
         "--device": DEVICE,
-        "--weights": Spelling("some", _one_model),
+        "--weights": same("--weights", "some"),
         "--classes": same("--classes", "some"),
+        "--agnostic": switch("--agnostic-nms"),
         "--conf-thres": renamed("--conf"),
         "--iou-thres": renamed("--iou"),
         "--view-img": switch("--show"),
@@ -241,7 +243,6 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--half": HALF,
         "--data": Spelling(note="has no effect: the weights file contains the class names"),
         "--local-rank": FROM_LAUNCHER,
-        "--augment": TTA,
         "--tta": TTA,
         "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
         "--dnn": OPENCV_DNN,

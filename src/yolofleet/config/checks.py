@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -315,6 +316,20 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
+    if 0 < config.value.tile < 32:
+        raise ConfigError(
+            f"{config.spelled('tile')} is below 32 pixels",
+            source=config.sources["tile"],
+            hint="--tile 640, or 0 for no tiles",
+        )
+    _only_with(config, "overlap", "tile")
+    live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
+    if live and config.sources["source"] != COMMAND_LINE:
+        raise ConfigError(
+            f"{config.spelled('source')}: a configuration file must not choose a network address, the screen or standard input",
+            source=config.sources["source"],
+            hint="give --source on the command line",
+        )
     return _without_effect(config, "save_conf", "txt_format")
 
 
@@ -394,16 +409,37 @@ def _either(numbers: list[int]) -> str:
 
 
 T = TypeVar("T", ValConfig, PredictConfig)
+FP16_ON_CPU = "--precision fp16 has no effect on a CPU, which computes in fp32; use bf16"
 
 
 def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
-    """Add notes about harmless settings without effect: those in ``of_txt`` without --save-txt, and fp16 on a CPU."""
+    """Add notes about harmless settings without effect: those in ``of_txt`` without --save-txt, and fp16 on a CPU.
+
+    Raises:
+        ConfigError: ``--merge mean`` without several weights.
+    """
     value, notes = config.value, list(config.notes)
+    if value.merge == "mean" and len(value.weights) == 1:
+        raise ConfigError(
+            "--merge mean: there is one network, so there is no mean",
+            source=config.sources["merge"],
+            hint="repeat --weights for an ensemble, or use --merge nms or wbf",
+        )
+    if (
+        value.merge == "wbf"
+        and len(value.weights) == 1
+        and not value.augment
+        and not getattr(value, "tile", 0)
+    ):
+        notes.append(
+            "--merge wbf has no effect without several --weights"
+            + (", --augment or --tile" if isinstance(value, PredictConfig) else " or --augment")
+        )
     for name in of_txt:
         if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:
             notes.append(f"{config.spelled(name)} has no effect without --save-txt")
     if value.precision == "fp16" and value.device.startswith("cpu"):
-        notes.append("--precision fp16 has no effect on a CPU, which computes in fp32; use bf16")
+        notes.append(FP16_ON_CPU)
         value = value.model_copy(update={"precision": "fp32"})
     return replace(config, value=value, notes=tuple(notes))
 

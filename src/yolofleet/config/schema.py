@@ -66,6 +66,10 @@ Optimizer = Literal[
 ]  # fmt: skip
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+# one text, as in a file, is a list of one
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
 
 
 class Frozen(BaseModel):
@@ -558,9 +562,10 @@ class ValConfig(FleetSettings):
     resume: ClassVar[str] = ""
     linked_folders: ClassVar[bool] = False
 
-    weights: str = setting(
-        "",
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+    weights: Texts = setting(
+        (),
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
+        "for an ensemble",
         group="input",
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
@@ -568,14 +573,30 @@ class ValConfig(FleetSettings):
     split: Literal["train", "val", "test"] = setting("val", "split of the data set", group="input")
     img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     single_cls: bool = setting(False, "treat all classes as one", group="input")
-    fit: Literal["auto", "rect", "square"] = setting(
+    fit: Literal["auto", "rect", "batch", "square"] = setting(
         "auto",
-        "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
+        "pad images to a multiple of the stride (rect), to the largest of their batch as YOLOv5 does (batch), or to a "
+        "square; auto: rect, or square if the evaluation of the model family does so",
         group="method",
     )
     conf: Unit = setting(0.001, "discard boxes with a lower score", group="method")
     iou: Unit = setting(0.6, "IoU threshold of non-maximum suppression (NMS)", group="method")
     max_det: Natural = setting(300, "maximum number of boxes per image", group="method")
+    classes: Texts = setting(
+        (), "measure only these classes, by number or name; may be repeated", group="method"
+    )
+    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    augment: bool = setting(
+        False,
+        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
+        group="method",
+    )
+    merge: Literal["nms", "wbf", "mean"] = setting(
+        "nms",
+        "how the predictions of several weights and views become one list; nms: one suppression over all, as YOLOv5; "
+        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
     batch: Natural = setting(32, "images per batch; the batches are the same on every fleet", group="method")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
@@ -585,7 +606,29 @@ class ValConfig(FleetSettings):
         ge=0,
         group="execution",
     )
-    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+    metric: Literal["coco", "voc07", "voc12"] = setting(
+        "coco",
+        "also show the AP of PASCAL VOC at IoU 0.5; voc07: at 11 recalls; voc12: area under the curve",
+        group="method",
+    )
+    verbose: bool = setting(
+        False,
+        "show metrics of each class and of small, medium and large objects",
+        group="reports and display",
+    )
+    error_analysis: bool = setting(
+        False,
+        "show the kinds of errors and what each costs, as TIDE does: classification, localisation, both, duplicate, "
+        "background, missed",
+        group="reports and display",
+    )
+    worst: int = setting(
+        0,
+        "draw the N images with the most errors, labels at the left and detections at the right",
+        ge=0,
+        le=10_000,
+        group="reports and display",
+    )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
     save_txt: bool = setting(False, "write detections as YOLO txt files", group="saved files")
@@ -602,14 +645,18 @@ class ValConfig(FleetSettings):
 class PredictConfig(ExecutionSettings):
     """Settings of ``yolofleet predict``."""
 
-    weights: str = setting(
-        "",
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file",
+    weights: Texts = setting(
+        (),
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
+        "for an ensemble",
         group="input",
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     source: str = setting(
-        "", "image, folder, glob pattern, list of images (.txt), video, or camera number", group="input"
+        "",
+        "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; screen; - for "
+        "standard input",
+        group="input",
     )
     img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     fit: Literal["auto", "rect", "square"] = setting(
@@ -620,10 +667,34 @@ class PredictConfig(ExecutionSettings):
     conf: Unit = setting(0.25, "discard boxes with a lower score", group="method")
     iou: Unit = setting(0.45, "IoU threshold of non-maximum suppression (NMS)", group="method")
     max_det: Natural = setting(1000, "maximum number of boxes per image", group="method")
-    classes: tuple[str, ...] = setting(
+    classes: Texts = setting(
         (), "keep only these classes, by number or name; may be repeated", group="method"
     )
     agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    augment: bool = setting(
+        False,
+        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
+        group="method",
+    )
+    merge: Literal["nms", "wbf", "mean"] = setting(
+        "nms",
+        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
+        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
+    tile: int = setting(
+        0,
+        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
+        ge=0,
+        group="method",
+    )
+    overlap: float = setting(
+        0.2,
+        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
+        ge=0,
+        lt=1,
+        group="method",
+    )
     vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")
     batch: Natural = setting(1, "images per forward pass", group="method")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")

@@ -133,16 +133,29 @@ def train_loader(
     return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
 
-def val_batches(index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5) -> list[ValBatch]:
+def val_batches(
+    index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5, *, shares_shape: bool = False
+) -> list[ValBatch]:
     """Return the fixed list of validation batches: images grouped by padded shape, in the order of the index.
 
     The longer side becomes ``img``, and each side is padded to ``ceil(side / stride + pad) * stride`` (YOLOv5's
     shape for a batch of one image). The shape depends on the image alone, so predictions depend neither on
     ``batch`` nor on which rank computes which part of the list.
+
+    Args:
+        shares_shape: sort the images by aspect ratio, and pad each batch to the largest shape of its images, as YOLOv5's
+            validation does. Predictions then depend on ``batch``.
     """
     sizes_wh = np.asarray(index.sizes_wh, np.float64)  # [N, 2]
     sides = sizes_wh / sizes_wh.max(axis=1, keepdims=True) * img
     padded = np.ceil(sides / stride + pad).astype(np.int64) * stride
+    if shares_shape:
+        order = np.argsort(sizes_wh[:, 1] / sizes_wh[:, 0], kind="stable")
+        members_of = [np.sort(order[start : start + batch]) for start in range(0, len(order), batch)]
+        return [
+            ValBatch(ordinal, tuple(members.tolist()), tuple(padded[members].max(axis=0)[::-1].tolist()))
+            for ordinal, members in enumerate(members_of)
+        ]
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (width, height) in enumerate(padded.tolist()):
         groups[height, width].append(number)

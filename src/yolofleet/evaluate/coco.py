@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.evaluate.matching import A, MatchRecords, T, unpacked
+from yolofleet.evaluate.matching import AREA_RANGES_PX, A, MatchRecords, T, unpacked
 from yolofleet.evaluate.precision_recall import PrecisionRecall, precision_recall
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
@@ -33,7 +33,7 @@ class CocoMetrics:
     Attributes:
         figures: the twelve of ``FIGURES``, then P, R and F1 (mean over classes, IoU 0.5, at the confidence of
             the best mean F1; 0 without labels).
-        per_class: AP, AP50, P, R, images and labels (without crowds) by class name.
+        per_class: AP, AP50, AP-small, AP-medium, AP-large, P, R, images and labels (without crowds) by class name.
         curves: precision and recall over confidence, for plots.
     """
 
@@ -83,6 +83,11 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
         per_class[name if name not in per_class else f"{name} ({c})"] = {
             "AP": _mean_of_present(precision[:, :, c, 0]),
             "AP50": _mean_of_present(precision[0, :, c, 0]),
+            **{
+                f"AP-{size}": _mean_of_present(precision[:, :, c, a])
+                for a, size in enumerate(AREA_RANGES_PX)
+                if a
+            },
             "P": float(p),
             "R": float(r),
             "images": int(records.images[c]),

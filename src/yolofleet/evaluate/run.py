@@ -75,7 +75,7 @@ class Network(Protocol):
 
     def __call__(self, images: Tensor, /) -> Any: ...
 
-    def decode(self, raws: Any, /) -> Tensor: ...
+    def decode(self, raws: Any, /) -> Tensor | list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,10 @@ class EvaluationSettings:
         precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
         img: longest side, pixels.
         size_hw: pad every image to this shape, pixels; None: each to the next multiple of the stride.
+        shares_shape: pad the images of a batch to one shape; see ``data.loader.val_batches``.
         batch: images at a time.
-        conf, iou, max_det: of non-maximum suppression, with several classes per box.
+        conf, iou, max_det, agnostic: of non-maximum suppression, with several classes per box.
+        classes: leave out labels and detections of other classes; None: none.
         single_cls: every detection is of class 0.
         gather_detections: give every rank all detections.
     """
@@ -123,10 +125,13 @@ class EvaluationSettings:
     precision: str = "fp32"
     img: int = 640
     size_hw: tuple[int, int] | None = None
+    shares_shape: bool = False
     batch: int = 32
     conf: float = 0.001
     iou: float = 0.6
     max_det: int = 300
+    agnostic: bool = False
+    classes: tuple[int, ...] | None = None
     single_cls: bool = False
     gather_detections: bool = False
 
@@ -165,7 +170,9 @@ class Validation:
                 f"the model has {model.nc} classes, the data set {len(index.names)}",
                 hint="validate with the data set that the model was trained on",
             )
-        every = val_batches(index, settings.img, settings.batch, max(model.strides))
+        every = val_batches(
+            index, settings.img, settings.batch, max(model.strides), shares_shape=settings.shares_shape
+        )
         if settings.size_hw is not None:
             every = [replace(b, size_hw=settings.size_hw) for b in every]
         self._index, self._settings, self._world, self._loss = index, settings, world, loss
@@ -213,7 +220,7 @@ class Validation:
             return
         with watch("match"):
             positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
-            labels, self._found = labels_of(index, positions), shard.detections()
+            labels, self._found = labels_of(index, positions, self._settings.classes), shard.detections()
             # position -> order of ids
             place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))
             records = match_detections(
@@ -242,8 +249,8 @@ class Validation:
         return _merged(payloads, self._index, self._loss, own)
 
 
-def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
-    """Return the true boxes of some images of an index; ``image`` is the position."""
+def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
+    """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
     first, last = index.offsets[positions], index.offsets[positions + 1]
     picked = np.concatenate(
         [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
@@ -252,13 +259,14 @@ def labels_of(index: DataIndex, positions: NDArray[np.int64]) -> Labels:
     unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
     size = np.asarray(index.sizes_wh, np.float64)[image]
     wh = unit[:, 2:] * size
-    return Labels(
+    labels = Labels(
         image=image,
         class_idx=np.asarray(index.classes[picked], np.int64),
         boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
         area_px=np.asarray(index.area_px[picked], np.float64),
         crowd=np.asarray(index.crowd[picked], bool),
     )
+    return labels if classes is None else rows(labels, np.isin(labels.class_idx, classes))
 
 
 def _shares(batches: Sequence[ValBatch], ranks: int) -> list[list[ValBatch]]:
@@ -349,7 +357,8 @@ class _Detect:
             iou=self.settings.iou,
             max_det=self.settings.max_det,
             multi_label=True,
-            agnostic=self.settings.single_cls,
+            agnostic=self.settings.agnostic or self.settings.single_cls,
+            classes=self.settings.classes,
         )
         found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s

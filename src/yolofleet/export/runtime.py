@@ -6,6 +6,7 @@ N images, K predictions of an image, C classes.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,30 @@ def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None
     if cfg:
         raise ConfigError(f"--cfg {cfg}: the exported file {name} describes itself", hint="leave out --cfg")
     return open_exported(path, device)
+
+
+def open_networks(
+    names: Sequence[str], cfg: str = "", *, device: torch.device | None = None, augment: bool = False
+) -> list[Detector] | Runtime:
+    """Open the files of ``--weights``: one exported file, or the networks of one or several weights files.
+
+    Args:
+        cfg, device: as for :func:`open_weights`.
+        augment: test-time augmentation is wanted, which an exported file does not have.
+
+    Raises:
+        CheckpointError, ConfigError: see :func:`open_weights`.
+        ConfigError: an exported file shall be part of an ensemble, or be augmented.
+    """
+    opened = [open_weights(name, cfg, device=device) for name in names]
+    networks = [one for one in opened if isinstance(one, Detector)]
+    for one in opened:
+        if isinstance(one, Runtime):
+            if augment or len(opened) > 1:
+                what = "--augment" if augment else f"--weights with {len(opened)} files"
+                raise ConfigError(
+                    f"{what}: {one.path} is an exported file, which always computes one view of one network",
+                    hint="give the weights files that it was exported from",
+                )
+            return one
+    return networks

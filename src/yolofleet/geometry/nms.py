@@ -12,6 +12,7 @@ from torch import Tensor
 
 from yolofleet.devices import is_host, to_device
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.geometry.fusion import fused_detections
 from yolofleet.geometry.iou import iou_matrix
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
@@ -32,7 +33,7 @@ BLOCK_GPU = 512
 
 
 def detections(
-    decoded: Tensor,
+    decoded: Tensor | Sequence[Tensor],
     *,
     conf: float,
     iou: float,
@@ -44,7 +45,8 @@ def detections(
     """Return the boxes of each image, highest score first.
 
     Args:
-        decoded: [N, K, 5 + C] cx, cy, w, h px, objectness and class probabilities (0..1).
+        decoded: [N, K, 5 + C] cx, cy, w, h px, objectness and class probabilities (0..1). A sequence of these has the
+            predictions of several sources, whose boxes are fused after their own suppression (``fusion.py``).
         conf: lowest objectness, and lowest objectness x class probability (both exclusive).
         iou: overlap above which the box of lower score is removed.
         max_det: maximum number of boxes per image.
@@ -56,6 +58,22 @@ def detections(
         image had more than ``MAX_CANDIDATES``.
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
+    if not isinstance(decoded, Tensor):
+        each = [
+            detections(
+                source,
+                conf=conf,
+                iou=iou,
+                max_det=max_det,
+                multi_label=multi_label,
+                agnostic=agnostic,
+                classes=classes,
+            )
+            for source in decoded
+        ]
+        of_image = zip(*(boxes for boxes, _ in each), strict=True)
+        fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
+        return fused, sum(cut for _, cut in each)
     found, capped = [], 0
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
     for images in decoded.split(1 if is_host(decoded.device) else max(1, len(decoded))):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -147,14 +147,21 @@ class AnchorDetector(Detector):
             bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
 
 
-def square_of(model: Detector, img: int, fit: str = "auto") -> tuple[int, int] | None:
+class Fitted(Protocol):
+    """A network that says how its images are padded: a ``Detector``, or several as one."""
+
+    strides: tuple[int, ...]
+    pads_to_square: bool
+
+
+def square_of(model: Fitted, img: int, fit: str = "auto") -> tuple[int, int] | None:
     """Return the height and width that all images are padded to, pixels; None if each image gets the least padding.
 
     Args:
         img: longest side of the image; rounded up to the stride.
-        fit: rect | square | auto (as in the family's own evaluation).
+        fit: rect | batch | square | auto (as in the family's own evaluation).
     """
-    if fit == "rect" or (fit == "auto" and not model.pads_to_square):
+    if fit in ("rect", "batch") or (fit == "auto" and not model.pads_to_square):
         return None
     side = -(-img // max(model.strides)) * max(model.strides)
     return side, side

@@ -5,11 +5,12 @@ N images of a pass, K candidates, C classes, n boxes of an image.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -24,97 +25,16 @@ from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
+from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
-from yolofleet.models.fuse import fuse
-from yolofleet.models.precision import autocast, resolve_precision
-from yolofleet.predict.sources import Frame, Source
-from yolofleet.report.draw import class_name, draw_boxes
+from yolofleet.models.precision import autocast, inference_precision
+from yolofleet.predict.results import Prediction, Predictions
+from yolofleet.predict.sources import Frame, Source, pixels_of
+from yolofleet.predict.tiles import merged_tiles, tiles
 from yolofleet.text import did_you_mean, shown
 
-SourceLike = str | Path | np.ndarray | Sequence[str | Path | np.ndarray]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The boxes of one image, highest score first.
-
-    Attributes:
-        frame: the source of the image.
-        boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
-        scores: float32 [n], 0..1. classes: int64 [n].
-        names: of all classes.
-        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
-            share its time equally.
-    """
-
-    frame: Frame
-    boxes_xyxy_px: np.ndarray
-    scores: np.ndarray
-    classes: np.ndarray
-    names: tuple[str, ...]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def path(self) -> str:
-        """The file of the image, ``camera N``, or ``image N`` for an array."""
-        return self.frame.path
-
-    @property
-    def image_bgr(self) -> np.ndarray:
-        return self.frame.image
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-    def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
-        """Return a copy of the image with the boxes; see ``report.draw.draw_boxes``."""
-        return draw_boxes(
-            self.image_bgr,
-            self.boxes_xyxy_px,
-            self.classes,
-            self.names,
-            self.scores,
-            line_width=line_width,
-            hide_labels=hide_labels,
-            hide_scores=hide_conf,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
-        height, width = self.image_bgr.shape[:2]
-        return {
-            "path": self.path,
-            "frame": self.frame.number if self.frame.video else None,
-            "width": width,
-            "height": height,
-            "detections": [
-                {
-                    "class": c,
-                    "name": class_name(self.names, c),
-                    "score": round(score, 5),
-                    "box_xyxy_px": [round(side, 2) for side in box],
-                }
-                for c, score, box in zip(
-                    self.classes.tolist(), self.scores.tolist(), self.boxes_xyxy_px.tolist(), strict=True
-                )
-            ],
-        }
-
-    def counts(self) -> str:
-        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
-        found, counts = np.unique(self.classes, return_counts=True)
-        words = [
-            f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"
-            for c, count in zip(found.tolist(), counts.tolist(), strict=True)
-        ]
-        return ", ".join(words) or "nothing"
-
-
-def plural(name: str) -> str:
-    """Return an approximate English plural; a name that does not end in an ASCII letter stays unchanged."""
-    if not (name and name[-1].isascii() and name[-1].isalpha()):
-        return name
-    return name + ("es" if name.lower().endswith(("s", "x", "ch", "sh")) else "s")
+SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
+PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "batch", "tile", "overlap")
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
@@ -140,11 +60,18 @@ def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int
     return sorted(set(found))
 
 
+class NamedNetwork(Network, Protocol):
+    """A network that knows its classes."""
+
+    names: tuple[str, ...]
+
+
 class Predictor:
     """A network ready to detect.
 
     Args:
-        model: a network, which is copied, or an exported file, in which some of the settings below are fixed.
+        model: a network, which is copied, or several for an ensemble, or an exported file, in which some of the settings
+            below are fixed.
         names: class names; None: the model's.
         device: auto | cpu | mps | one CUDA id; for an exported file, the device that it was opened for.
         img: longest side of the scaled image, pixels; rounded up to the stride.
@@ -153,8 +80,10 @@ class Predictor:
         classes: keep only these, by number or name; empty: all.
         agnostic: suppress over all classes together.
         fit: rect | square padding, or auto (as in the family's own evaluation).
-        precision: auto | fp32 | fp16 | bf16 of the forward pass.
+        precision: auto | fp32 | fp16 | bf16 of the forward pass; on a CPU, fp16 means fp32.
         batch: images per forward pass; only consecutive images of one shape share a pass.
+        augment, merge: see ``models.combined.CombinedNetwork``.
+        tile: side of square tiles, pixels, on which to detect too; 0: none. overlap: of neighbours, as a fraction.
 
     Raises:
         ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
@@ -162,7 +91,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: Detector | Runtime,
+        model: Detector | Runtime | Sequence[Detector],
         names: Sequence[str] | None = None,
         *,
         device: str | torch.device = "auto",
@@ -175,27 +104,32 @@ class Predictor:
         agnostic: bool = False,
         precision: str = "auto",
         batch: int = 1,
+        augment: bool = False,
+        merge: str = "nms",
+        tile: int = 0,
+        overlap: float = 0.2,
     ) -> None:
-        self.names = tuple(model.names if names is None else names)
-        self.stride = max(model.strides)
-        self.img = -(-img // self.stride) * self.stride
+        self.tile, self.overlap, self.merge = tile, overlap, merge
         self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
-        self.classes = class_numbers(classes, self.names) or None
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
-        self.model: Network
+        self.model: NamedNetwork
         if isinstance(model, Runtime):
             model.check_settings(img=img, precision=precision)
             if model.metadata.nms is not None:
                 self._check_suppression(model, model.metadata.nms)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
             self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None
-            return
-        self.device = device if isinstance(device, torch.device) else one_device(device)
-        self.precision = resolve_precision(precision, self.device)
-        self.size_hw = square_of(model, img, fit)
-        fused: Any = fuse(model)  # torch types no call of `to` with a memory format
-        self.model = fused.to(self.device, memory_format=torch.channels_last)
+        else:
+            self.device = device if isinstance(device, torch.device) else one_device(device)
+            self.precision = inference_precision(precision, self.device)
+            models = [model] if isinstance(model, torch.nn.Module) else model
+            combined = inference_network(models, self.device, augment=augment, merge=merge)
+            self.model, self.size_hw = combined, square_of(combined, img, fit)
+        self.names = tuple(self.model.names if names is None else names)
+        self.stride = max(self.model.strides)
+        self.img = -(-img // self.stride) * self.stride
+        self.classes = class_numbers(classes, self.names) or None
 
     def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
         """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
@@ -214,30 +148,61 @@ class Predictor:
                     hint="remove the option, or export without --nms",
                 )
 
-    def predict(self, source: SourceLike) -> list[Prediction]:
+    def changed(self, **settings: Any) -> Predictor:
+        """Return a predictor of the same network with other settings: conf, iou, max_det, classes, agnostic, batch,
+        tile, overlap.
+
+        Raises:
+            ConfigError: a setting is unknown or has no such value.
+        """
+        for name, value in settings.items():
+            if name not in PER_CALL:
+                raise ConfigError(
+                    f"predict has no setting {shown(name)}",
+                    hint=did_you_mean(name, PER_CALL)
+                    or f"{', '.join(PER_CALL)}; others are set by load_model",
+                )
+            if name in ("conf", "iou") and not 0 <= value <= 1:
+                raise ConfigError(f"{name} {value} is not between 0 and 1")
+            if name == "overlap" and not 0 <= value < 1:
+                raise ConfigError(f"overlap {value} is not at least 0 and below 1")
+            if name == "tile" and value and value < 32:
+                raise ConfigError(f"tile {value} is below 32 pixels", hint="640, or 0 for no tiles")
+            if name in ("max_det", "batch") and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} {value} is not a whole number above 0")
+        other = copy.copy(self)
+        for name, value in settings.items():
+            setattr(other, name, (class_numbers(value, self.names) or None) if name == "classes" else value)
+        if isinstance(other.model, Runtime) and other.model.metadata.nms is not None:
+            other._check_suppression(other.model, other.model.metadata.nms)
+        return other
+
+    def predict(self, source: SourceLike, **settings: Any) -> Predictions:
         """Return all predictions of ``source``; for videos prefer :meth:`stream`, which keeps none in memory.
 
         Args:
-            source: a source as for ``predict.sources.Source``, a uint8 [H, W, 3] BGR array, or a list of these.
+            source: a source as for ``predict.sources.Source``; a picture in memory as for ``predict.sources.pixels_of``;
+                or a list of these.
+            settings: of this call only, see :meth:`changed`.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image cannot be read. ConfigError: see :meth:`changed`.
         """
-        parts = [source] if isinstance(source, (str, Path, np.ndarray)) else source
-        return [
-            prediction for number, part in enumerate(parts) for prediction in self._predict_one(part, number)
-        ]
+        predictor = self.changed(**settings) if settings else self
+        parts = source if isinstance(source, (list, tuple)) else [source]
+        return Predictions(
+            prediction
+            for number, part in enumerate(parts)
+            for prediction in predictor._predict_one(part, number)
+        )
 
     __call__ = predict
 
-    def _predict_one(self, part: str | Path | np.ndarray, number: int) -> list[Prediction]:
-        if isinstance(part, np.ndarray):
-            if part.dtype != np.uint8 or part.ndim != 3 or part.shape[2] != 3 or not part.size:
-                raise DataError(
-                    f"image {number} is {part.dtype} {part.shape}, expected uint8 (H, W, 3) in BGR order"
-                )
-            return list(self.stream([Frame(f"image {number}", part, number)]))
-        frames = Source(str(part))
+    def _predict_one(self, part: Any, number: int) -> list[Prediction]:
+        if not isinstance(part, (str, Path)):
+            name = f"image {number}"
+            return list(self.stream([Frame(name, pixels_of(part, name), number, is_file=False)]))
+        frames = Source(str(part), is_argument=True)
         found = list(self.stream(frames))
         if frames.problems:
             raise DataError("; ".join(frames.problems))
@@ -245,6 +210,11 @@ class Predictor:
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
         """Yield predictions in the order of ``frames``, as soon as they are ready."""
+        if self.tile:
+            whole = self.changed(tile=0)
+            for frame in frames:
+                yield self._tiled(frame, whole)
+            return
         waiting: list[tuple[Frame, np.ndarray, Letterbox, float]] = []
         began = time.perf_counter()
         for frame in frames:
@@ -261,6 +231,25 @@ class Predictor:
         if waiting:
             yield from self._pass(waiting)
 
+    def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
+        """Detect on the image and on its tiles, and merge the boxes."""
+        places = [(0, 0, frame.image.shape[1], frame.image.shape[0])]
+        places += tiles(frame.image.shape[0], frame.image.shape[1], self.tile, self.overlap)
+        parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
+        found = list(whole.stream(parts))
+        boxes, scores, classes = merged_tiles(
+            [
+                (part.boxes_xyxy_px, part.scores, part.classes, place)
+                for part, place in zip(found, places, strict=True)
+            ],
+            iou=self.iou,
+            max_det=self.max_det,
+            agnostic=self.agnostic,
+            fuse=self.merge == "wbf",
+        )
+        seconds = {name: sum(part.seconds[name] for part in found) for name in found[0].seconds}
+        return Prediction(frame, boxes, scores, classes, self.names, seconds)
+
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
         """Return the image as the network's input uint8 [h, w, 3], and the transform back."""
         if self.size_hw is not None:
@@ -268,10 +257,10 @@ class Predictor:
         return letterbox(image, self.img, stride=self.stride)
 
     @torch.inference_mode()
-    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor:
+    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor | list[Tensor]:
         """Return decoded predictions float32 [N, K, 5 + C] of images uint8 [h, w, 3] of one shape.
 
-        An exported file that suppresses inside gives [N, D, 6].
+        An exported file that suppresses inside gives [N, D, 6], weighted box fusion a list (see ``CombinedNetwork``).
         """
         pixels = np.empty((len(images_bgr), *images_bgr[0].shape), np.uint8)  # [N, h, w, 3]
         for image, row in zip(images_bgr, pixels, strict=True):
@@ -297,7 +286,7 @@ class Predictor:
             boxes = back.to_native(row[:, :4])
             yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
 
-    def suppress(self, decoded: Tensor) -> list[Tensor]:
+    def suppress(self, decoded: Tensor | list[Tensor]) -> list[Tensor]:
         """Return [n, 6] x1, y1, x2, y2, score, class of each image, from the result of :meth:`forward`."""
         if self.suppressed:
             kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.conf)] for boxes in decoded]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,49 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.config.schema import PredictConfig
+from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.export.runtime import Runtime, open_weights
-from yolofleet.files.atomic import make_folder, write_bytes, write_json, write_text
-from yolofleet.predict.predictor import Prediction, Predictor, one_device
+from yolofleet.export.runtime import Runtime, open_networks
+from yolofleet.files.atomic import make_folder, write_json, write_text
+from yolofleet.predict.predictor import Predictor, one_device
+from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
 from yolofleet.predict.sources import Source
 from yolofleet.report.console import Console
-from yolofleet.report.draw import class_name
 from yolofleet.report.folder import RunFolder
 
 MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
+
+
+def predictor_of(config: PredictConfig) -> Predictor:
+    """Return the predictor of these settings.
+
+    Raises:
+        CheckpointError: the weights cannot be read. ConfigError: as :class:`Predictor`.
+    """
+    device = one_device(config.device)
+    return Predictor(
+        open_networks(
+            config.weights,
+            config.cfg,
+            device=None if config.device == "auto" else device,
+            augment=config.augment,
+        ),
+        device=device,
+        img=config.img,
+        fit=config.fit,
+        conf=config.conf,
+        iou=config.iou,
+        max_det=config.max_det,
+        classes=config.classes,
+        agnostic=config.agnostic_nms,
+        precision=config.precision,
+        batch=config.batch,
+        augment=config.augment,
+        merge=config.merge,
+        tile=config.tile,
+        overlap=config.overlap,
+    )
 
 
 def predict_command(config: PredictConfig) -> int:
@@ -37,23 +67,10 @@ def predict_command(config: PredictConfig) -> int:
         raise ConfigError(
             f"--workers {config.workers}: prediction has no loader processes", hint="remove the option"
         )
-    source = Source(config.source, vid_stride=config.vid_stride)
+    source = Source(config.source, vid_stride=config.vid_stride, is_argument=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = one_device(config.device)
-    predictor = Predictor(
-        open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device),
-        device=device,
-        img=config.img,
-        fit=config.fit,
-        conf=config.conf,
-        iou=config.iou,
-        max_det=config.max_det,
-        classes=config.classes,
-        agnostic=config.agnostic_nms,
-        precision=config.precision,
-        batch=config.batch,
-    )
+    predictor = predictor_of(config)
     folder = RunFolder.create("predict", project=config.project, name=config.name, exist_ok=config.exist_ok)
     try:
         _predict(config, source, predictor, folder)
@@ -68,7 +85,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         console.header(
             "yolofleet predict",
             {
-                "weights": f"{config.weights}, {len(predictor.names)} classes",
+                "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
                 "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
                 "where": place_text(predictor),
                 "results": str(folder.path),
@@ -91,6 +108,18 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
+
+
+def weights_text(config: PredictConfig | ValConfig) -> str:
+    """Return the weights, and how their predictions are merged, as text."""
+    parts = [", ".join(config.weights)]
+    if config.augment:
+        parts.append("test-time augmentation")
+    if len(config.weights) > 1:
+        parts.append(f"ensemble of {len(config.weights)}")
+    if config.merge != "nms":
+        parts.append(f"merged by {config.merge}")
+    return "; ".join(parts)
 
 
 def place_text(predictor: Predictor) -> str:
@@ -124,14 +153,8 @@ def show(prediction: Prediction, config: PredictConfig) -> bool:
     Raises:
         ConfigError: this OpenCV cannot open windows.
     """
-    try:
-        cv2.imshow("yolofleet", drawn(prediction, config))
-        return cv2.waitKey(1 if prediction.frame.video else 300) & 0xFF not in (ord("q"), 27)
-    except cv2.error:
-        raise ConfigError(
-            "--show: this OpenCV cannot open windows",
-            hint="pip install opencv-python instead of opencv-python-headless, or open the results folder",
-        ) from None
+    key = show_image(drawn(prediction, config), wait_ms=1 if prediction.frame.video else 300)
+    return key not in (ord("q"), 27)
 
 
 def drawn(prediction: Prediction, config: PredictConfig) -> np.ndarray:
@@ -176,7 +199,7 @@ class Output:
             if frame.video is not None:
                 self._write_frame(prediction, stem)
             else:
-                suffix = Path(prediction.path).suffix
+                suffix = (Path(prediction.path).suffix if frame.is_file else "") or ".jpg"
                 write_picture(self.folder / f"{stem}{suffix}", drawn(prediction, config))
         each = f"{stem}_{frame.number}" if frame.video is not None else stem
         if config.save_txt and len(prediction):
@@ -198,9 +221,12 @@ class Output:
     def _stem(self, prediction: Prediction) -> str:
         item = prediction.frame.item
         if item not in self._stems:
-            base = (
-                os.fsencode(Path(prediction.path).stem)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
+            name = (
+                Path(prediction.path).stem
+                if prediction.frame.is_file
+                else file_name(prediction.path, "image")
             )
+            base = os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
             stem, number = base, 1
             while stem.lower() in self._taken:  # on some disks A.jpg and a.jpg are one file
                 number += 1
@@ -210,16 +236,9 @@ class Output:
         return self._stems[item]
 
     def _write_crops(self, prediction: Prediction, each: str) -> None:
-        height, width = prediction.image_bgr.shape[:2]
-        low = np.floor(prediction.boxes_xyxy_px[:, :2]).astype(int)
-        high = np.minimum(np.ceil(prediction.boxes_xyxy_px[:, 2:]).astype(int), (width, height))
-        for n, ((left, top), (right, bottom), c) in enumerate(
-            zip(low.tolist(), high.tolist(), prediction.classes.tolist(), strict=True)
-        ):
-            if right > left and bottom > top:
-                crop = prediction.image_bgr[top:bottom, left:right]
-                kind = file_name(class_name(prediction.names, c), f"class {c}")
-                write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop)
+        for n, crop in enumerate(crops_of(prediction)):
+            kind = file_name(crop.name, f"class {crop.class_idx}")
+            write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop.image)
 
     def _write_frame(self, prediction: Prediction, stem: str) -> None:
         frame = prediction.frame
@@ -253,28 +272,6 @@ class Output:
                 raise StorageError(
                     f"cannot write {self._video_path}", hint="is the disk full? try another --project"
                 )
-
-
-def file_name(name: str, fallback: str) -> str:
-    """Return a class name as a safe folder name, with ``_`` for characters that some systems forbid."""
-    plain = re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name).strip(" .")
-    return plain or fallback
-
-
-def write_picture(path: Path, image: np.ndarray) -> None:
-    """Encode by suffix (JPEG if OpenCV cannot write that format) and write atomically.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    try:
-        done, encoded = cv2.imencode(path.suffix, image)
-    except cv2.error:
-        done = False
-    if not done:
-        path = path.with_suffix(".jpg")
-        _, encoded = cv2.imencode(".jpg", image)
-    write_bytes(path, encoded.tobytes())
 
 
 def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import glob
+import http.client
+import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import cv2
 import numpy as np
+import torch
 
 from yolofleet.datasets.reader import MAX_LIST_BYTES
-from yolofleet.errors import DataError
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.foreign import open_foreign, read_foreign_text
-from yolofleet.images.decode import read_image
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.files.request import Refused, Transient, open_url
+from yolofleet.images.decode import decode_image, read_image
+from yolofleet.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.text import size_text
 
+MAX_PICTURE_BYTES = 64 << 20  # of a picture from the network
+MAX_STDIN_BYTES = 256 << 20
+WAIT_MS = 20_000  # longest wait for a server
+LIVE_URL = re.compile(r"(https?|rtsps?)://", re.IGNORECASE)
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
     *(".ts", ".webm", ".wmv"),
@@ -47,6 +59,7 @@ class Frame:
         item: number of the file, from 0.
         number: of the frame in its video, from 0.
         video: None for a picture.
+        is_file: ``path`` is the path of a file, and not a name.
     """
 
     path: str
@@ -54,6 +67,7 @@ class Frame:
     item: int = 0
     number: int = 0
     video: Video | None = None
+    is_file: bool = True
 
 
 class Source:
@@ -61,8 +75,10 @@ class Source:
 
     Args:
         spec: a picture, a video, a folder (not its sub-folders), a glob, a list file (.txt: a path per line,
-            relative to the list), or a camera's number.
+            relative to the list), or a camera's number; or, if ``is_argument``, the url of a picture, video or stream
+            (http, https, rtsp), ``screen`` or ``screen:N``, or ``-``: standard input, a picture or a list of paths.
         vid_stride: take every Nth frame of a video.
+        is_argument: the user typed ``spec``. An entry of a list file must not start a connection.
 
     Attributes:
         items: files, in order; a camera is one item.
@@ -72,8 +88,9 @@ class Source:
         DataError: no file matches.
     """
 
-    def __init__(self, spec: str, *, vid_stride: int = 1) -> None:
-        self.items = find_items(spec)
+    def __init__(self, spec: str, *, vid_stride: int = 1, is_argument: bool = False) -> None:
+        self.items: list[Path | int | Live] = live_items(spec) if is_argument and is_live(spec) else []
+        self.items = self.items or [*find_items(spec)]
         self.problems: list[str] = []
         self._stride = vid_stride
 
@@ -83,19 +100,39 @@ class Source:
     def __iter__(self) -> Iterator[Frame]:
         for number, item in enumerate(self.items):
             try:
-                if isinstance(item, int) or item.suffix.lower() in VIDEO_SUFFIXES:
+                if isinstance(item, Live):
+                    yield from self._live(item, number)
+                elif isinstance(item, int) or item.suffix.lower() in VIDEO_SUFFIXES:
                     yield from self._frames(item, number)
                 else:
                     yield Frame(str(item), read_image(item), number)
             except DataError as problem:
                 self.problems.append(problem.what)
 
-    def _frames(self, item: Path | int, number: int) -> Iterator[Frame]:
-        name = str(item) if isinstance(item, Path) else f"camera {item}"
+    def _live(self, item: Live, number: int) -> Iterator[Frame]:
+        if item.kind == "screen":
+            yield from _screen_frames(item, number, self._stride)
+        elif item.content is not None:
+            yield Frame(item.name, decode_image(item.content, item.name), number, is_file=False)
+        elif item.kind == "http" and (content := _picture_at(item.name)) is not None:
+            yield Frame(item.name, decode_image(content, item.name), number, is_file=False)
+        else:
+            yield from self._frames(item, number)
+
+    def _frames(self, item: Path | int | Live, number: int) -> Iterator[Frame]:
+        name = (
+            f"camera {item}" if isinstance(item, int) else item.name if isinstance(item, Live) else str(item)
+        )
         if isinstance(item, Path):
             _check_regular(item)
         # only FFmpeg: OpenCV's AVI reader prints bytes of the file, and its image reader treats "%d" as a pattern
-        capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG) if isinstance(item, Path) else cv2.VideoCapture(item)
+        if isinstance(item, int):
+            capture = cv2.VideoCapture(item)
+        elif isinstance(item, Live):
+            waits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, WAIT_MS, cv2.CAP_PROP_READ_TIMEOUT_MSEC, WAIT_MS]
+            capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG, waits)
+        else:
+            capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG)
         try:
             if not capture.isOpened():
                 raise DataError(f"cannot open {name} as a video")
@@ -108,7 +145,7 @@ class Source:
                     found, image = capture.retrieve()
                     if not found:
                         break
-                    yield Frame(name, image, number, count, video)
+                    yield Frame(name, image, number, count, video, is_file=isinstance(item, Path))
                 count += 1
             if count == 0:
                 raise DataError(f"{name} has no readable frame")
@@ -126,6 +163,146 @@ def _check_regular(path: Path) -> None:
         ) from None
 
 
+@dataclass(frozen=True)
+class Live:
+    """A source that is not a file.
+
+    Attributes:
+        kind: http | stream | screen | stdin.
+        name: the url, or a text.
+        content: the bytes of a picture, if they are known.
+        number: of the screen; 0: all screens as one picture.
+    """
+
+    kind: str
+    name: str
+    content: bytes | None = None
+    number: int = 0
+
+
+def is_live(spec: str) -> bool:
+    """Return whether ``spec`` is a url, a screen or standard input; no configuration file may set it."""
+    return bool(spec == "-" or re.fullmatch(r"screen(:\d{1,2})?", spec) or LIVE_URL.match(spec))
+
+
+def live_items(spec: str) -> list[Path | int | Live]:
+    """Return the items of a source for which :func:`is_live` holds.
+
+    Raises:
+        DataError: standard input has no picture and no paths, or ``mss`` is not installed.
+    """
+    if spec == "-":
+        return _standard_input()
+    if spec.startswith("screen"):
+        return [Live("screen", spec, number=int(spec.partition(":")[2] or 1))]
+    return [Live("http" if spec.lower().startswith("http") else "stream", spec)]
+
+
+def _standard_input() -> list[Path | int | Live]:
+    content = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(content) > MAX_STDIN_BYTES:
+        raise DataError(f"standard input has more than {size_text(MAX_STDIN_BYTES)}", hint="give a file")
+    if read_header(content) is not None:
+        return [Live("stdin", "standard input", content)]
+    try:
+        lines = [line.strip() for line in content.decode("utf-8").splitlines()]
+    except UnicodeDecodeError:
+        lines = []
+    entries = [line for line in lines if line and not line.startswith("#")]
+    if not entries or "\0" in "".join(entries):
+        raise DataError(
+            "standard input has no picture in a known format and no list of paths",
+            hint="for example: find . -name '*.jpg' | yolofleet predict --source - ...",
+        )
+    return [Path(entry) for entry in entries]
+
+
+def _picture_at(url: str) -> bytes | None:
+    """Return the picture at an http(s) url; None if there is something else, which FFmpeg then reads.
+
+    Redirects lead to http and https only. FFmpeg has the same rule for what it opens for an http url.
+
+    Raises:
+        DataError: there is no answer, or the picture is larger than ``MAX_PICTURE_BYTES``.
+    """
+    try:
+        with open_url(url, {}, WAIT_MS / 1000) as response:
+            suffix = Path(urlsplit(url).path).suffix.lower()
+            kind = response.headers.get_content_type()
+            if not (
+                kind.startswith("image/")
+                or (suffix in IMAGE_SUFFIXES and kind != "multipart/x-mixed-replace")
+            ):
+                return None
+            content: bytes = response.read(MAX_PICTURE_BYTES + 1)
+    except (Refused, Transient, OSError, http.client.HTTPException) as problem:
+        raise DataError(f"cannot read {url}: {problem}", hint="check the address, and the network") from None
+    if len(content) > MAX_PICTURE_BYTES:
+        raise DataError(f"the picture at {url} has more than {size_text(MAX_PICTURE_BYTES)}")
+    return content
+
+
+def _screen_frames(item: Live, number: int, stride: int) -> Iterator[Frame]:
+    """Yield pictures of the screen, without end."""
+    try:
+        import mss
+    except ImportError:
+        raise ConfigError(
+            "--source screen needs the package mss", hint="pip install 'yolofleet[screen]'"
+        ) from None
+    try:
+        with mss.mss() as screens:
+            if item.number >= len(screens.monitors):
+                raise DataError(
+                    f"there is no screen {item.number}: screens are 1 to {len(screens.monitors) - 1}"
+                )
+            for count in itertools.count(step=stride):
+                shot = np.asarray(screens.grab(screens.monitors[item.number]))  # [H, W, 4] BGRA
+                image = np.ascontiguousarray(shot[..., :3])
+                yield Frame(item.name, image, number, count, Video(0, 10.0), is_file=False)
+    except mss.exception.ScreenShotError as problem:
+        raise DataError(f"cannot take a picture of the screen: {problem}") from None
+
+
+def pixels_of(picture: Any, name: str) -> np.ndarray:
+    """Return a picture in memory as uint8 [H, W, 3] BGR.
+
+    Args:
+        picture: a numpy array uint8 [H, W, 3] BGR, as of OpenCV; a torch tensor [3, H, W] RGB, uint8 or float in 0..1; a
+            PIL image; or the bytes of an image file.
+        name: for messages.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+            raise DataError(
+                f"{name} is {picture.dtype} {picture.shape}, expected uint8 (H, W, 3) in BGR order"
+            )
+        return picture
+    if isinstance(picture, bytes):
+        return decode_image(picture, name)
+    if isinstance(picture, torch.Tensor):
+        if picture.ndim != 3 or picture.shape[0] != 3 or not picture.numel():
+            raise DataError(f"{name} is a tensor {list(picture.shape)}, expected [3, H, W] in RGB order")
+        values = picture.detach().cpu()
+        if values.is_floating_point():
+            if not 0 <= float(values.min()) <= float(values.max()) <= 1:
+                raise DataError(f"{name} has values outside of 0..1", hint="divide by 255, or give uint8")
+            values = values.mul(255).round()
+        elif values.dtype != torch.uint8:
+            raise DataError(f"{name} is {values.dtype}, expected torch.uint8, or a float in 0..1")
+        return np.ascontiguousarray(values.to(torch.uint8).permute(1, 2, 0).numpy()[..., ::-1])
+    pil = sys.modules.get("PIL.Image")  # without it, nobody has made a PIL image
+    if pil is not None and isinstance(picture, pil.Image):
+        return np.ascontiguousarray(np.asarray(picture.convert("RGB"))[..., ::-1])
+    raise DataError(
+        f"{name} is a {type(picture).__name__}",
+        hint="a path, a numpy array, a torch tensor, a PIL image or the bytes of an image file",
+    )
+
+
 def find_items(spec: str) -> list[Path | int]:
     """Return the files of ``spec``, or the number of a camera.
 
@@ -135,7 +312,8 @@ def find_items(spec: str) -> list[Path | int]:
     path = Path(spec)
     if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
         raise DataError(
-            f"source {spec} is a url; expected a local file or a camera", hint="download it first"
+            f"source {spec} is a url; expected a local file or a camera",
+            hint="http, https and rtsp urls work as --source; a list cannot name them",
         )
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
@@ -162,7 +340,7 @@ def find_items(spec: str) -> list[Path | int]:
         )
     raise DataError(
         f"source {spec} does not exist",
-        hint="an image, folder, glob, list file (.txt), video or camera number",
+        hint="an image, folder, glob, list file (.txt), video, camera number, url, screen or -",
     )
 
 

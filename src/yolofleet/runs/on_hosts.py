@@ -126,7 +126,8 @@ def shares_of(shares: str, fleet: Fleet, members: Sequence[int]) -> str:
 
 def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     """Return the names of files that every rank reads."""
-    names = [str(getattr(settings, name, "")) for name in ("weights", "cfg")]
+    weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
+    names = [*weights, str(settings.cfg)]
     code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
     names += [name.rpartition(":")[0] for name in code if ".py:" in name]
     return [name for name in names if name and Path(name).suffix]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import cv2
 import numpy as np
 import torch
 
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation, labels_of
+from yolofleet.files.atomic import write_bytes
 from yolofleet.images.decode import read_image
-from yolofleet.report.draw import Picture
+from yolofleet.report.draw import Picture, draw_boxes
 from yolofleet.report.plots import (
     attempt,
     plot_confusion,
@@ -47,6 +49,29 @@ def draw_evaluation(
     attempt(note, plot_curves, evaluation.metrics.curves, index.names, folder)
     attempt(note, plot_confusion, evaluation.confusion, index.names, folder / "confusion_matrix.png")
     attempt(note, _draw_examples, evaluation, index, folder)
+
+
+def draw_worst(
+    evaluation: Evaluation, index: DataIndex, errors: Mapping[int, int], most: int, folder: Path
+) -> None:
+    """Write the images with the most errors, with labels at the left and detections at the right.
+
+    Args:
+        errors: number of errors of each image; equal numbers are in the order of the images.
+        most: number of images.
+    """
+    found = evaluation.detections
+    worst = sorted(errors, key=lambda image: (-errors[image], image))[:most]
+    for place, image in enumerate(worst, 1):
+        path = Path(index.path(image))
+        pixels, labels = read_image(path), labels_of(index, np.array([image]))
+        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        boxes = _corners(found.boxes_xywh_px[rows])
+        truth = draw_boxes(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, index.names)
+        detected = draw_boxes(pixels, boxes, found.class_idx[rows], index.names, found.score[rows])
+        name = f"{place:0{len(str(len(worst)))}}_{path.stem[:100]}.jpg"
+        _, encoded = cv2.imencode(".jpg", np.hstack([truth, detected]))
+        write_bytes(folder / name, encoded.tobytes())
 
 
 def draw_results(results_csv: Path, folder: Path, note: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ a clock, a log and an event stream.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
+from yolofleet.evaluate.matching import AREA_RANGES_PX
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.files.atomic import write_json
 from yolofleet.parallel.world import World
@@ -422,6 +424,14 @@ def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence
 def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
     """Print the table of a validation, and a note if candidate boxes were left out."""
     console.table(*evaluation_table(evaluation, per_class=per_class))
+    if per_class:
+        figures, sizes = evaluation.metrics.figures, [size for size in AREA_RANGES_PX if size != "all"]
+        areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
+        rows = [
+            [size, area, *(f"{figures[f'{name}-{size}']:.3f}" for name in ("mAP", "AR"))]
+            for size, area in zip(sizes, areas, strict=True)
+        ]
+        console.table("by size (-1: no labels)", ["size", "square root of area", "mAP50-95", "AR100"], rows)
     if evaluation.candidates_cut:
         console.note(
             f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "

@@ -153,13 +153,11 @@ def test_flags_win_over_a_configuration_of_paddledetection_wherever_they_stand()
         ("val", "--world-size=4", "follows from the hosts"),
         ("train", "--dist-rank 0", "follows from the hosts"),
         ("train", "--syncBN", "did you mean --sync-bn?"),
-        ("val", "--augment", "test-time augmentation is not available yet"),
         ("val", "--save-hybrid", "would inflate the metrics"),
         ("val", "--dnn", "OpenCV"),
         ("val", "--task speed", "val measures accuracy"),
-        ("val", "--weights a.pt b.pt", "ensembles are not available yet"),
         ("predict", "--update", "never rewritten"),
-        ("predict", "--weights a.pt b.pt c.pt", "--weights with 3 files"),
+        ("export", "--weights a.pt b.pt c.pt", "--weights with 3 files"),
     ],
 )
 def test_what_cannot_be_used_says_why(verb, line, says):
@@ -195,7 +193,6 @@ NOT_YET = {
     ("train", "--entity"),
     ("train", "--bbox_interval"),
 }
-NOT_YET |= {("val", "--augment"), ("predict", "--augment")}
 KEPT = {("train", "--evolve")}
 
 

@@ -30,7 +30,7 @@ class Numbers(np.random.Generator):
         super().__init__(np.random.PCG64(0))
         self.numbers = list(numbers)
 
-    def random(self, count: Any = None, *_: Any) -> Any:
+    def random(self, count: Any = None, *_: Any) -> Any:  # type: ignore[override]
         if count is None:
             return self.numbers.pop(0)
         return np.array([self.numbers.pop(0) for _ in range(count)])

@@ -3,6 +3,7 @@
 import json
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
 import cv2
@@ -11,12 +12,14 @@ import pytest
 import torch
 from detection_sets import run_cocoeval
 
+from yolofleet.data.loader import val_batches
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
+from yolofleet.models.combined import CombinedNetwork
 
 SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
 
@@ -218,3 +221,42 @@ def test_another_number_of_classes_is_refused(index):
             world=ThreadWorld(0, 1, threading.Barrier(1), [b""]),
             device=torch.device("cpu"),
         ).evaluate()
+
+
+class NamedFinder(RectangleFinder):
+    names, pads_to_square, anchors_px = ("red", "blue"), False, None
+
+
+def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
+    network = CombinedNetwork([NamedFinder(), NamedFinder()], augment=True, merge="wbf")  # type: ignore[list-item]
+
+    def evaluate(world):
+        settings = EvaluationSettings(img=96, batch=2, gather_detections=True)
+        return Validation(network, index, settings, world=world, device=torch.device("cpu")).evaluate()
+
+    (alone,) = on_ranks(1, evaluate)
+    assert alone.metrics.map50 > 0.9
+    for result in on_ranks(3, evaluate):
+        assert result.metrics.figures == alone.metrics.figures
+        assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
+
+
+def test_classes_leave_out_labels_and_detections_of_the_others(index):
+    (only,) = on_ranks(1, lambda world: evaluated(index, world, classes=(1,)))
+    assert set(only.detections.class_idx.tolist()) == {1}
+    assert only.metrics.map50 == pytest.approx(1.0) and only.metrics.per_class["red"]["labels"] == 0
+
+
+def test_batches_that_share_a_shape_are_sorted_by_aspect_ratio(index):
+    batches = val_batches(index, 96, 3, 32, shares_shape=True)
+    assert sorted(i for batch in batches for i in batch.image_idx) == list(range(7))
+    ratios = [[SIZES_WH[i][1] / SIZES_WH[i][0] for i in order_of(index, batch)] for batch in batches]
+    assert all(max(a) <= min(b) for a, b in pairwise(ratios))
+    alone = {b.image_idx[0]: b.size_hw for b in val_batches(index, 96, 1, 32)}
+    for batch in batches:
+        assert batch.size_hw == tuple(np.max([alone[i] for i in batch.image_idx], axis=0))
+
+
+def order_of(index, batch):
+    """Numbers in ``SIZES_WH`` of a batch's images, which have other names."""
+    return [next(k for k in range(7) if f"{(k * 5) % 7:03d}" in index.path(i)) for i in batch.image_idx]

@@ -15,8 +15,9 @@ from yolofleet.config.load import resolve_predict
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
-from yolofleet.predict.predictor import Predictor, class_numbers, plural
-from yolofleet.predict.run import file_name, predict_command
+from yolofleet.predict.predictor import Predictor, class_numbers
+from yolofleet.predict.results import file_name, plural
+from yolofleet.predict.run import predict_command
 from yolofleet.predict.sources import Frame, Source, find_items
 
 NAMES = ("person", "dog", "traffic light")

@@ -17,7 +17,7 @@ from yolofleet.runs.trials import base_arguments, host_groups, local_groups
 
 pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
 
-SPACE = {
+SPACE: dict[str, Range | Choices] = {
     "lr0": Range(1e-4, 0.1, True),
     "momentum": Range(0.6, 0.98),
     "close_mosaic": Range(0, 5),

@@ -1,0 +1,246 @@
+"""Results of a prediction: the boxes of an image, and those of several images as a list with ways to use them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import write_bytes
+from yolofleet.predict.sources import Frame
+from yolofleet.report.draw import class_name, draw_boxes
+
+if TYPE_CHECKING:
+    import pandas
+
+TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The boxes of one image, highest score first.
+
+    Attributes:
+        frame: the source of the image.
+        boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
+        scores: float32 [n], 0..1. classes: int64 [n].
+        names: of all classes.
+        seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
+            share its time equally.
+    """
+
+    frame: Frame
+    boxes_xyxy_px: np.ndarray
+    scores: np.ndarray
+    classes: np.ndarray
+    names: tuple[str, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """The file of the image, ``camera N``, or ``image N`` for an array."""
+        return self.frame.path
+
+    @property
+    def image_bgr(self) -> np.ndarray:
+        return self.frame.image
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
+        """Return a copy of the image with the boxes; see ``report.draw.draw_boxes``."""
+        return draw_boxes(
+            self.image_bgr,
+            self.boxes_xyxy_px,
+            self.classes,
+            self.names,
+            self.scores,
+            line_width=line_width,
+            hide_labels=hide_labels,
+            hide_scores=hide_conf,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
+        height, width = self.image_bgr.shape[:2]
+        return {
+            "path": self.path,
+            "frame": self.frame.number if self.frame.video else None,
+            "width": width,
+            "height": height,
+            "detections": [
+                {
+                    "class": c,
+                    "name": class_name(self.names, c),
+                    "score": round(score, 5),
+                    "box_xyxy_px": [round(side, 2) for side in box],
+                }
+                for c, score, box in zip(
+                    self.classes.tolist(), self.scores.tolist(), self.boxes_xyxy_px.tolist(), strict=True
+                )
+            ],
+        }
+
+    def counts(self) -> str:
+        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
+        found, counts = np.unique(self.classes, return_counts=True)
+        words = [
+            f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"
+            for c, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+        return ", ".join(words) or "nothing"
+
+
+def plural(name: str) -> str:
+    """Return an approximate English plural; a name that does not end in an ASCII letter stays unchanged."""
+    if not (name and name[-1].isascii() and name[-1].isalpha()):
+        return name
+    return name + ("es" if name.lower().endswith(("s", "x", "ch", "sh")) else "s")
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A detected object, cut out of its image: uint8 [h, w, 3] BGR."""
+
+    image: np.ndarray
+    class_idx: int
+    name: str
+    score: float
+
+
+def crops_of(prediction: Prediction) -> list[Crop]:
+    """Return the objects of an image; a box without a whole pixel gives none."""
+    height, width = prediction.image_bgr.shape[:2]
+    low = np.floor(prediction.boxes_xyxy_px[:, :2]).astype(int)
+    high = np.minimum(np.ceil(prediction.boxes_xyxy_px[:, 2:]).astype(int), (width, height))
+    return [
+        Crop(prediction.image_bgr[top:bottom, left:right], c, class_name(prediction.names, c), score)
+        for (left, top), (right, bottom), c, score in zip(
+            low.tolist(), high.tolist(), prediction.classes.tolist(), prediction.scores.tolist(), strict=True
+        )
+        if right > left and bottom > top
+    ]
+
+
+class Predictions(list[Prediction]):
+    """The predictions of several images, in order."""
+
+    def render(self) -> list[np.ndarray]:
+        """Return each image with its boxes, uint8 [H, W, 3] BGR."""
+        return [prediction.draw() for prediction in self]
+
+    def show(self) -> None:
+        """Show each image in a window, until a key is pressed.
+
+        Raises:
+            ConfigError: this OpenCV cannot open windows.
+        """
+        for image in self.render():
+            show_image(image, wait_ms=0)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write each image with its boxes to ``folder``; return the files. Files of equal names get a number.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        taken: set[str] = set()
+        paths = []
+        for prediction, image in zip(self, self.render(), strict=True):
+            base = Path(prediction.path).name if prediction.frame.is_file else prediction.path
+            stem, suffix = Path(base).stem, Path(base).suffix if prediction.frame.video is None else ".jpg"
+            stem = file_name(stem if prediction.frame.is_file else base, "image")
+            path, number = Path(folder, stem), 1
+            while path.name.lower() in taken:
+                number += 1
+                path = Path(folder, f"{stem}_{number}")
+            taken.add(path.name.lower())
+            paths.append(write_picture(Path(folder, path.name + (suffix or ".jpg")), image))
+        return paths
+
+    def crop(self) -> list[list[Crop]]:
+        """Return the objects of each image, cut out."""
+        return [crops_of(prediction) for prediction in self]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per box with the columns ``TABLE_COLUMNS``; ``image`` is the place in this list."""
+        return [
+            dict(
+                zip(
+                    TABLE_COLUMNS,
+                    (number, p.path, *box["box_xyxy_px"], box["score"], box["class"], box["name"]),
+                    strict=True,
+                )
+            )
+            for number, p in enumerate(self)
+            for box in p.to_json()["detections"]
+        ]
+
+    def table(self) -> str:
+        """Return the boxes as text, in columns."""
+        cells = [list(TABLE_COLUMNS), *([f"{value}" for value in row.values()] for row in self.rows())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def json(self) -> str:
+        """Return the boxes of all images as JSON, as ``--save-json`` writes them."""
+        return json.dumps([prediction.to_json() for prediction in self])
+
+    def pandas(self) -> pandas.DataFrame:
+        """Return a data frame with a row per box, and the columns ``TABLE_COLUMNS``.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise ConfigError("pandas is not installed", hint="pip install pandas, or use rows()") from None
+        return DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
+
+
+def show_image(image: np.ndarray, *, wait_ms: int) -> int:
+    """Show an image in a window; return the key that the user pressed within ``wait_ms`` (0: for ever), or 255.
+
+    Raises:
+        ConfigError: this OpenCV cannot open windows.
+    """
+    try:
+        cv2.imshow("yolofleet", image)
+        return int(cv2.waitKey(wait_ms)) & 0xFF
+    except cv2.error:
+        raise ConfigError(
+            "--show: this OpenCV cannot open windows",
+            hint="pip install opencv-python instead of opencv-python-headless, or save the images",
+        ) from None
+
+
+def file_name(name: str, fallback: str) -> str:
+    """Return a class name as a safe folder name, with ``_`` for characters that some systems forbid."""
+    plain = re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name).strip(" .")
+    return plain or fallback
+
+
+def write_picture(path: Path, image: np.ndarray) -> Path:
+    """Encode by suffix (JPEG if OpenCV cannot write that format), write atomically and return the path.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        done, encoded = cv2.imencode(path.suffix, image)
+    except cv2.error:
+        done = False
+    if not done:
+        path = path.with_suffix(".jpg")
+        _, encoded = cv2.imencode(".jpg", image)
+    write_bytes(path, encoded.tobytes())
+    return path

@@ -1,0 +1,197 @@
+"""Sources that are not files, pictures in memory, settings of one call, and what results can do."""
+
+import io
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from yolofleet.config.load import resolve_predict
+from yolofleet.errors import ConfigError, DataError
+from yolofleet.families import build_model
+from yolofleet.models.description import describe
+from yolofleet.predict import sources
+from yolofleet.predict.predictor import Predictor
+from yolofleet.predict.sources import Source, pixels_of
+
+PICTURE = np.full((40, 60, 3), (10, 120, 240), np.uint8)
+
+
+def encoded(suffix=".png"):
+    done, data = cv2.imencode(suffix, PICTURE)
+    assert done
+    return data.tobytes()
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path.startswith("/away"):
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname")
+            self.end_headers()
+            return
+        self.send_response(200)
+        if self.path == "/camera":
+            self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+            self.end_headers()
+            for _ in range(30):
+                part = encoded(".jpg")
+                self.wfile.write(b"--frame\r\nContent-Type: image/jpeg\r\n")
+                self.wfile.write(b"Content-Length: %d\r\n\r\n" % len(part) + part + b"\r\n")
+            return
+        self.send_header("Content-Type", "image/png")
+        self.end_headers()
+        self.wfile.write(encoded())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=web.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{web.server_address[1]}"
+    web.shutdown()
+    web.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = build_model(describe("yolov5n"), 3)
+    made.names = ("person", "dog", "cat")
+    return made
+
+
+def test_a_picture_is_read_from_a_url(server):
+    (frame,) = Source(f"{server}/a.png", is_argument=True)
+    assert (frame.image == PICTURE).all() and frame.path == f"{server}/a.png" and not frame.is_file
+
+
+def test_a_stream_of_pictures_is_read_from_a_url(server):
+    frames = list(Source(f"{server}/camera", is_argument=True, vid_stride=10))
+    if not frames:
+        pytest.skip("this OpenCV reads no MJPEG from the network")
+    assert 1 <= len(frames) <= 3 and frames[0].image.shape == PICTURE.shape
+    assert np.abs(frames[0].image.astype(int) - PICTURE).max() < 12
+
+
+def test_a_redirect_to_a_file_and_a_picture_that_is_too_large_are_problems(server, monkeypatch):
+    for address in ("/away.png", "/away"):
+        source = Source(server + address, is_argument=True)
+        assert list(source) == [] and "not allowed" in source.problems[0]
+    monkeypatch.setattr(sources, "MAX_PICTURE_BYTES", 10)
+    source = Source(f"{server}/a.png", is_argument=True)
+    assert list(source) == [] and "has more than" in source.problems[0]
+
+
+def test_a_stream_without_a_server_is_a_problem(monkeypatch):
+    monkeypatch.setattr(sources, "WAIT_MS", 2000)
+    source = Source("rtsp://127.0.0.1:1/none", is_argument=True)
+    assert list(source) == [] and "cannot open rtsp" in source.problems[0]
+
+
+def test_a_list_and_a_configuration_file_cannot_name_a_url(tmp_path, server):
+    (tmp_path / "list.txt").write_text(f"{server}/a.png\n")
+    source = Source(str(tmp_path / "list.txt"), is_argument=True)
+    assert list(source) == [] and len(source.problems) == 1
+    for value in ("https://example.org/a.jpg", "screen", "-"):
+        file = tmp_path / "c.yaml"
+        file.write_text(f"source: '{value}'\nweights: w.pt\n")
+        with pytest.raises(ConfigError, match="must not choose"):
+            resolve_predict({}, config_file=str(file))
+
+
+def given_on_stdin(monkeypatch, content):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    return Source("-", is_argument=True)
+
+
+def test_standard_input_is_a_picture_or_a_list_of_paths(monkeypatch, tmp_path):
+    (frame,) = given_on_stdin(monkeypatch, encoded())
+    assert (frame.image == PICTURE).all() and frame.path == "standard input"
+    (tmp_path / "ä b.png").write_bytes(encoded())
+    (frame,) = given_on_stdin(monkeypatch, f"# pictures\n{tmp_path / 'ä b.png'}\n".encode())
+    assert frame.is_file and (frame.image == PICTURE).all()
+    for wrong in (b"", b"\xff\xfe\x00", b"a\0b"):
+        with pytest.raises(DataError, match="standard input has no picture"):
+            given_on_stdin(monkeypatch, wrong)
+
+
+def test_a_screen_needs_mss(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mss", None)
+    with pytest.raises(ConfigError, match="mss"):
+        list(Source("screen", is_argument=True))
+
+
+def test_pictures_in_memory_of_every_kind_are_the_same_pixels():
+    rgb = torch.from_numpy(PICTURE[..., ::-1].copy()).permute(2, 0, 1)
+    same = [PICTURE, encoded(), rgb, rgb.float() / 255]
+    try:
+        from PIL import Image
+    except ImportError:
+        pass
+    else:
+        same.append(Image.fromarray(PICTURE[..., ::-1]))
+    for picture in same:
+        assert (pixels_of(picture, "image 0") == PICTURE).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (torch.zeros(40, 60, 3), r"\[40, 60, 3\], expected \[3, H, W\]"),
+        (torch.full((3, 8, 8), 200.0), "outside of 0..1"),
+        (torch.full((3, 8, 8), float("nan")), "outside of 0..1"),
+        (torch.zeros(3, 8, 8, dtype=torch.int64), "expected torch.uint8"),
+        (b"no picture", "not in a known image format"),
+        (5, "is a int"),
+    ],
+)
+def test_something_else_in_memory_is_refused(wrong, words):
+    with pytest.raises(DataError, match=words):
+        pixels_of(wrong, "image 0")
+
+
+def test_settings_of_one_call_do_not_change_the_predictor(model):
+    predictor = Predictor(model, img=64, device="cpu", conf=0.003)
+    (many,) = predictor.predict(PICTURE)
+    (few,) = predictor.predict(PICTURE, max_det=2, classes=["dog"])
+    assert len(many) > 2 and len(few) <= 2 and set(few.classes.tolist()) <= {1}
+    assert len(predictor(PICTURE, conf=1.0)[0]) == 0 and len(predictor(PICTURE)[0]) == len(many)
+    for settings, words in (
+        ({"cnf": 0.1}, "did you mean conf"),
+        ({"conf": 2}, "between"),
+        ({"max_det": 0}, "above 0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            predictor.predict(PICTURE, **settings)
+        assert words in caught.value.render()
+
+
+def test_results_draw_write_cut_and_list(model, tmp_path):
+    predictor = Predictor(model, img=64, device="cpu", conf=0.003, max_det=3)
+    results = predictor.predict([PICTURE, encoded()])
+    assert [image.shape for image in results.render()] == [PICTURE.shape] * 2
+    assert [path.name for path in results.save(tmp_path)] == ["image 0.jpg", "image 1.jpg"]
+    assert all(cv2.imread(str(path)) is not None for path in tmp_path.iterdir())
+    boxes = sum(map(len, results))
+    assert boxes > 0 and len(results.rows()) == boxes and sum(map(len, results.crop())) <= boxes
+    head, *lines = results.table().splitlines()
+    assert head.split()[:3] == ["image", "path", "xmin"] and len(lines) == boxes
+    assert [len(image["detections"]) for image in json.loads(results.json())] == list(map(len, results))
+    if sys.modules.get("pandas") is None:
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            with pytest.raises(ConfigError, match="pandas"):
+                results.pandas()
+            return
+    assert len(results.pandas()) == boxes
