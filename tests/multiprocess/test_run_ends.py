@@ -13,16 +13,8 @@ from commands import killed_at_step, results, small_shapes, train_args, yoloflee
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 EXACT = ["--reduce", "exact", "--no-autoanchor"]
-LAMB = [
-    "--optimizer",
-    "LAMB",
-    "--set",
-    "lr0=0.002",
-    "--set",
-    "lr_factors=backbone:0.5",
-    "--set",
-    "ema_decay=0",
-]
+VALUES = ("lr0=0.002", "lr_factors=backbone:0.5", "ema_decay=0", "warmup_epochs=0")
+LAMB = ["--optimizer", "LAMB", *(word for value in VALUES for word in ("--set", value))]
 IN_TIME = [*EXACT, *LAMB, "--epochs", "500", "--val-period", "0"]  # the last --epochs wins
 # so small that the moving average hardly changes, nor do the figures
 NO_PROGRESS = [*EXACT, "--epochs", "30", "--set", "lr0=1e-9", "--set", "warmup_bias_lr=0", "--patience", "2"]
