@@ -63,7 +63,19 @@ from yolofleet.text import echo
 
 # settings of predict that decide the predictor, and not what happens with its predictions
 PREDICTOR_SETTINGS = (
-    *("weights", "cfg", "device", "fit", "conf", "iou", "max_det", "classes", "agnostic_nms", "precision", "batch"),
+    *(
+        "weights",
+        "cfg",
+        "device",
+        "fit",
+        "conf",
+        "iou",
+        "max_det",
+        "classes",
+        "agnostic_nms",
+        "precision",
+        "batch",
+    ),
     *("augment", "merge", "tile", "overlap"),
 )
 WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
