@@ -142,7 +142,7 @@ CASES = [
     Case("GPUs that are not there", "@train --device 31", "--device 31|GPU", varies=True),
     Case("micro-batch that does not divide", "@train --batch 8 --micro-batch 3", "--micro-batch 3|--batch 8"),
     Case("more shares than processes", "@train --shares 1,2", "--shares|1,2"),
-    Case("batch of no images", "@train --batch 0", "--batch|-1"),
+    Case("batch of no images", "@train --batch 0", "--batch|0"),
     Case("precision that needs a GPU", "@train --precision fp16", "--precision|fp16"),
     Case("layer that is not there", "@train --freeze model.99", "--freeze|model.99"),
     Case("name that leaves the folder", "@train --name ../x", "--name|../x"),

@@ -97,7 +97,7 @@ def test_errors_have_the_text_of_the_command(data: Path, trained: dict[str, Mode
             with pytest.raises(ConfigError) as raised:
                 Model("yolov5n").train(device=device, **settings)
             assert raised.value.what == "--freeze 99: the model has 25 layers"
-            texts.add(str(raised.value))
+            texts.add(str(raised.value).partition("\n  on   :")[0])  # there if one rank alone could say it
         assert len(texts) == 1
 
 

@@ -182,7 +182,7 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
     [
         ("trian", 2, "did you mean train?"),
         ("detect", 2, "did you mean predict?"),
-        ("sing", 2, "verbs: train, val, predict"),
+        ("sing", 2, "verbs: train, tune, val, predict"),
         ("data chekc x", 2, "did you mean check?"),
         ("--verson", 2, "--verson"),
         ("train --epohcs 3", 2, "did you mean --epochs?"),
@@ -200,7 +200,7 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
             2,
             "--batch 48, or --micro-batch 8, 10 or 20",
         ),
-        ("train --data no.yaml --model yolov5n --evolve 3", 3, "no.yaml"),
+        ("train --data no.yaml --model yolov5n --evolve 3", 2, "no.yaml"),
         ("val --data d", 2, "--weights is missing"),
         ("predict --weights w", 2, "--source is missing"),
         ("predict --weights w --source s --conf-thres 2", 2, "--conf 2 is above 1"),
