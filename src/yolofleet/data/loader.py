@@ -10,6 +10,7 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import mmap
 import multiprocessing
@@ -285,14 +286,15 @@ class _SharedBuffers:
 
     Args:
         in_use: uint8 [n], shared with the main process: 1 for each buffer that it may still read. It sets zeros.
-        worker: number of this loader process.
+        owner: numbers of the loader and of this process.
     """
 
-    def __init__(self, in_use: np.ndarray, worker: int) -> None:
+    def __init__(self, in_use: np.ndarray, owner: tuple[int, int]) -> None:
         self.in_use = in_use
-        self.worker = worker
+        self.owner = owner
         self.buffers: list[Tensor] = [_new_buffer(0)] * len(in_use)
         self.taken: int | None = None  # for the value that is being made
+        self.sent: dict[int, Tensor] = {}  # buffers that the main process has
 
     def take(self, size: int) -> Tensor:
         """Return an uninitialised tensor uint8 [size]; a value has at most one."""
@@ -306,12 +308,42 @@ class _SharedBuffers:
         part: Tensor = self.buffers[slot][:size]
         return part
 
-    def address(self) -> tuple[int, int] | None:
-        """Return the number of this process and of the buffer that was taken since the last call."""
+    def place(self, images: Tensor) -> _Place | None:
+        """Return where the images are, if they are in the buffer that was taken since the last call."""
         slot, self.taken = self.taken, None
-        return None if slot is None else (self.worker, slot)
+        if slot is None:
+            return None
+        buffer = self.buffers[slot]
+        is_known = self.sent.get(slot) is buffer
+        self.sent[slot] = buffer
+        return _Place((*self.owner, slot), images.size(), images.stride(), None if is_known else buffer)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Images in a shared buffer.
+
+    Attributes:
+        address: numbers of the loader, of its process and of the buffer.
+        size, stride: of the images; they begin where the buffer does.
+        buffer: uint8 [bytes], the first time; from then on the main process has it mapped. Sending it costs both
+            processes more time than all else that is sent.
+    """
+
+    address: tuple[int, int, int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    buffer: Tensor | None
+
+    def images(self) -> Tensor:
+        """Return the images, in a storage of their own that shares the buffer."""
+        if self.buffer is not None:
+            _mapped[self.address] = self.buffer
+        return torch.from_numpy(_mapped[self.address].numpy()).as_strided(self.size, self.stride)
+
+
+_loaders = itertools.count()  # the numbers of the loaders of this process
+_mapped: dict[tuple[int, int, int], Tensor] = {}  # buffers of the loaders of this process, by their addresses
 _buffers: _SharedBuffers | None = None  # of this loader process
 
 
@@ -324,16 +356,24 @@ class _Sent(Generic[Made]):
     """What a loader process sends.
 
     Attributes:
-        buffer: address of the shared buffer that ``made`` uses.
-        is_copied: ``made`` no longer uses it.
+        made: a micro-batch or a validation batch; without images if there is a place.
+        place: of its images in a shared buffer.
+        is_copied: ``made`` has the images, and they are no longer there.
     """
 
     made: Made
-    buffer: tuple[int, int] | None
+    place: _Place | None
     is_copied: bool = False
 
+    def whole(self) -> Made:
+        """Return ``made`` with its images."""
+        place = self.place
+        if place is None or self.is_copied:
+            return self.made
+        return cast(Made, _with_images(self.made, lambda _: place.images()))
+
     def pin_memory(self) -> _Sent[Made]:
-        return replace(self, made=_pinned(self.made), is_copied=True)
+        return replace(self, made=_pinned(self.whole()), is_copied=True)
 
 
 class Loader(Generic[Key, Made], Iterator[Made]):
@@ -356,7 +396,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         # Loader processes already use the cores, and a fork of a process with OpenCV threads could deadlock.
         cv2.setNumThreads(0)
         self._workers: list[Any] = []
-        self._owner = os.getpid()
+        self._owner, self._number = os.getpid(), next(_loaders)
         self._items: Iterator[Any]
         if workers == 0:
             made = map(build, keys)
@@ -382,7 +422,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
                     prefetch_factor=prefetch,
                     collate_fn=_unchanged,
                     pin_memory=pin_memory,
-                    worker_init_fn=partial(_start_worker, in_use=self._in_use),
+                    worker_init_fn=partial(_start_worker, in_use=self._in_use, loader=self._number),
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
                 )
             )
@@ -410,13 +450,14 @@ class Loader(Generic[Key, Made], Iterator[Made]):
 
     def _received(self, sent: _Sent[Made]) -> Made:
         """Return the value; its loader process may use the buffer again once the memory is released here."""
-        if sent.buffer is not None:
-            release = partial(_release, self._in_use, sent.buffer, self._owner)
+        made = sent.whole()
+        if sent.place is not None:
+            release = partial(_release, self._in_use, sent.place.address[1:], self._owner)
             if sent.is_copied:
                 release()
             else:  # a copy of pageable memory to a GPU has read it when it returns
-                weakref.finalize(_memory_of(sent.made), release).atexit = False
-        return sent.made
+                weakref.finalize(_images_of(made).untyped_storage(), release).atexit = False
+        return made
 
     def __enter__(self) -> Loader[Key, Made]:
         return self
@@ -434,6 +475,8 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             return
         atexit.unregister(self.close)
         items._shutdown_workers()  # type: ignore[attr-defined]  # DataLoader itself calls it only when collected
+        for address in [address for address in _mapped if address[0] == self._number]:
+            del _mapped[address]
         deadline_s = time.monotonic() + END_WAIT_S
         for process in workers:
             process.join(max(deadline_s - time.monotonic(), 0.1))
@@ -488,13 +531,24 @@ class _AsDataset(Generic[Key, Made]):
             made = self.build(key)
         except YolofleetError as error:
             return error
-        return _Sent(made, _buffers.address() if _buffers is not None else None)
+        place = _buffers.place(_images_of(made)) if _buffers is not None else None
+        return _Sent(made, None) if place is None else _Sent(_with_images(made, lambda _: None), place)
 
 
-def _memory_of(made: Any) -> torch.UntypedStorage:
-    """Return the memory of the images of a micro-batch or of a validation batch. Views of the images keep it alive."""
+def _images_of(made: Any) -> Tensor:
+    """Return the tensor of the images of a micro-batch or of a validation batch."""
     images = made[1] if isinstance(made, tuple) else made.images
-    return (images.buffer if isinstance(images, PackedImages) else images).untyped_storage()
+    return cast(Tensor, images.buffer if isinstance(images, PackedImages) else images)
+
+
+def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Return a copy of a micro-batch or of a validation batch with another tensor of images, or with none."""
+    images: Any = change(_images_of(made))
+    if isinstance(made, tuple):
+        return (made[0], images, *made[2:])
+    if isinstance(made.images, PackedImages):
+        images = replace(made.images, buffer=images)
+    return replace(made, images=images)
 
 
 def _release(in_use: np.ndarray, buffer: tuple[int, int], owner: int) -> None:
@@ -507,9 +561,7 @@ def _unchanged(made: Made) -> Made:
 
 
 def _pinned(made: Any) -> Any:
-    if isinstance(made, tuple):
-        return tuple(part.pin_memory() if isinstance(part, Tensor) else part for part in made)
-    return made.pin_memory()
+    return _with_images(made, Tensor.pin_memory)
 
 
 def _group_signals() -> list[int]:
@@ -530,10 +582,10 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(worker: int, in_use: np.ndarray) -> None:
+def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
     global _buffers
     # Elsewhere processes are not forked, so ``in_use`` is a copy.
-    _buffers = _SharedBuffers(in_use[worker], worker) if sys.platform == "linux" else None
+    _buffers = _SharedBuffers(in_use[worker], (loader, worker)) if sys.platform == "linux" else None
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,

@@ -24,6 +24,7 @@ from yolofleet.data.device_render import PackedImages
 from yolofleet.data.loader import (
     MicroBatch,
     MicroBatchKey,
+    _mapped,
     _SharedBuffers,
     train_loader,
     val_batches,
@@ -100,7 +101,8 @@ def test_images_arrive_channels_last_and_without_a_copy(workers):
         for batch in loader:
             assert images_of(batch).is_contiguous(memory_format=torch.channels_last)
             assert images_of(batch).permute(0, 2, 3, 1).is_contiguous()
-            assert images_of(batch).is_shared() == (workers > 0)
+            shared = {buffer.data_ptr() for buffer in _mapped.values()}
+            assert (images_of(batch).data_ptr() in shared) == (workers > 0)
 
 
 @pytest.mark.gpu
@@ -233,18 +235,25 @@ def test_buffers_that_are_filled_again_hold_what_they_should(on_device):
 
 def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
     in_use = np.zeros(2, np.uint8)
-    buffers = _SharedBuffers(in_use, worker=3)
+    buffers = _SharedBuffers(in_use, (7, 3))
+
+    def place_of(taken: torch.Tensor) -> Any:
+        found = buffers.place(taken)
+        return found and (found.address, found.buffer is not None)
+
     first = buffers.take(100)
-    assert buffers.address() == (3, 0) and buffers.address() is None
+    assert place_of(first) == ((7, 3, 0), True) and place_of(first) is None
     second = buffers.take(100)
-    assert buffers.address() == (3, 1)
+    assert place_of(second) == ((7, 3, 1), True)
     assert in_use.tolist() == [1, 1] and first.data_ptr() != second.data_ptr()
     third = buffers.take(100)  # belongs to the main process
-    assert buffers.address() is None and third.data_ptr() not in (first.data_ptr(), second.data_ptr())
+    assert place_of(third) is None and third.data_ptr() not in (first.data_ptr(), second.data_ptr())
     in_use[1] = 0
-    assert buffers.take(60).data_ptr() == second.data_ptr() and buffers.address() == (3, 1)
+    again = buffers.take(60)
+    assert again.data_ptr() == second.data_ptr() and place_of(again) == ((7, 3, 1), False)
     in_use[0] = 0
-    assert buffers.take(101).shape == (101,) and buffers.address() == (3, 0)
+    larger = buffers.take(101)
+    assert larger.shape == (101,) and place_of(larger) == ((7, 3, 0), True)
 
 
 @forks
