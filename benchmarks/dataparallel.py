@@ -42,16 +42,9 @@ def main() -> None:
         if not args.data:
             subprocess.run([*verb, "data", "make", "shapes", "--out", f"{folder}/shapes"], check=True)
         job = ["--data", data, "--model", args.model, "--img", str(args.img)]
-        job += [
-            "--batch",
-            "16",
-            "--nominal-batch",
-            args.nominal_batch,
-            "--micro-batch",
-            "4",
-            "--max-steps",
-            str(args.steps),
-        ]
+        job += ["--batch", "16", "--nominal-batch", args.nominal_batch, "--micro-batch", "4"]
+        # The first steps of a warm-up have 16 images.
+        job += ["--max-steps", str(args.steps), "--set", "warmup_epochs=0"]
         job += ["--val-period", "0", "--no-plots", "--workers", "0", "--project", folder]
 
         def images_per_s(way: str, number: int) -> float:
