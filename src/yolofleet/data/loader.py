@@ -308,11 +308,12 @@ class _SharedBuffers:
         part: Tensor = self.buffers[slot][:size]
         return part
 
-    def place(self, images: Tensor) -> _Place | None:
-        """Return where the images are, if they are in the buffer that was taken since the last call."""
+    def place(self, made: Any) -> _Place | None:
+        """Return where the images of ``made`` are, if they are in the buffer that was taken since the last call."""
         slot, self.taken = self.taken, None
         if slot is None:
             return None
+        images = _images_of(made)
         buffer = self.buffers[slot]
         is_known = self.sent.get(slot) is buffer
         self.sent[slot] = buffer
@@ -531,7 +532,7 @@ class _AsDataset(Generic[Key, Made]):
             made = self.build(key)
         except YolofleetError as error:
             return error
-        place = _buffers.place(_images_of(made)) if _buffers is not None else None
+        place = _buffers.place(made) if _buffers is not None else None
         return _Sent(made, None) if place is None else _Sent(_with_images(made, lambda _: None), place)
 
 

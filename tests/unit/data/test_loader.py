@@ -238,7 +238,7 @@ def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
     buffers = _SharedBuffers(in_use, (7, 3))
 
     def place_of(taken: torch.Tensor) -> Any:
-        found = buffers.place(taken)
+        found = buffers.place((None, taken, []))  # as a validation batch
         return found and (found.address, found.buffer is not None)
 
     first = buffers.take(100)
