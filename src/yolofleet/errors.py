@@ -107,7 +107,7 @@ class ExitCode(int):
     """The exit code of a job, with the message that the launcher printed about its end.
 
     Attributes:
-        text: the message; "" if there is none.
+        text: the message, or "".
     """
 
     text = ""

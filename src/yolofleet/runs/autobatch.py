@@ -33,10 +33,9 @@ from yolofleet.system.kernel_files import text_of
 from yolofleet.system.proc import PROC, release_heap
 from yolofleet.text import size_text
 
-HOST_PASSES = 3  # of a trial: the heap of a process grows until its free blocks fit
-MOST_ON_CPU = (
-    16  # images of a pass; on one thread, passes of 8, 16 and 32 images took equal times for each image
-)
+HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
+# Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
+MOST_ON_CPU = 16
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ def _largest(
 ) -> Measured:
     """Return the largest pass whose measured peak is within the limit.
 
-    The size is at most doubled, and a size is tried only if a straight line through the last two peaks stays below the
+    The size is at most doubled (after six trials, quadrupled), and a size is tried only if a straight line through the last two peaks stays below the
     limit. So on a host whose kernel kills processes instead of refusing memory, no trial goes far beyond the limit.
     """
     best = Measured(0, 0, meter.limit_bytes, "")

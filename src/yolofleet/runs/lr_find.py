@@ -29,7 +29,7 @@ from yolofleet.runs.folder import file_writers
 from yolofleet.runs.train import BuiltRun, built_run
 from yolofleet.train.step import NanRule, train_step
 
-SMOOTHING = 0.9  # of the loss: weight of the steps before
+SMOOTHING = 0.9  # weight of earlier steps in the moving average of the loss
 DIVERGED = 4.0  # times the smallest smoothed loss
 HARDLY = 0.9  # of the first loss
 BELOW_BEST = 10.0  # the suggestion is the rate of the smallest smoothed loss, divided by this

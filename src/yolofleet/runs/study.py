@@ -25,7 +25,7 @@ STATES: dict[str, State] = {"RUNNING": "open", "COMPLETE": "complete", "PRUNED":
 REASON = "reason"
 LEAST_FOR_MEDIAN = 4  # figures of earlier trials that a median needs
 LEAST_FOR_IMPORTANCE = 4  # complete trials
-WARMUP_SHARE = 1 / 3  # of the epochs, in which no trial is pruned
+WARMUP_SHARE = 1 / 3  # share of the epochs before the study prunes a trial
 
 
 @dataclass(frozen=True)

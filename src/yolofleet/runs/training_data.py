@@ -17,7 +17,7 @@ from yolofleet.errors import DataError
 from yolofleet.report.draw import Picture
 from yolofleet.report.plots import plot_pictures, training_pictures
 
-STRIDE = 32  # of a preview: that of all networks of 640 px
+STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
 
 
 def used_part(index: DataIndex, config: TrainConfig) -> DataIndex:
