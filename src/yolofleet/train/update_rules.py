@@ -8,7 +8,7 @@ In the formulas x is a parameter, g its gradient, lr its rate and wd its weight 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,23 @@ from torch import Tensor
 Group = dict[str, Any]
 Tensors = list[Tensor]  # one for each parameter of a group
 TRUSTED = "weight"  # role of the parameters that LARS and LAMB scale; both papers leave out biases and norms
+
+
+class Part(NamedTuple):
+    """What an update reads and changes of one group of P parameters.
+
+    Attributes:
+        group: its settings, with this step's rates.
+        params, gradients: P tensors.
+        slots: P tensors for each of the rule's ``slots``, of the shapes of the parameters.
+        counts: the rule's ``counters`` by name.
+    """
+
+    group: Group
+    params: Tensors
+    gradients: Tensors
+    slots: list[Tensors]
+    counts: dict[str, float]
 
 
 class UpdateRule(torch.optim.Optimizer):
@@ -42,19 +59,12 @@ class UpdateRule(torch.optim.Optimizer):
             states = [self.state[p] for p in group["params"]]
             slots = [[state[slot] for state in states] for slot in self.slots]
             counts = {name: float(states[0][name]) for name in self.counters}
-            self.update(group, params, gradients, slots, counts)
+            self.update(Part(group, params, gradients, slots, counts))
             for state in states:
                 for name, count in counts.items():
                     state[name].fill_(count)
 
-    def update(
-        self,
-        group: Group,
-        params: Tensors,
-        gradients: Tensors,
-        slots: list[Tensors],
-        counts: dict[str, float],
-    ) -> None:
+    def update(self, part: Part) -> None:
         """Change the parameters, slots and counters of a group in place; leave the gradients as they are."""
         raise NotImplementedError
 
@@ -67,14 +77,8 @@ class Lion(UpdateRule):
     def __init__(self, groups: Iterable[Any], lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, lr=lr, betas=betas)
 
-    def update(
-        self,
-        group: Group,
-        params: Tensors,
-        gradients: Tensors,
-        slots: list[Tensors],
-        counts: dict[str, float],
-    ) -> None:
+    def update(self, part: Part) -> None:
+        group, params, gradients, slots, counts = part
         (averages,), (beta1, beta2) = slots, group["betas"]
         direction = torch._foreach_mul(averages, beta1)
         torch._foreach_add_(direction, gradients, alpha=1 - beta1)
@@ -96,14 +100,8 @@ class LARS(UpdateRule):
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float, trust: float = 0.001) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, trust=trust)
 
-    def update(
-        self,
-        group: Group,
-        params: Tensors,
-        gradients: Tensors,
-        slots: list[Tensors],
-        counts: dict[str, float],
-    ) -> None:
+    def update(self, part: Part) -> None:
+        group, params, gradients, slots, counts = part
         (velocities,), decay = slots, group["weight_decay"]
         direction = torch._foreach_add(gradients, params, alpha=decay)
         if group["role"] == TRUSTED:
@@ -128,14 +126,8 @@ class LAMB(UpdateRule):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
 
-    def update(
-        self,
-        group: Group,
-        params: Tensors,
-        gradients: Tensors,
-        slots: list[Tensors],
-        counts: dict[str, float],
-    ) -> None:
+    def update(self, part: Part) -> None:
+        group, params, gradients, slots, counts = part
         means, squares = slots
         beta1, beta2 = group["betas"]
         counts["step"] += 1
@@ -175,14 +167,8 @@ class ScheduleFreeSGD(UpdateRule):
         """Return u without weight decay, in new tensors."""
         return [g.clone() for g in gradients]
 
-    def update(
-        self,
-        group: Group,
-        params: Tensors,
-        gradients: Tensors,
-        slots: list[Tensors],
-        counts: dict[str, float],
-    ) -> None:
+    def update(self, part: Part) -> None:
+        group, params, gradients, slots, counts = part
         z, x, *moments = slots
         momentum = group["betas"][0] if "betas" in group else group["momentum"]
         direction = self.direction(group, gradients, moments, counts)
