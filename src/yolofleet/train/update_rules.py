@@ -78,7 +78,7 @@ class Lion(UpdateRule):
         super().__init__(groups, lr=lr, betas=betas)
 
     def update(self, part: Part) -> None:
-        group, params, gradients, slots, counts = part
+        group, params, gradients, slots, _counts = part
         (averages,), (beta1, beta2) = slots, group["betas"]
         direction = torch._foreach_mul(averages, beta1)
         torch._foreach_add_(direction, gradients, alpha=1 - beta1)
@@ -101,7 +101,7 @@ class LARS(UpdateRule):
         super().__init__(groups, lr=lr, momentum=momentum, trust=trust)
 
     def update(self, part: Part) -> None:
-        group, params, gradients, slots, counts = part
+        group, params, gradients, slots, _counts = part
         (velocities,), decay = slots, group["weight_decay"]
         direction = torch._foreach_add(gradients, params, alpha=decay)
         if group["role"] == TRUSTED:
