@@ -38,6 +38,11 @@ def columns(losses: Sequence[str]) -> list[str]:
     ]
 
 
+def fitness_of(map50: float, map50_95: float) -> float:
+    """Return the figure that chooses the best weights, as in YOLOv5: 0.1 mAP50 + 0.9 mAP50-95."""
+    return 0.1 * map50 + 0.9 * map50_95
+
+
 class ResultsTable:
     """The file ``results.csv``. Every epoch rewrites it atomically, so it is never incomplete or has an epoch twice.
 

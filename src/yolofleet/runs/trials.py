@@ -29,7 +29,7 @@ from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.fleet.description import Fleet, Host
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import ResultsTable, fitness_of
 from yolofleet.system.children import die_with, module_argv, module_environment
 from yolofleet.system.proc import end_descendants
 
@@ -181,7 +181,7 @@ class TrialRun:
         for row in ResultsTable(self.folder.results_csv, ()).rows():
             if not row.get("metrics/mAP50-95"):
                 continue
-            best = max(best, 0.1 * float(row["metrics/mAP50"]) + 0.9 * float(row["metrics/mAP50-95"]))
+            best = max(best, fitness_of(float(row["metrics/mAP50"]), float(row["metrics/mAP50-95"])))
             yield int(row["epoch"]), best
 
     def has_new_figures(self) -> bool:

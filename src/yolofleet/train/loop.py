@@ -36,6 +36,7 @@ from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
+from yolofleet.report.results import fitness_of
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
@@ -689,7 +690,7 @@ class TrainingRun:
 
     def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
         """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far."""
-        fitness = 0.1 * evaluation.metrics.map50 + 0.9 * evaluation.metrics.map50_95
+        fitness = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95)
         if fitness > self.state.progress.best_fitness:
             self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
             self.report.write_weights("best", self.state, epoch, weights)
