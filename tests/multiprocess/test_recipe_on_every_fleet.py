@@ -7,8 +7,11 @@ test_run_ends.py, ``tune`` in test_tune.py, a user's own code in test_user_code.
 
 from __future__ import annotations
 
+import csv
+import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -102,13 +105,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
         file.write_text(
             "\n".join(
-                f"{c:.0f} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}" for c, x, y, w, h in rows
+                f"{c:.0f} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}"
+                for c, x, y, w, h in rows
             )
         )
     (folder / "tiny.yaml").write_text(TINY_YAML)
     more = data.with_name("more.yaml")
     more.write_text(data.read_text() + "  4: moon\n")
-    ran(folder, ["train", "--data", str(more), "--cfg", "tiny.yaml", *RUN, "--max-steps", "1", "--name", "other"])
+    ran(
+        folder,
+        ["train", "--data", str(more), "--cfg", "tiny.yaml", *RUN, "--max-steps", "1", "--name", "other"],
+    )
     (folder / "runs/train/other/weights/last.safetensors").rename(folder / "other.safetensors")
     return folder
 
@@ -154,7 +161,9 @@ def rank(folder: Path, argv: list[str], log: Path, place: dict[str, str], killed
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if killed:
-        loop.train_step = killed_later(loop.train_step, folder / "runs/train" / argv[argv.index("--name") + 1])
+        loop.train_step = killed_later(
+            loop.train_step, folder / "runs/train" / argv[argv.index("--name") + 1]
+        )
     code = main([*argv, "--device", "cpu"])
     sys.stdout.flush()
     os._exit(code)
@@ -196,11 +205,30 @@ def test_one_process_two_and_a_killed_run_train_the_same_weights(
     ran(folder, [*args, "--name", f"{name} two"], processes=2)
     ran(folder, [*args, "--name", f"{name} killed"], processes=2, killed=True)
     ran(folder, ["train", "--resume", f"runs/train/{name} killed"])
-    one, two, killed = (
-        results(folder / "runs/train" / f"{name} {run}") for run in ("one", "two", "killed")
-    )
+    one, two, killed = (results(folder / "runs/train" / f"{name} {run}") for run in ("one", "two", "killed"))
     assert one["steps"] > KILLED_AFTER
     for other in (two, killed):
         assert {key: other[key] for key in ("steps", "weights_sha256", "metrics")} == {
             key: one[key] for key in ("steps", "weights_sha256", "metrics")
         }
+
+
+def test_a_search_of_the_rate_has_one_curve_and_one_suggestion(folder: Path) -> None:
+    data = str(folder / "small shapes" / "data.yaml")
+    args = ["lr-find", "--data", data, "--cfg", "tiny.yaml", *RUN[:8], "--threads", "1", "--reduce", "exact"]
+    found = []
+    for processes in (1, 2):
+        name = f"rate {processes}"
+        ran(folder, [*args, "--steps", "12", "--lowest", "0.001", "--name", name], processes=processes)
+        run = folder / "runs/lr-find" / name
+        with (run / "lr_find.csv").open() as file:
+            curve = [(row["lr"], float(row["loss"])) for row in csv.DictReader(file)]
+        log = (run / "logs" / "rank-0.log").read_text()
+        found.append(
+            (json.loads((run / "results.json").read_text()), re.search("suggested: .*", log)[0], curve)
+        )  # type: ignore[index]
+    (one, told, curve), (two, told_2, curve_2) = found
+    assert one == two and told == told_2
+    assert [lr for lr, _ in curve] == [lr for lr, _ in curve_2]
+    # the gradients are exact sums, the losses that are shown are sums of floats
+    assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in curve_2], rel=1e-5)

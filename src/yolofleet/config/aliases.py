@@ -131,12 +131,13 @@ BATCH = Spelling("one", _batch)
 DEVICE = Spelling("one", _device)
 HALF = switch("--precision=fp16")
 OPENCV_DNN = refused("yolofleet does not run networks with OpenCV", "leave it out")
-TORCHRUN = (
-    "nnodes nproc-per-node node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
-    "standalone max-restarts monitor-interval start-method event-log-handler role module no-python run-path log-dir "
-    "redirects tee local-ranks-filter duplicate-stdout-filters duplicate-stderr-filters logs-specs numa-binding "
-    "signals-to-handle shutdown-timeout virtual-local-rank use-env"
-).split()
+TORCHRUN = [
+    "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
+    "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "max-restarts", "monitor-interval",
+    "start-method", "event-log-handler", "role", "module", "no-python", "run-path", "log-dir", "redirects",
+    "tee", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "logs-specs",
+    "numa-binding", "signals-to-handle", "shutdown-timeout", "virtual-local-rank", "use-env",
+]  # fmt: skip
 TORCHRUN_OPTION = refused(
     "this is an option of torchrun, which starts the processes",
     "put it before train.py (torchrun OPTIONS train.py ...), or use --hosts a:8,b:8 instead of torchrun",

@@ -201,7 +201,13 @@ REFUSED = {
 }
 ACCEPTED = {("train", "--evolve"), ("export", "--inplace")}
 OUTCOMES = ("kept", "renamed", "no effect", "refused")
-SCRIPTS = {"train": "train.py", "val": "val.py", "predict": "detect.py", "export": "export.py", "torchrun": "torchrun"}
+SCRIPTS = {
+    "train": "train.py",
+    "val": "val.py",
+    "predict": "detect.py",
+    "export": "export.py",
+    "torchrun": "torchrun",
+}
 
 
 def outcome(verb, flag, example):
@@ -238,9 +244,13 @@ def test_the_documentation_counts_the_flags_of_yolov5_that_are_kept_renamed_and_
         assert (found == "refused") == is_refused, f"{verb} {flag}: {found}, the reference: {verdict}"
         if verdict != "spelling":
             counts[verb][found] += 1
-    table = [f"| `{SCRIPTS[verb]}` | {' | '.join(map(str, count.values()))} |" for verb, count in counts.items()]
+    table = [
+        f"| `{SCRIPTS[verb]}` | {' | '.join(map(str, count.values()))} |" for verb, count in counts.items()
+    ]
     guide = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    assert [line for line in guide.splitlines() if line in table] == table, "the table is:\n" + "\n".join(table)
+    assert [line for line in guide.splitlines() if line in table] == table, "the table is:\n" + "\n".join(
+        table
+    )
 
 
 @pytest.mark.parametrize(
