@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -40,7 +41,7 @@ WITH_SETTINGS = {
     "sampler weights": "--image-weights",
     "sampler balanced": "--sampler balanced",
     "rectangles": "--rect",
-    "rectangles of several scales": "--rect --multi-scale",
+    "rectangles of several scales": "--rect --multi-scale --fraction 0.6",
     "several scales": "--multi-scale",
     "fraction": "--fraction 0.6",
     "one class": "--single-cls",
@@ -99,6 +100,7 @@ TOGETHER = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Polygons in ``small shapes``, a small network, and its weights for other classes."""
+    import_module("torch._dynamo")  # else each process loads it for its optimizer: a second
     folder = tmp_path_factory.mktemp("recipes")
     data = small_shapes(folder)
     for file in data.parent.glob("labels/train/*.txt"):
