@@ -179,6 +179,16 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         ):
             if is_set:
                 raise _clash(config, "rect", name, why, f"leave out --{name.replace('_', '-')}")
+    if c.compile:
+        for name, is_set, why in (
+            ("reduce", c.reduce == "exact", "compiled kernels add in another order on each type of machine"),
+            ("multi_scale", c.multi_scale, "each image size would be compiled"),
+            ("rect", c.rect, "each image size would be compiled"),
+            ("sync_bn", c.sync_bn, "a compiled network cannot wait for other ranks"),
+            ("parallel", c.parallel == "dp", "the compiler does not run in several threads"),
+        ):
+            if is_set:
+                raise _clash(config, "compile", name, why, "leave out --compile")
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)

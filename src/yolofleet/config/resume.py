@@ -1,8 +1,9 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change. ``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``,
-validations decide what a run trains on, so their settings cannot change.
+the run may change. ``--compile`` may change too: compiled kernels only round differently, and exact sums refuse them.
+``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``, validations decide
+what a run trains on, so their settings cannot change.
 """
 
 from __future__ import annotations

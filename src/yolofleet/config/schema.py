@@ -341,6 +341,11 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="execution",
     )
+    compile: bool = setting(
+        False,
+        "compile the network with torch.compile before the first step, for minutes; nobody has tried it on a GPU (docs/speed.md)",
+        group="execution",
+    )
     check_steps: int = setting(
         50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
     )
