@@ -100,7 +100,8 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 return 0
             if agent.ends_at_once:
                 stopped = Stopped(
-                    "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
+                    "ended at once, on request; the last checkpoint is kept",
+                    hint=resume_command(job.folder, job.resume_options),
                 )
                 echo(stopped.render(), to=sys.stderr)
                 return ExitCode.with_text(stopped.exit_code, stopped.render())
@@ -110,7 +111,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 if restarts.why_not:
                     echo(f"\nnot started again: {restarts.why_not}", to=sys.stderr)
                 agent.save_state(job.folder)
-                return tell([ending], resume_command(job.folder), agent.asked)
+                return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
             restarts.count += 1
             echo(f"\n{failure.text}\ngoing on with {job.processes} processes", to=sys.stderr)
 
@@ -241,10 +242,10 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
     return tell([ending_of(folder, code, log_offset)], resume_command(folder))
 
 
-def resume_command(folder: Path) -> str:
+def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:
     """Return the command that resumes the run; "" if there is no checkpoint."""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
-    return RunFolder(folder).resume_command if saved else ""
+    return RunFolder(folder, resume_options=options).resume_command if saved else ""
 
 
 def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
