@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, killed_at_step, results, small_shapes, train_args, yolofleet
+from commands import SMALL, environment, killed_at_step, results, train_args, yolofleet
 
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
 
@@ -25,16 +25,6 @@ def free_port() -> int:
 def weights_of(run: Path) -> str:
     tensors, _ = read_tensors(run / "weights" / "last.safetensors")
     return tensors_sha256(tensors)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("träin ing")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> Path:
-    return small_shapes(folder)
 
 
 @pytest.fixture(scope="module")
