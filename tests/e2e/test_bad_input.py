@@ -346,6 +346,112 @@ def test_settings_that_cannot_be(refused):
         refused(*train("set", *words.split()), code=code, says=says)
 
 
+def test_each_part_of_a_recipe_that_cannot_be(refused, here):
+    (here / "my_code.py").write_text("class Nothing: pass\n")
+    (here / "my_broken.py").write_text("def f(:\n")
+    (here / "transforms.yaml").write_text("albumentations:\n  - Nonsense p=0.5\n")
+    for words, says in [
+        ("--sampler often", "--sampler often is not one of none, weights, balanced, repeat-factor"),
+        ("--set repeat_threshold=0", "repeat_threshold=0 is not above 0"),
+        ("--fraction 0", "--fraction 0 is not above 0"),
+        ("--fraction nan", "--fraction nan is not a finite number"),
+        ("--rect --augment-on device", "devices render squares only"),
+        ("--rect --set mosaic=1", "rectangular training shows no mosaics"),
+        ("--set copy_paste=2", "copy_paste=2 is above 1"),
+        ("--set cutout=-1", "cutout=-1 is below 0"),
+        ("--set mosaic9=7", "mosaic9=7 is above 1"),
+        ("--set close_mosaic=1.5", "close_mosaic=1.5 is not a whole number"),
+        ("--recipe transforms.yaml", "Nonsense is not a transform that a recipe may have"),
+        ("--set albumentations=Blur(", "albumentations=Blur( is not a list of strings"),
+        ("--optimizer Adm", "did you mean Adam?"),
+        ("--lr-schedule cubic", "--lr-schedule cubic is not one of linear, cosine, constant, cooldown"),
+        ("--lr-scale twice", "--lr-scale twice is not one of none, linear, sqrt"),
+        ("--minutes -1", "--minutes -1 is below 0"),
+        ("--minutes soon", "--minutes soon is not a finite number"),
+        ("--patience -1", "--patience -1 is below 0"),
+        ("--set lr_factors=backbone:x", "backbone:x is not PART:FACTOR"),
+        ("--set lr_factors=nowhere:2", "no trained parameter is part of nowhere"),
+        ("--set lr_layer_decay=2", "lr_layer_decay=2 is above 1"),
+        ("--set ema_decay=1", "ema_decay=1 is not below 1"),
+        ("--set ema_rule=fast", "ema_rule=fast is not one of ramp, threshold, constant"),
+        ("--freeze nowhere.*", "--freeze nowhere.*: no layer nowhere.*"),
+        ("--freeze *", "--freeze * leaves nothing to train"),
+        ("--batch 1.5", "--batch 1.5 is not a whole number"),
+        ("--batch auto --batch-memory 0", "--batch-memory 0 is not above 0"),
+        ("--callbacks my_code.py:Nothing", "my_code.py has no subclass Nothing of yolofleet.Callback"),
+        ("--callbacks my_broken.py:X", "my_broken.py:X cannot be loaded: SyntaxError"),
+        ("--callbacks nonsense", "--callbacks nonsense does not name a class"),
+        ("--recipe-class nowhere.py:A", "the file nowhere.py does not exist"),
+        (
+            "--recipe-class my_code.py:Nothing",
+            "my_code.py has no subclass Nothing of yolofleet.TrainingRecipe",
+        ),
+    ]:
+        refused(*train("set", *words.split()), code=2, says=[says])
+
+
+def test_a_parameter_that_albumentations_refuses(refused):
+    pytest.importorskip("albumentations")
+    told = refused(
+        *train("set", "--set", "albumentations=[Blur p=3]"), code=2, says=["refuses 'Blur p=3': p: "]
+    )
+    assert "pydantic" not in told
+
+
+def test_a_search_that_cannot_be(refused, here):
+    (here / "turned.yaml").write_text("lr0: [0.1, 0.001]\n")
+    (here / "unknown.yaml").write_text("mosiac: [0, 1]\n")
+    for words, says in [
+        ("tune --trials 0", "--trials 0 is below 1"),
+        ("tune --space nowhere.yaml", "nowhere.yaml does not exist"),
+        ("tune --space turned.yaml", "the range from 0.1 to 0.001 has no numbers between"),
+        ("tune --space unknown.yaml", "did you mean mosaic?"),
+        ("tune --async --generation 4", "--async and --generation 4 are mutually exclusive"),
+        ("tune --devices-per-trial 3", "which cannot be cut into groups of 3"),
+        ("tune --batch auto", "--batch auto is not available in tune"),
+        ("tune --resume nowhere", "--resume nowhere is not the folder of a study"),
+        ("lr-find --steps 1", "--steps 1 is below 10"),
+        ("lr-find --lowest 2 --highest 1", "--lowest 2 is not below --highest 1"),
+    ]:
+        verb, *more = words.split()
+        if verb == "tune":
+            pytest.importorskip("optuna")
+        refused(verb, "--data", "set", "--cfg", "tiny.yaml", "--device", "cpu", *more, code=2, says=[says])
+
+
+def test_uses_of_weights_that_cannot_be(cli, refused, here, world):
+    weights = world / "run" / "weights" / "last.safetensors"
+    (here / "set" / "more.yaml").write_text((here / "set" / "data.yaml").read_text() + "  4: moon\n")
+    cli(*train("set/more.yaml", "--project", "other", "--max-steps", "1"), code=0)
+    other = "other/exp/weights/last.safetensors"
+    for words, code, says in [
+        (f"val --weights {other}", 2, "need the same classes: number 1 has 4, number 2 has 5"),
+        (f"val --augment --merge mean --weights {other}", 2, "number 1 has 4, number 2 has 5"),
+        ("val --merge median", 2, "--merge median is not one of nms, wbf, mean"),
+        ("val --metric voc", 2, "--metric voc is not one of coco, voc07, voc12"),
+        ("val --worst -1", 2, "--worst -1 is below 0"),
+        ("val --classes moon", 2, "class moon does not exist"),
+        (f"predict --source set/images/val --weights {other}", 2, "number 1 has 4, number 2 has 5"),
+        ("predict --source set/images/val --tile 8", 2, "--tile 8 is below 32 pixels"),
+        ("predict --source set/images/val --tile 64 --overlap 1", 2, "--overlap 1 is not below 1"),
+        ("predict --source set/images/val --overlap 0.5", 2, "--overlap 0.5 has no effect without --tile"),
+        ("predict --source ftp://a/b", 3, "source ftp://a/b is a url"),
+        ("predict --source http://127.0.0.1:9/x.jpg", 3, "http://127.0.0.1:9/x.jpg: not reachable"),
+        ("predict --source 99", 3, "cannot open camera 99"),
+        ("export --format nothing", 2, "--format nothing is not known"),
+        ("export --int8", 2, "--int8 needs images that find the ranges of its 8-bit numbers"),
+        ("export --int8 --data nowhere.yaml", 2, "data set nowhere.yaml does not exist"),
+        ("export --int8 --data set --calibration-images 0", 2, "--calibration-images 0 is below 1"),
+        ("export --int8 --data set --half", 2, "--int8 and --half are mutually exclusive"),
+        ("export --int8 --data set --format torchscript", 2, "torchscript does not support --int8"),
+    ]:
+        verb, *more = words.split()
+        common = {"val": ["--data", "set", "--device", "cpu"], "predict": ["--device", "cpu"], "export": []}[
+            verb
+        ]
+        refused(verb, "--weights", weights, *common, "--img", "64", *more, code=code, says=[says])
+
+
 def test_an_unknown_key_of_a_recipe_file_offers_the_nearest(refused, here):
     (here / "r.yaml").write_text("lr0: 0.01\nmosiac: 1\n")
     refused(*train("set", "--recipe", "r.yaml"), code=2, says=["mosiac", "r.yaml:2", "did you mean mosaic?"])

@@ -1,11 +1,13 @@
-"""What a sampler draws follows from keys: loader processes, the fleet, an overlapped validation and a resume change nothing."""
+"""What a sampler draws follows from keys: loader processes, the fleet, an overlapped validation and a resume change nothing.
+
+``test_recipe_on_every_fleet.py`` has the other samplers.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,7 @@ def hash_of(folder: Path, name: str) -> str:
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_resumed_run_draw_the_same_images(folder: Path, data: Path) -> None:
     yolofleet(folder, *arguments(data, "two", "--sampler", "weights", "--device", "cpu:2", "--val-overlap"))
     run = folder / "runs" / "train" / "killed"
@@ -82,59 +85,3 @@ def test_overlapped_validations_loaders_and_resumes_at_any_step_draw_the_same_im
                 state.unlink()
         trained(folder, "train", "--resume", str(copy))
         assert hash_of(folder, copy.name) == hash_of(folder, "plain"), copy.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [("--sampler", "balanced"), ("--rect", "--sampler", "repeat-factor"), ("--fraction", "0.6", "--multi-scale", "--rect")],
-    ids=" ".join,
-)  # fmt: skip
-def test_other_samplers_draw_the_same_images_on_any_fleet(
-    folder: Path, data: Path, more: tuple[str, ...]
-) -> None:
-    name = "".join(more).replace("-", "")
-    for device in ("cpu", "cpu:2"):
-        args = arguments(data, f"{name} {device[-1]}", *more, "--device", device, "--save-steps", "1")
-        yolofleet(folder, *args, "--keep-last", "99")
-    last = folder / "runs" / "train" / f"{name} 2" / "checkpoints"
-    expected = hash_of(folder, f"{name} u")
-    assert expected == hash_of(folder, f"{name} 2")
-    for state in last.glob("step-*.safetensors"):
-        if int(state.stem.split("-")[1]) > 4:
-            state.unlink()
-    yolofleet(folder, "train", "--resume", last.parent)
-    assert hash_of(folder, f"{name} 2") == expected
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
-)
-def test_pasted_objects_holes_and_transforms_are_the_same_on_any_fleet_and_after_a_resume(
-    folder: Path, data: Path
-) -> None:
-    changed = folder / "polygons"
-    shutil.copytree(data.parent, changed)
-    for file in changed.glob("labels/train/*.txt"):
-        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
-        lines = [
-            f"{c:.0f} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}"
-            for c, x, y, w, h in rows
-        ]
-        file.write_text("\n".join(lines))
-    recipe = ["copy_paste=0.5", "cutout=0.3", "albumentations=[GaussNoise p=0.5, Blur p=0.3]", "mosaic9=0.3", "mixup=0.3",
-              "close_mosaic=1"]  # fmt: skip
-    given = [word for entry in recipe for word in ("--set", entry)]
-    yolofleet(folder, *arguments(changed, "changed", *given, "--device", "cpu", "--workers", "0"))
-    args = arguments(
-        changed, "changed 2", *given, "--device", "cpu:2", "--save-steps", "1", "--keep-last", "99"
-    )
-    yolofleet(folder, *args)
-    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")
-    last = folder / "runs" / "train" / "changed 2" / "checkpoints"
-    for state in last.glob("step-*.safetensors"):
-        if int(state.stem.split("-")[1]) > 7:
-            state.unlink()
-    yolofleet(folder, "train", "--resume", last.parent)
-    assert hash_of(folder, "changed") == hash_of(folder, "changed 2")

@@ -131,6 +131,13 @@ BATCH = Spelling("one", _batch)
 DEVICE = Spelling("one", _device)
 HALF = switch("--precision=fp16")
 OPENCV_DNN = refused("yolofleet does not run networks with OpenCV", "leave it out")
+TORCHRUN = [
+    "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
+    "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "max-restarts", "monitor-interval",
+    "start-method", "event-log-handler", "role", "module", "no-python", "run-path", "log-dir", "redirects",
+    "tee", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "logs-specs",
+    "numa-binding", "signals-to-handle", "shutdown-timeout", "virtual-local-rank", "use-env",
+]  # fmt: skip
 TORCHRUN_OPTION = refused(
     "this is an option of torchrun, which starts the processes",
     "put it before train.py (torchrun OPTIONS train.py ...), or use --hosts a:8,b:8 instead of torchrun",
@@ -143,10 +150,7 @@ MACHINES = {
     "--selected-gpu": Spelling("one", _device, note=True),
     "--selected-gpus": Spelling("one", _device, note=True),
     "--gpus": Spelling("one", _device, note=True),
-    **dict.fromkeys(
-        ("--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint"),
-        TORCHRUN_OPTION,
-    ),
+    **dict.fromkeys((f"--{name}" for name in TORCHRUN), TORCHRUN_OPTION),
     "--dist-url": refused("the hosts find each other automatically", "--hosts a:8,b:8", "one"),
     "--world-size": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
     **dict.fromkeys(

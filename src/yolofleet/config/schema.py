@@ -779,7 +779,7 @@ class Recipe(Frozen):
     )
     ema_rule: Literal["ramp", "threshold", "constant"] = setting(
         "ramp",
-        "factor of the decay after n steps; ramp: 1 - exp(-n / ema_tau); threshold: (1 + n) / (10 + n)",
+        "factor of the decay after n steps; ramp: 1 - exp(-n / ema_tau); threshold: at most (1 + n) / (10 + n); constant: 1",
     )
     ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
     reference_batch: int = setting(64, "nominal batch for which lr0 was chosen", ge=1)

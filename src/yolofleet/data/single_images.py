@@ -16,6 +16,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from pydantic import ValidationError
 
 from yolofleet.config.recipe import transform_of
 from yolofleet.data.pixels import FILL
@@ -140,13 +141,21 @@ class Transforms:
                     transforms.append(getattr(library, name)(**parameters))
             except (TypeError, ValueError, UserWarning) as problem:
                 raise ConfigError(
-                    f"albumentations refuses {text!r}: {' '.join(str(problem).split())[:300]}",
+                    f"albumentations refuses {text!r}: {_reason(problem)}",
                     hint=f"correct the parameters of {name} in the recipe",
                 ) from None
         return library.Compose(transforms)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"texts": self.texts}
+
+
+def _reason(problem: Exception) -> str:
+    """Return what albumentations says about parameters, in one line."""
+    told = [str(problem)]
+    if isinstance(problem.__cause__, ValidationError):
+        told = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.__cause__.errors()]
+    return " ".join("; ".join(told).split())[:300]
 
 
 def albumentations_version() -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,15 @@ from yolofleet.parallel.process import replica_devices
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
 from yolofleet.runs.memory import LargestPass, is_out_of_memory
-from yolofleet.system.cgroup import available_bytes
+from yolofleet.system.cgroup import below_own_limits, shared_available_bytes
 from yolofleet.system.kernel_files import text_of
-from yolofleet.system.proc import PROC, release_heap
+from yolofleet.system.proc import PROC, map_large_blocks, release_heap
 from yolofleet.text import size_text
 
 HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
+WATCH_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -248,12 +250,12 @@ def _largest(
 
     The size is at most doubled (after six trials, quadrupled), and a size is tried only if a straight line through the
     last two peaks stays below the limit. So on a host whose kernel kills processes instead of refusing memory, no trial
-    goes far beyond the limit.
+    goes far beyond the limit. After a trial that failed, each one halves the sizes that are left.
     """
     best = Measured(0, 0, meter.limit_bytes, "")
     seen = [(0, meter.peak_bytes(lambda: None))]  # what the network takes without a pass
     low = next((n for n in range(1, most + 1) if rounded(n)), 0)
-    size, bound = rounded(low), most + 1
+    size, failed = rounded(low), 0
     while size:
         try:
             peak = meter.peak_bytes(partial(attempt, size))
@@ -263,25 +265,24 @@ def _largest(
             peak = meter.limit_bytes + 1
         if peak > meter.limit_bytes:
             best = best if best.images else replace(best, used_bytes=peak)
-            bound = size
+            failed = size
         else:
             best = replace(best, images=size, used_bytes=peak)
             seen.append((size, peak))
-        size = _next(seen, best.images, bound, meter.limit_bytes, rounded)
+        most = (best.images + failed) // 2 if failed else most
+        size = _next(seen, most, meter.limit_bytes, rounded)
     return best
 
 
-def _next(
-    seen: list[tuple[int, int]], best: int, bound: int, limit_bytes: int, rounded: Callable[[int], int]
-) -> int:
-    """Return the next size to try, above ``best`` and below ``bound``; 0: none."""
+def _next(seen: list[tuple[int, int]], most: int, limit_bytes: int, rounded: Callable[[int], int]) -> int:
+    """Return the next size to try, above those that fitted and at most ``most``; 0: none."""
     if len(seen) < 2:
         return 0
     before, (size, peak) = seen[-2:]
     slope = max((peak - before[1]) / (size - before[0]), 1.0)
     fits = size + int((limit_bytes - peak) / slope)
-    found = rounded(min(fits, 2 * size if len(seen) < 7 else 4 * size, bound - 1))
-    return found if found > best else 0
+    found = rounded(min(fits, 2 * size if len(seen) < 7 else 4 * size, most))
+    return found if found > size else 0
 
 
 # -- devices -------------------------------------------------------------------------------------------
@@ -332,36 +333,65 @@ def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
 
 
 def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
-    """Return the meter of a CPU: the resident memory of this process above what it has now.
+    """Return the meter of a CPU: what this process takes above what it has now.
 
-    The limit is the process's part of the memory that is free within the limits of its control group and of its own
-    (ulimit), less the cache of images. Where the system does not tell that, only ``MOST_ON_CPU`` limits a pass.
+    Its resident memory has its part of what the machine and the control groups leave. Its address space and its data
+    have what its own limits (ulimit) leave, which it shares with no other process. Each is less the cache of images. Where
+    the system does not tell that, only ``MOST_ON_CPU`` limits a pass.
     """
-    available = available_bytes()
-    if available is None:
-        available = 1 << 62
-    if config.cache in (
-        "auto",
-        "ram",
-        "jpeg",
-    ):  # data/cache.py takes at most half, and auto all images or none
-        half = available // 2
-        available -= cached_bytes if cached_bytes <= half else half * (config.cache != "auto")
-    limit = int(config.batch_memory * available / world.local_size)
-    before = _resident_bytes("VmRSS")
+    shared, own = shared_available_bytes(), below_own_limits()
+    if own:
+        map_large_blocks()
+    left = {"VmRSS": 1 << 62 if shared is None else shared, **own}
+    half = min(left.values()) // 2
+    cached = cached_bytes if cached_bytes <= half else half * (config.cache != "auto")
+    if config.cache not in ("auto", "ram", "jpeg"):
+        cached = 0  # else data/cache.py takes at most half, and auto all images or none
+    limits = {name: int(config.batch_memory * max(value - cached, 0)) for name, value in left.items()}
+    limits["VmRSS"] //= world.local_size
+    before = {name: _size_bytes(name) for name in limits}
+    least = min(limits.values())
 
     def peak_bytes(work: Callable[[], None]) -> int:
         release_heap()
         with suppress(OSError):
-            Path(PROC / "self" / "clear_refs").write_text("5")  # the peak begins at the present value
-        for _ in range(HOST_PASSES):
-            work()
-        return max(_resident_bytes("VmHWM") - before, 0)
+            Path(PROC / "self" / "clear_refs").write_text("5")  # VmHWM begins at the present value
+        with _watched(own) as peaks:
+            for _ in range(HOST_PASSES):
+                work()
+        peaks["VmRSS"] = _size_bytes("VmHWM")
+        return max(least + max(peaks[name] - before[name] - limits[name] for name in limits), 0)
 
-    return Meter(limit, peak_bytes)
+    return Meter(least, peak_bytes)
 
 
-def _resident_bytes(name: str) -> int:
+@contextmanager
+def _watched(names: Iterable[str]) -> Iterator[dict[str, int]]:
+    """Watch sizes of this process inside the block; at its end the value has the largest of each.
+
+    The kernel keeps no peak of VmData, and that of VmSize cannot be reset. A thread that looks every millisecond misses only
+    the short-lived memory of single operations, for which the share of the memory that no trial may use is enough.
+    """
+    peaks = {name: _size_bytes(name) for name in names}
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(WATCH_S):
+            peaks.update((name, max(peak, _size_bytes(name))) for name, peak in peaks.items())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if peaks:
+        watcher.start()
+    try:
+        yield peaks
+    finally:
+        is_over.set()
+        if peaks:
+            watcher.join()
+
+
+def _size_bytes(name: str) -> int:
+    """Return a size of this process in /proc/self/status; 0 on systems that have none."""
     for line in text_of(PROC / "self" / "status").splitlines():
         key, _, value = line.partition(":")
         if key == name:

@@ -102,6 +102,8 @@ def _checked(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> tuple[Sp
     from yolofleet.train.network import description_and_weights
 
     space = read_space(Path(config.value.space)) if config.value.space else None
+    if not (config.value.hosts or config.value.fleet):
+        _local_groups(config)  # its error comes before the study has a folder
     rehearse(cast(Resolved[TrainConfig], config), recipe)
     family = family_of(description_and_weights(config.value, None)[0])
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
@@ -121,6 +123,10 @@ def _groups(config: Resolved[TuneConfig], folder: TuneFolder) -> list[DeviceGrou
     fleet = fleet_of(cast(Resolved[TrainConfig], config))
     if fleet is not None:
         return host_groups(fleet, config.value, folder.path)
+    return _local_groups(config)
+
+
+def _local_groups(config: Resolved[TuneConfig]) -> list[DeviceGroup]:
     gpus, cores = 0, os.cpu_count() or 1
     if config.value.device == "auto":
         from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count

@@ -24,20 +24,28 @@ MEMORY_FILES = {  # limit, use, and the part of the use that the kernel can drop
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return how many more bytes of memory this process may use; None if unknown.
-
-    That is the minimum of the machine's available memory, the rest below the limit of each control group, and the rest
-    below the limits of this process (``ulimit``). Pages that the kernel can drop count as free.
-    """
-    found = [memory_info(proc).get("MemAvailable")]
-    found += [_memory_left(version, folder) for version, folder in group_folders("memory", proc, groups)]
-    found += _below_own_limits(proc)
+    """Return how many more bytes of memory this process may use; None if unknown."""
+    found = (shared_available_bytes(proc, groups), *below_own_limits(proc).values())
     return min((value for value in found if value is not None), default=None)
 
 
-def _below_own_limits(proc: Path) -> list[int]:
-    """Return how many bytes are left below each limit of this process on its address space and its data."""
-    left = []
+def shared_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
+    """Return how many more bytes this process may use together with others of its machine and groups; None if unknown.
+
+    That is the minimum of the machine's available memory and of the rest below the limit of each control group. Pages
+    that the kernel can drop count as free.
+    """
+    found = [memory_info(proc).get("MemAvailable")]
+    found += [_memory_left(version, folder) for version, folder in group_folders("memory", proc, groups)]
+    return min((value for value in found if value is not None), default=None)
+
+
+def below_own_limits(proc: Path = PROC) -> dict[str, int]:
+    """Return how many bytes are left below the limits (``ulimit``) of this process on its address space and its data.
+
+    The names are those of the sizes in /proc/PID/status: VmSize, VmData. A size without a limit is not there.
+    """
+    left = {}
     if sys.platform == "linux":
         sizes = dict(
             line.split(":", 1) for line in text_of(proc / "self" / "status").splitlines() if ":" in line
@@ -45,7 +53,7 @@ def _below_own_limits(proc: Path) -> list[int]:
         for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
             most, used = resource.getrlimit(limit)[0], sizes.get(name, "").split()
             if most != resource.RLIM_INFINITY and used:
-                left.append(max(most - 1024 * int(used[0]), 0))
+                left[name] = max(most - 1024 * int(used[0]), 0)
     return left
 
 

@@ -67,6 +67,17 @@ def release_heap() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def map_large_blocks() -> None:
+    """Let each block of a mebibyte or more have a mapping of its own, which ends when the block is freed (glibc).
+
+    In the heap, one small block behind it would keep its address space. New mappings cost time, so this is only for
+    processes whose address space is limited.
+    """
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
 def machine_id() -> str:
     """Return a text that is equal for processes that see each other in /proc; "" without /proc."""
     with suppress(OSError):

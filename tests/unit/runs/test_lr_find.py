@@ -1,4 +1,7 @@
-"""`yolofleet lr-find`: what it suggests, what it writes, and equal curves on one process and on two."""
+"""`yolofleet lr-find`: what it suggests and what it writes.
+
+``tests/multiprocess/test_recipe_on_every_fleet.py`` compares the curves of one process and of two.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from commands import SMALL, called, small_shapes, working_in, yolofleet
+from commands import SMALL, called, small_shapes, working_in
 
 from yolofleet.errors import ConfigError
 from yolofleet.runs.lr_find import smoothed, suggestion
@@ -53,13 +56,3 @@ def test_a_search_writes_a_curve_and_no_weights(tmp_path: Path) -> None:
     assert f"suggested: --set lr0={lr0:.2g}" in done.out
     assert not list(run.rglob("*.safetensors"))
     assert wrong.code == ConfigError.exit_code and "is not below --highest" in wrong.err
-
-
-@pytest.mark.slow
-def test_the_curve_is_the_same_on_one_and_on_two_processes(tmp_path: Path) -> None:
-    data = small_shapes(tmp_path)
-    for name, device in (("one", "cpu"), ("two", "cpu:2")):
-        yolofleet(tmp_path, "lr-find", "--data", data, *SEARCH, "--device", device, "--name", name)
-    one, two = (curve(tmp_path / "runs/lr-find" / name) for name in ("one", "two"))
-    assert [lr for lr, _ in one] == [lr for lr, _ in two]
-    assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
