@@ -593,8 +593,21 @@ class ValConfig(FleetSettings):
     )
     merge: Literal["nms", "wbf", "mean"] = setting(
         "nms",
-        "how the predictions of several weights and views become one list; nms: one suppression over all, as YOLOv5; "
+        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
         "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
+    tile: int = setting(
+        0,
+        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
+        ge=0,
+        group="method",
+    )
+    overlap: float = setting(
+        0.2,
+        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
+        ge=0,
+        lt=1,
         group="method",
     )
     batch: Natural = setting(32, "images per batch; the batches are the same on every fleet", group="method")

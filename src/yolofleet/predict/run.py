@@ -86,11 +86,12 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             "yolofleet predict",
             {
                 "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
-                "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
+                "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
                 "where": place_text(predictor),
                 "results": str(folder.path),
             },
         )
+        source.note = console.note
         seconds: list[dict[str, float]] = []
         for prediction in predictor.stream(source):
             output.write(prediction)
@@ -102,8 +103,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             console.warn(f"skipped: {problem}")
         if not seconds:
             raise DataError(
-                f"cannot read any image of {config.source}: {source.problems[0]}",
-                hint="open the files with an image viewer",
+                f"cannot read any image of {source.name}: {source.problems[0]}",
+                hint="open the files with an image viewer" if isinstance(source.items[0], Path) else None,
             )
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
