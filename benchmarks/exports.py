@@ -114,7 +114,13 @@ class Row:
 
     def cells(self) -> list[str]:
         if self.why_not:
-            return [self.format, self.size, f"{self.mib:.2f}", f"no: {self.why_not}", *"-" * (len(COLUMNS) - 4)]
+            return [
+                self.format,
+                self.size,
+                f"{self.mib:.2f}",
+                f"no: {self.why_not}",
+                *"-" * (len(COLUMNS) - 4),
+            ]
         off = [f"{self.box_px:.1e}", f"{self.score:.1e}", f"{self.boxes}", f"{self.kept_px:.1e}"]
         figures = [f"{self.kept_score:.1e}", f"{self.map_file:.4f}", f"{self.map_network:.4f}"]
         return [

@@ -32,9 +32,7 @@ def main(format: str) -> int:
             if FORMATS[format].quantizes:
                 data = str(yolo_set(Path(folder, "set"), {f"{i}": "0 0.5 0.5 0.4 0.4\n" for i in range(6)}))
                 int8 = dataclasses.replace(metadata_of(model), int8=True)
-                small = export(
-                    model, FORMATS[format], int8, SIZE_HW, out, data=data, calibration_images=4
-                )
+                small = export(model, FORMATS[format], int8, SIZE_HW, out, data=data, calibration_images=4)
         result = (
             f"boxes within {figures['box_px']:.1e} px, scores within {figures['score']:.1e} ({figures['runtime']})"
             if figures["verified"]

@@ -310,7 +310,9 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_tiles(config)
     if config.value.tile and config.value.fit == "batch":
-        raise _clash(config, "tile", "fit", "the tiles of an image are a batch of their own", "--fit rect or square")
+        raise _clash(
+            config, "tile", "fit", "the tiles of an image are a batch of their own", "--fit rect or square"
+        )
     return _without_effect(config, "save_conf")
 
 
@@ -432,12 +434,7 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
             source=config.sources["merge"],
             hint="repeat --weights for an ensemble, or use --merge nms or wbf",
         )
-    if (
-        value.merge == "wbf"
-        and len(value.weights) == 1
-        and not value.augment
-        and not value.tile
-    ):
+    if value.merge == "wbf" and len(value.weights) == 1 and not value.augment and not value.tile:
         notes.append("--merge wbf has no effect without several --weights, --augment or --tile")
     for name in of_txt:
         if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:

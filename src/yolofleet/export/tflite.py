@@ -83,7 +83,7 @@ def _head_tensors(path: Path) -> list[str]:
     leads_to_conv, head, names = set[int](), set[int](), list[str]()
 
     def is_conv(operator: Any) -> bool:
-        return flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex).endswith("CONV_2D")
+        return str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D")
 
     for operator in reversed(graph.operators):  # they are in topological order
         if is_conv(operator) or leads_to_conv.intersection(operator.outputs):

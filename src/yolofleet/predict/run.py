@@ -18,7 +18,7 @@ from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
-from yolofleet.predict.sources import Source
+from yolofleet.predict.sources import Source, is_endless
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 
@@ -93,12 +93,17 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         )
         source.note = console.note
         seconds: list[dict[str, float]] = []
-        for prediction in predictor.stream(source):
-            output.write(prediction)
-            seconds.append(prediction.seconds)
-            console.fact(progress_line(prediction, len(source)))
-            if config.show and not show(prediction, config):
-                break
+        try:
+            for prediction in predictor.stream(source):
+                output.write(prediction)
+                seconds.append(prediction.seconds)
+                console.fact(progress_line(prediction, len(source)))
+                if config.show and not show(prediction, config):
+                    break
+        except KeyboardInterrupt:
+            if not (seconds and is_endless(config.source)):
+                raise
+            console.note("stopped on request")  # the usual end of a camera
         for problem in source.problems:
             console.warn(f"skipped: {problem}")
         if not seconds:

@@ -198,12 +198,12 @@ class Source:
 def _unopened(item: Path | int | Live, name: str) -> str:
     """Return why a video cannot be opened, as far as it is known."""
     if isinstance(item, Live):
-        return (
-            f"cannot open {name}: the server does not answer, has no such stream, or refuses the user and password"
-        )
+        return f"cannot open {name}: the server does not answer, has no such stream, or refuses the user and password"
     if isinstance(item, int) and sys.platform == "linux":
         found = [path.name for path in sorted(Path("/dev").glob("video*"))]
-        return f"cannot open {name}: this machine has " + (f"/dev/{', /dev/'.join(found)}" if found else "no camera")
+        return f"cannot open {name}: this machine has " + (
+            f"/dev/{', /dev/'.join(found)}" if found else "no camera"
+        )
     return f"cannot open {name}" + ("" if isinstance(item, int) else " as a video")
 
 
@@ -241,15 +241,19 @@ def is_live(spec: str) -> bool:
     return bool(spec == "-" or re.fullmatch(r"screen(:\d{1,2})?", spec) or LIVE_URL.match(spec))
 
 
+def is_endless(spec: str) -> bool:
+    """Return whether ``spec`` is a camera, a screen or an RTSP stream, whose frames may have no end."""
+    is_camera = CAMERA.fullmatch(spec) is not None and not os.path.exists(spec)  # noqa: PTH110
+    return is_camera or (is_live(spec) and spec.lower().startswith(("screen", "rtsp")))
+
+
 def check_ends(spec: str) -> None:
     """Raise if the frames of a source may have no end, for a caller that returns after the last one.
 
     Raises:
-        ConfigError: ``spec`` is a camera, a screen or an RTSP stream.
+        ConfigError: see :func:`is_endless`.
     """
-    if (is_live(spec) and spec.lower().startswith(("screen", "rtsp"))) or (
-        CAMERA.fullmatch(spec) and not os.path.exists(spec)  # noqa: PTH110
-    ):
+    if is_endless(spec):
         raise ConfigError(
             f"source {without_password(spec)} may have no end, and predict returns after the last frame",
             hint="for result in Model(weights).stream(source): ...",

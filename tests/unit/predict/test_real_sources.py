@@ -3,6 +3,7 @@
 On Debian: ``apt install gir1.2-gst-rtsp-server-1.0 python3-gi gstreamer1.0-plugins-good xvfb`` and ``pip install mss``.
 """
 
+import json
 import os
 import select
 import shutil
@@ -14,10 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.families import build_model
+from yolofleet.models.description import describe
 from yolofleet.predict import results, sources
 from yolofleet.predict.results import show_image
 from yolofleet.predict.sources import Source, check_ends
+from yolofleet.system.children import module_argv
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's bindings of GStreamer are for this one
 RTSP_SERVER = """
@@ -85,6 +90,27 @@ def test_an_rtsp_stream_is_read_and_connected_again_after_it_stopped(gstreamer, 
         "and 2 new connections failed"
     ]
     assert "secret" not in source.name + str(notes) + every[0].path
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_stream_and_keeps_its_results(gstreamer, tmp_path):
+    model = build_model(describe("yolov5n"), 3)
+    write_weights(tmp_path / "a.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    folder = tmp_path / "found"
+    words = ["--weights", tmp_path / "a.safetensors", "--img", "64", "--device", "cpu", "--save-json"]
+    words += ["--project", tmp_path, "--name", "found", "--source"]
+    with rtsp_server() as server:
+        url = f"rtsp://127.0.0.1:{server.stdout.readline().decode().strip()}/camera"
+        command = module_argv("yolofleet", "predict", *map(str, words), url)
+        with started(*command) as predict:
+            for line in predict.stdout:
+                if b"frame 5" in line:
+                    break
+            predict.terminate()  # the same handler as that of Ctrl-C, which a background job may ignore
+            said = predict.communicate(timeout=60)[0].decode()
+    assert predict.returncode == 0 and "stopped on request" in said
+    assert len(json.loads((folder / "predictions.json").read_text())) >= 5
+    assert len(list(folder.glob("*.mp4"))) == 1
 
 
 def test_an_rtsp_server_without_such_a_stream_is_a_problem_at_once(gstreamer):
