@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from yolofleet.models.description import describe
 from yolofleet.predict import results, sources
 from yolofleet.predict.results import show_image
 from yolofleet.predict.sources import Source, check_ends
-from yolofleet.system.children import module_argv
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's bindings of GStreamer are for this one
 RTSP_SERVER = """
@@ -92,6 +92,14 @@ def test_an_rtsp_stream_is_read_and_connected_again_after_it_stopped(gstreamer, 
     assert "secret" not in source.name + str(notes) + every[0].path
 
 
+PREDICT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+from yolofleet.cli import main
+sys.exit(main(["predict", *sys.argv[1:]]))
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_a_stream_and_keeps_its_results(gstreamer, tmp_path):
     model = build_model(describe("yolov5n"), 3)
@@ -101,12 +109,11 @@ def test_ctrl_c_ends_a_stream_and_keeps_its_results(gstreamer, tmp_path):
     words += ["--project", tmp_path, "--name", "found", "--source"]
     with rtsp_server() as server:
         url = f"rtsp://127.0.0.1:{server.stdout.readline().decode().strip()}/camera"
-        command = module_argv("yolofleet", "predict", *map(str, words), url)
-        with started(*command) as predict:
+        with started(sys.executable, "-c", PREDICT, *map(str, words), url) as predict:
             for line in predict.stdout:
                 if b"frame 5" in line:
                     break
-            predict.terminate()  # the same handler as that of Ctrl-C, which a background job may ignore
+            predict.send_signal(signal.SIGINT)
             said = predict.communicate(timeout=60)[0].decode()
     assert predict.returncode == 0 and "stopped on request" in said
     assert len(json.loads((folder / "predictions.json").read_text())) >= 5
