@@ -575,8 +575,21 @@ class InferenceSettings(ExecutionSettings):
     )
     merge: Literal["nms", "wbf", "mean"] = setting(
         "nms",
-        "how several lists of predictions of an image become one; nms: one suppression over all, as YOLOv5; "
+        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
         "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
+    tile: int = setting(
+        0,
+        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
+        ge=0,
+        group="method",
+    )
+    overlap: float = setting(
+        0.2,
+        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
+        ge=0,
+        lt=1,
         group="method",
     )
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
@@ -671,19 +684,6 @@ class PredictConfig(InferenceSettings):
     max_det: Natural = setting(1000, "maximum number of boxes per image", group="method")
     classes: Texts = setting(
         (), "keep only these classes, by number or name; may be repeated", group="method"
-    )
-    tile: int = setting(
-        0,
-        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
-        ge=0,
-        group="method",
-    )
-    overlap: float = setting(
-        0.2,
-        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
-        ge=0,
-        lt=1,
-        group="method",
     )
     vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")
     batch: Natural = setting(1, "images per forward pass", group="method")
