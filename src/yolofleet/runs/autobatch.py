@@ -37,6 +37,9 @@ from yolofleet.text import size_text
 HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
+# Copies of the weights that a run on a CPU has and a trial has not: slots of the optimizer, the network that validates, and a
+# state that is copied to be saved.
+KEPT_ON_CPU = 6
 WATCH_S = 0.001
 
 
@@ -162,6 +165,10 @@ def _measured(
 ) -> Measured:
     """Return the largest pass of this process's devices, on a network of its own that is dropped afterwards."""
     largest = build(config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": 0}))
+    network = largest.state.replicas.lead
+    if devices.is_host(network.device):
+        weights_bytes = sum(p.numel() * p.element_size() for p in network.model.parameters())
+        meter = replace(meter, limit_bytes=max(meter.limit_bytes - KEPT_ON_CPU * weights_bytes, 0))
 
     def attempt(count: int) -> None:
         if not alone:

@@ -1,6 +1,7 @@
-"""The choice of the batch by memory: the search for the largest pass, and a run on processes with limited memory.
+"""The choice of the batch by memory: the search for the largest pass.
 
-``tests/accelerator/test_autobatch.py`` makes it on devices with unequal memory.
+``tests/multiprocess/test_batch_by_memory.py`` makes runs in processes with limited memory,
+``tests/accelerator/test_autobatch.py`` on devices with unequal memory.
 """
 
 from __future__ import annotations
