@@ -1,7 +1,7 @@
 """Does an exported file find what the network finds, on a whole data set, and how fast is it?
 
     python benchmarks/exports.py --weights yolov5n.pt --data coco128.yaml --formats onnx,torchscript,openvino,ncnn
-    python benchmarks/exports.py --weights yolov5n.pt --data coco128.yaml --formats onnx,openvino --int8
+    python benchmarks/exports.py --weights yolov5n.pt --data coco128.yaml --formats onnx,openvino,tflite --int8
     python benchmarks/exports.py --model ppyoloe-s --data coco128.yaml --images 16
 
 Each format is exported, once for images of one size and once, where it can, for any. Then all images pass the network
@@ -36,7 +36,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.export.formats import FORMATS
+from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.run import export
 from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.verify import decoded_difference, partners_difference
@@ -55,7 +55,7 @@ COLUMNS = (
         "format",
         "size",
         "MiB",
-        "runtime",
+        "runs here",
         "predictions off px",
         "scores off",
         "boxes",
@@ -77,12 +77,18 @@ class Alone:
 
 @dataclass
 class Row:
-    """What was found out about one file; differences are the largest over all images."""
+    """What was found out about one file; differences are the largest over all images.
+
+    Attributes:
+        runtime: that ran the file.
+        why_not: why nothing ran it here; "": it ran.
+    """
 
     format: str
     size: str
     mib: float
-    runtime: str
+    runtime: str = ""
+    why_not: str = ""
     int8: bool = False
     box_px: float = 0.0
     score: float = 0.0
@@ -96,6 +102,8 @@ class Row:
 
     @property
     def is_equal(self) -> bool:
+        if self.why_not:
+            return True
         if self.int8:
             return abs(self.map_file - self.map_network) <= LIMIT_MAP_INT8
         return (
@@ -105,6 +113,14 @@ class Row:
         )
 
     def cells(self) -> list[str]:
+        if self.why_not:
+            return [
+                self.format,
+                self.size,
+                f"{self.mib:.2f}",
+                f"no: {self.why_not}",
+                *"-" * (len(COLUMNS) - 4),
+            ]
         off = [f"{self.box_px:.1e}", f"{self.score:.1e}", f"{self.boxes}", f"{self.kept_px:.1e}"]
         figures = [f"{self.kept_score:.1e}", f"{self.map_file:.4f}", f"{self.map_network:.4f}"]
         return [
@@ -227,6 +243,9 @@ def main() -> int:
     rows: list[Row] = []
     of_network: dict[bool, float] = {}
     for name in options.formats.split(","):
+        if absent := missing(FORMATS[name].writes):
+            rows.append(Row(name, "-", 0.0, why_not=f"{' and '.join(absent)} is not installed"))
+            continue
         forms = [(False, False), (True, False)] if FORMATS[name].dynamic else [(False, False)]
         if options.int8:
             forms = [(False, False), (False, True)]
@@ -251,12 +270,12 @@ def main() -> int:
                     data=options.data,
                     calibration_images=options.calibration_images,
                 )
+                size = ("any" if free else f"{size_hw[0]} x {size_hw[1]}") + " int8" * int8
                 if not figures["verified"]:
-                    print(f"{name}: exported, not run: {figures['why_not']}", flush=True)
+                    rows.append(Row(name, size, figures["mib"], why_not=figures["why_not"], int8=int8))
                     continue
                 runtime = open_exported(out, threads=1)
-                size = "any" if free else f"{size_hw[0]} x {size_hw[1]}"
-                row = Row(name, size + " int8" * int8, figures["mib"], runtime.place, int8)
+                row = Row(name, size, figures["mib"], runtime.place, int8=int8)
                 compare(
                     network,
                     runtime,
@@ -273,7 +292,8 @@ def main() -> int:
                     row.map_file = map_of(runtime, index, options.img, metadata.size_hw)
                 cpu_ms(network, runtime, size_hw, row)
                 rows.append(row)
-                print("\n".join(aligned(COLUMNS, [r.cells() for r in rows])), flush=True)
+                print("  ".join(row.cells()), flush=True)
+    print("\n".join(aligned(COLUMNS, [r.cells() for r in rows])), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
     wrong = [f"{row.format} ({row.size})" for row in rows if not row.is_equal]

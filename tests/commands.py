@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import make_shapes
@@ -111,6 +112,12 @@ def train_args(data: Path, *more: str | Path) -> list[str | Path]:
 
 def results(run: Path) -> dict:
     return json.loads((run / "results.json").read_text())
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of rank 0 that have this kind."""
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
 
 
 def started(

@@ -39,12 +39,14 @@ def described(name: str) -> ModelDescription:
     if name not in NARROW:
         return describe(name)
     if name.startswith("darknet"):
-        cfg = preset(NARROW[name]).cfg()
-        return parse_cfg(
-            re.sub(r"filters=(\d+)", lambda m: f"filters={narrowed(int(m[1]))}", cfg), name=name, source=""
-        )
+        return parse_cfg(narrow_cfg(name), name=name, source="")
     values = describe(NARROW[name]).to_dict()
     return description_from_dict({**values, "name": name, "width_multiple": values["width_multiple"] / 8})
+
+
+def narrow_cfg(name: str) -> str:
+    """The file of a narrow Darknet network."""
+    return re.sub(r"filters=(\d+)", lambda m: f"filters={narrowed(int(m[1]))}", preset(NARROW[name]).cfg())
 
 
 def narrowed(filters: int) -> int:

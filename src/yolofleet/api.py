@@ -52,7 +52,7 @@ from yolofleet.predict.bench import measured
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
-from yolofleet.predict.sources import Source
+from yolofleet.predict.sources import Source, check_ends
 from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
@@ -255,8 +255,12 @@ class Model:
                 ``save_txt=True``, ... ``img`` is the size in training by default.
 
         Raises:
-            DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command.
+            DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command. ConfigError:
+                the source may have no end, as a camera.
         """
+        for part in source if isinstance(source, (list, tuple)) else [source]:
+            if isinstance(part, (str, Path)):
+                check_ends(str(part))
         return Predictions(self.stream(source, **settings))
 
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
@@ -432,7 +436,7 @@ def _predictions(predictor: Predictor, part: Any, vid_stride: int) -> Iterator[P
     if not isinstance(part, (str, Path)):
         yield from predictor.predict(part)
         return
-    frames = Source(str(part), vid_stride=vid_stride)
+    frames = Source(str(part), vid_stride=vid_stride, is_argument=True)
     yield from predictor.stream(frames)
     if frames.problems:
         raise DataError("; ".join(frames.problems))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from yolofleet.config.load import Resolved, load_job
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import BenchTrainConfig, LrFindConfig, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import (
     CheckpointError,
@@ -115,6 +116,7 @@ def _run(
     try:
         with stoppable(), ExitStack() as lock:
             run_folder = shared_folder(world, settings, folder, lock)
+            run_folder = replace(run_folder, resume_options=tuple(options_to_repeat(settings)))
             clock = world.activity.clock = Clock() if recipe is not None else None
             with Watchdog(
                 world,

@@ -18,6 +18,7 @@ from yolofleet.parallel.world import World
 
 pytestmark = pytest.mark.slow
 YOLOV5N, OLDER = "weights/yolov5n.pt", "weights/yolov5n-v6.0.pt"
+TINY, TINY_CFG = "weights/yolov3-tiny.weights", "weights/yolov3-tiny.mask123.cfg"
 FIGURES = [  # weights, --augment, mAP50-95 and mAP50 of YOLOv5
     ((YOLOV5N,), True, 0.36336, 0.54367),
     ((OLDER,), True, 0.34267, 0.50863),
@@ -34,7 +35,10 @@ def index(tmp_path_factory):
 
 
 def evaluated(index, names, *, augment=False, merge="nms", fit="auto"):
-    networks = [model_from_weights(load_weights(str(reference(name)))) for name in names]
+    networks = [
+        model_from_weights(load_weights(str(reference(name)), str(reference(TINY_CFG)) * (name == TINY)))
+        for name in names
+    ]
     network = inference_network(networks, torch.device("cpu"), augment=augment, merge=merge)
     settings = EvaluationSettings(batch=16, size_hw=square_of(network, 640, fit), shares_shape=fit == "batch")
     world, device = World.single(), torch.device("cpu")
@@ -52,3 +56,11 @@ def test_figures_are_those_of_yolov5_with_its_padding(index, names, augment, map
 def test_weighted_box_fusion_of_two_networks_and_three_views_beats_each_of_them(index):
     fused = evaluated(index, (YOLOV5N, OLDER), augment=True, merge="wbf").metrics.map50_95
     assert fused > evaluated(index, (YOLOV5N,)).metrics.map50_95 + 0.01
+
+
+def test_views_of_yolov3_tiny_and_an_ensemble_with_another_family(index):
+    alone = evaluated(index, (TINY,)).metrics.map50_95
+    assert alone == pytest.approx(0.2237, abs=0.003)  # our own, benchmarks/README.md
+    assert evaluated(index, (TINY,), augment=True).metrics.map50_95 > alone + 0.02
+    both = evaluated(index, (TINY, YOLOV5N), augment=True, merge="wbf").metrics.map50_95
+    assert both > evaluated(index, (YOLOV5N,)).metrics.map50_95 + 0.01

@@ -5,6 +5,7 @@ python tests/export/check.py tflite
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from exported import SIZE_HW, metadata_of, network
+from small_data import yolo_set
 
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.run import export
@@ -27,11 +29,17 @@ def main(format: str) -> int:
         with TemporaryDirectory() as folder:
             out = Path(folder, "model" + FORMATS[format].suffix)
             figures = export(model, FORMATS[format], metadata_of(model), SIZE_HW, out)
+            if FORMATS[format].quantizes:
+                data = str(yolo_set(Path(folder, "set"), {f"{i}": "0 0.5 0.5 0.4 0.4\n" for i in range(6)}))
+                int8 = dataclasses.replace(metadata_of(model), int8=True)
+                small = export(model, FORMATS[format], int8, SIZE_HW, out, data=data, calibration_images=4)
         result = (
             f"boxes within {figures['box_px']:.1e} px, scores within {figures['score']:.1e} ({figures['runtime']})"
             if figures["verified"]
             else f"written, not run: {figures['why_not']}"
         )
+        if FORMATS[format].quantizes:
+            result += f", 8 bits: {small['mib']} instead of {figures['mib']} MiB, {small['agreement']:.0%} of the boxes agree"
         print(f"{format} {name}: {result}, {time.monotonic() - began_s:.0f} s", flush=True)
         if not figures["verified"] and not RUNS_ELSEWHERE.get(format):
             return 1

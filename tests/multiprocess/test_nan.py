@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import results, small_shapes, train_args, yolofleet
+from commands import events_of, results, train_args, yolofleet
 
 # With these gains the squares of a few steps' gradients exceed float32, so that their norm is infinite.
 EDGE = [argument for term in ("box", "obj", "cls") for argument in ("--set", f"{term}=2.2e16")]
 EDGE += ["--set", "warmup_epochs=0", "--set", "lr0=0.0001", "--no-autoanchor"]
 EDGE += ["--reduce", "exact", "--epochs", "6", "--save-steps", "2", "--val-period", "0"]  # 15 steps
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("not finite")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> Path:
-    return small_shapes(folder)
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["kind"] == kind]
 
 
 def trained(folder: Path, data: Path, name: str, *more: str, device: str = "cpu") -> Path:
@@ -41,9 +24,9 @@ def trained(folder: Path, data: Path, name: str, *more: str, device: str = "cpu"
 def test_steps_are_left_out_alike_by_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one", "--on-nan", "skip:3")
     two = trained(folder, data, "two", "--on-nan", "skip:3", device="cpu:2")
-    left_out = [event["step"] for event in events(one, "left_out")]
+    left_out = [event["step"] for event in events_of(one, "left_out")]
     assert 1 <= len(left_out) <= 5
-    assert left_out == [event["step"] for event in events(two, "left_out")]
+    assert left_out == [event["step"] for event in events_of(two, "left_out")]
     assert results(one)["weights_sha256"] == results(two)["weights_sha256"]
     assert results(one)["steps"] == 15, "a step that is left out counts"
     with (one / "results.csv").open() as file:
@@ -66,9 +49,9 @@ def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: P
 def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one back", "--on-nan", "rollback")
     two = trained(folder, data, "two back", "--on-nan", "rollback", device="cpu:2")
-    back = [(event["step"], event["why"]) for event in events(one, "rollback")]
+    back = [(event["step"], event["why"]) for event in events_of(one, "rollback")]
     assert 1 <= len(back) <= 5
-    assert back == [(event["step"], event["why"]) for event in events(two, "rollback")]
+    assert back == [(event["step"], event["why"]) for event in events_of(two, "rollback")]
     assert all(step % 2 == 0 for step, _ in back), "--save-steps 2, and an epoch of two or three steps"
     assert results(one)["weights_sha256"] == results(two)["weights_sha256"]
     assert results(one)["steps"] == 15
@@ -79,7 +62,7 @@ def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: P
 @pytest.mark.slow
 def test_steps_that_a_rollback_left_out_stay_left_out_after_a_resume(folder: Path, data: Path) -> None:
     whole = trained(folder, data, "whole back", "--on-nan", "rollback")
-    last = events(whole, "rollback")[-1]["step"]
+    last = events_of(whole, "rollback")[-1]["step"]
     run = trained(folder, data, "short", "--on-nan", "rollback", "--max-steps", "12")
     assert last < 12
     yolofleet(folder, "train", "--resume", run, "--max-steps", "0", "--on-nan", "stop")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from commands import called, results, small_shapes, working_in
 
-from yolofleet import Model
+from yolofleet import Model, api
 from yolofleet.errors import ConfigError, DataError, NumericsError
 
 SMALL = {
@@ -39,6 +40,33 @@ def trained(data: Path) -> dict[str, Model]:
 def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[str, Model]) -> None:
     hashes = {results(data.parent / "runs" / "train" / name)["weights_sha256"] for name in trained}
     assert len(hashes) == 1
+
+
+@pytest.mark.slow
+def test_tune_finds_the_best_trial(data: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
+    with working_in(data.parent):
+        (data.parent / "space.yaml").write_text("lr0: [0.001, 0.1, log]\n")
+        found = Model("yolov5n").tune(
+            data=data, space="space.yaml", trials=2, device="cpu", **SMALL["model"], threads=1
+        )
+        assert found.folder == Path("runs/tune/exp") and found.recipe.is_file()
+        assert found.best.number in (0, 1) and found.default_fitness is not None
+
+
+def test_tune_passes_on_the_model_and_its_settings(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    studies = list[tuple[Any, Any]]()
+    monkeypatch.setattr(api, "tune", lambda config, recipe: studies.append((config.value, recipe.value)))
+    Model("yolov5n").tune(data=data, space=Path("space.yaml"), trials=2, set=("lr0=0.02",), reduce="fast")
+    (config, recipe), *_ = studies
+    assert (config.model, config.data, config.space) == ("yolov5n", str(data), "space.yaml")
+    assert (config.trials, config.reduce, recipe.lr0) == (2, "fast", 0.02)
+    with pytest.raises(ConfigError, match="trails"):
+        Model("yolov5n").tune(data=data, trails=2)
+    with pytest.raises(ConfigError, match="is not the folder of a study"):
+        Model("yolov5n").tune(resume=data.parent)
 
 
 def test_a_validation_has_the_figures_of_the_command(data: Path, trained: dict[str, Model]) -> None:

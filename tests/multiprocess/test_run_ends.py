@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import killed_at_step, results, small_shapes, train_args, yolofleet
+from commands import events_of, killed_at_step, results, train_args, yolofleet
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 EXACT = ["--reduce", "exact", "--no-autoanchor"]
@@ -18,21 +16,6 @@ LAMB = ["--optimizer", "LAMB", *(word for value in VALUES for word in ("--set", 
 IN_TIME = [*EXACT, *LAMB, "--epochs", "500", "--val-period", "0"]  # the last --epochs wins
 # so small that the moving average hardly changes, nor do the figures
 NO_PROGRESS = [*EXACT, "--epochs", "30", "--set", "lr0=1e-9", "--set", "warmup_bias_lr=0", "--patience", "2"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ends")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> Path:
-    return small_shapes(folder)
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["kind"] == kind]
 
 
 def repeated(folder: Path, data: Path, steps: int, name: str) -> Path:
@@ -48,7 +31,7 @@ def test_a_run_of_minutes_on_two_processes_is_the_run_on_one_with_its_last_step(
     args = train_args(data, *IN_TIME, "--minutes", "0.03", "--device", "cpu:2", "--name", "minutes")
     said = yolofleet(folder, *args).out
     run = folder / "runs/train/minutes"
-    (decided,) = events(run, "ends_in_time")
+    (decided,) = events_of(run, "ends_in_time")
     steps = results(run)["steps"]
     assert decided["last_step"] == steps == decided["step"] + decided["step"] // 4
     assert f"--minutes 0.03: the run ends after step {steps}" in said

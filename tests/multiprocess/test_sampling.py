@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, killed_at_step, results, small_shapes, yolofleet
+from commands import SMALL, environment, killed_at_step, results, yolofleet
 
 # After so few steps every AP is 0. So each validation gets figures here that depend on its weights.
 RUN = """
@@ -28,16 +28,6 @@ sys.exit(main(sys.argv[1:]))
 """
 # 13 steps of 8 images: most epochs of 20 images end within a step
 EPOCHS = ["--epochs", "5", "--set", "warmup_epochs=0", "--set", "fliplr=0.4"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sampling")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> Path:
-    return small_shapes(folder)
 
 
 def arguments(data: Path, name: str, *more: str) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, killed_at_step, results, small_shapes, train_args, yolofleet
+from commands import SMALL, environment, killed_at_step, results, train_args, yolofleet
 
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
 
@@ -25,16 +25,6 @@ def free_port() -> int:
 def weights_of(run: Path) -> str:
     tensors, _ = read_tensors(run / "weights" / "last.safetensors")
     return tensors_sha256(tensors)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("träin ing")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> Path:
-    return small_shapes(folder)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +119,21 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
         figures.append((found["metrics"], found["per_class"], found["images"]))
     assert figures[0] == figures[1] == figures[2]
     assert figures[0][2] == 10
+
+
+@pytest.mark.slow
+def test_figures_on_tiles_are_equal_on_1_and_2_processes(
+    folder: Path, data: Path, whole: dict[str, Path]
+) -> None:
+    weights = whole["one"] / "weights" / "last.safetensors"
+    figures = []
+    for device in ("cpu", "cpu:2"):
+        name = "tiles" + device.replace(":", "")
+        yolofleet(folder, "val", "--weights", weights, "--data", data, "--img", "64", "--device", device,
+                  "--tile", "48", "--overlap", "0.3", "--name", name)  # fmt: skip
+        found = results(folder / "runs" / "val" / name)
+        figures.append((found["metrics"], found["per_class"], found["images"]))
+    assert figures[0] == figures[1]
 
 
 def test_a_validation_beside_the_training_changes_no_figure(

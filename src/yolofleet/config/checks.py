@@ -179,6 +179,16 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         ):
             if is_set:
                 raise _clash(config, "rect", name, why, f"leave out --{name.replace('_', '-')}")
+    if c.compile:
+        for name, is_set, why in (
+            ("reduce", c.reduce == "exact", "compiled kernels add in another order on each type of machine"),
+            ("multi_scale", c.multi_scale, "each image size would be compiled"),
+            ("rect", c.rect, "each image size would be compiled"),
+            ("sync_bn", c.sync_bn, "a compiled network cannot wait for other ranks"),
+            ("parallel", c.parallel == "dp", "the compiler does not run in several threads"),
+        ):
+            if is_set:
+                raise _clash(config, "compile", name, why, "leave out --compile")
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)
@@ -308,6 +318,11 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    _check_tiles(config)
+    if config.value.tile and config.value.fit == "batch":
+        raise _clash(
+            config, "tile", "fit", "the tiles of an image are a batch of their own", "--fit rect or square"
+        )
     return _without_effect(config, "save_conf")
 
 
@@ -316,13 +331,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
-    if 0 < config.value.tile < 32:
-        raise ConfigError(
-            f"{config.spelled('tile')} is below 32 pixels",
-            source=config.sources["tile"],
-            hint="--tile 640, or 0 for no tiles",
-        )
-    _only_with(config, "overlap", "tile")
+    _check_tiles(config)
     live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
         raise ConfigError(
@@ -331,6 +340,16 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
             hint="give --source on the command line",
         )
     return _without_effect(config, "save_conf", "txt_format")
+
+
+def _check_tiles(config: Resolved[Any]) -> None:
+    if 0 < config.value.tile < 32:
+        raise ConfigError(
+            f"{config.spelled('tile')} is below 32 pixels",
+            source=config.sources["tile"],
+            hint="--tile 640, or 0 for no tiles",
+        )
+    _only_with(config, "overlap", "tile")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
@@ -425,16 +444,8 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
             source=config.sources["merge"],
             hint="repeat --weights for an ensemble, or use --merge nms or wbf",
         )
-    if (
-        value.merge == "wbf"
-        and len(value.weights) == 1
-        and not value.augment
-        and not getattr(value, "tile", 0)
-    ):
-        notes.append(
-            "--merge wbf has no effect without several --weights"
-            + (", --augment or --tile" if isinstance(value, PredictConfig) else " or --augment")
-        )
+    if value.merge == "wbf" and len(value.weights) == 1 and not value.augment and not value.tile:
+        notes.append("--merge wbf has no effect without several --weights, --augment or --tile")
     for name in of_txt:
         if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:
             notes.append(f"{config.spelled(name)} has no effect without --save-txt")

@@ -11,9 +11,8 @@ PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measur
 CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition
 LOADER_BYTES = 150 << 20  # private memory of a loader process; it shares the rest with its parent
 PIXEL_BYTES = 1150  # training on CPUs, per pixel of the input: yolov5s, measured at 320 px
-WINDOW_AREA = (
-    2  # pixels that a device needs to render one pixel; measured: 1.3 with scratch-low, 2.0 with scratch-high
-)
+# pixels that a device needs to render one pixel; measured: 1.3 with scratch-low, 2.0 with scratch-high
+WINDOW_AREA = 2
 OPEN_FILES = 256  # libraries, logs, sockets
 
 
@@ -26,6 +25,7 @@ class ResourceEstimate:
         workers: loader processes of each rank.
         prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
+        is_measured: ``micro_batch`` is an assumption; see ``RunResources``.
         img: side of an image, pixels.
         on_gpu: the run uses CUDA devices.
         on_cpu: the run uses the CPU.
@@ -43,6 +43,7 @@ class ResourceEstimate:
     gpu_ids: tuple[int, ...] = ()
     on_cpu: bool = False
     augments_on_device: bool = False
+    is_measured: bool = False
 
     @property
     def waiting(self) -> int:
@@ -78,6 +79,8 @@ class ResourceEstimate:
         """The estimate as text: ``2 processes x 16 images of 640 px, 4 loader processes each, ...``."""
         processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
         text = f"{processes} x {self.micro_batch} images of {self.img} px"
+        if self.is_measured:
+            text += " (assumed: the run measures how many fit)"
         if self.workers:
             each = f"{self.workers} loader process{'es' if self.workers > 1 else ''} each"
             text += f", {each}, {self.prefetch} micro-batches ahead"
@@ -107,6 +110,7 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
         gpu_ids=named,
         on_cpu=wanted.device.startswith("cpu"),
         augments_on_device=wanted.augments_on_device,
+        is_measured=wanted.is_measured,
     )
 
 

@@ -19,6 +19,7 @@ class RunResources:
         workers: loader processes of each rank; -1 = chosen from the number of cores.
         prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
+        is_measured: the run will measure its micro-batch, so ``micro_batch`` is an assumption.
         img: side of an image, pixels.
         augments_on_device: loader processes leave it to the device to render images.
         data: the data set; "" for none.
@@ -38,6 +39,7 @@ class RunResources:
     data: str
     single_cls: bool
     results: Path
+    is_measured: bool = False
     data_digest: str = "yolofleet.runs.data_digest"
 
 
@@ -52,10 +54,11 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     if isinstance(settings, ValConfig):
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
-        augments_on_device = False
+        augments_on_device = is_measured = False
     else:
         prefetch, micro_batch, val_batch = settings.prefetch, micro_batch_of(settings), settings.val_batch
         augments_on_device = settings.augment_on == "device"
+        is_measured = settings.batch < 0 or settings.micro_batch < 0
     return RunResources(
         device=settings.device,
         one_process=settings.parallel == "dp",
@@ -68,4 +71,5 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         data="" if settings.recipe_class else settings.data,  # only the class may be able to read it
         single_cls=settings.single_cls,
         results=settings.project or Path("runs", settings.verb),
+        is_measured=is_measured,
     )

@@ -1,8 +1,9 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change. ``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``,
-validations decide what a run trains on, so their settings cannot change.
+the run may change. ``--compile`` may change too: compiled kernels only round differently, and exact sums refuse them.
+``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``, validations decide
+what a run trains on, so their settings cannot change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, flag_of, group_of, may_be_in_files
+from yolofleet.config.schema import (
+    Recipe,
+    TrainConfig,
+    TuneConfig,
+    ValConfig,
+    flag_of,
+    group_of,
+    may_be_in_files,
+)
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import linked_subfolder, read_foreign_text
 from yolofleet.text import listed, shown
@@ -23,6 +32,7 @@ from yolofleet.text import listed, shown
 FIXED_GROUPS = ("input", "length and batch size", "method")
 VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
 MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan", "recipe_class")
+REPEATED = ("preempt_notice", "recipe_class", "callbacks")  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
@@ -240,6 +250,16 @@ def continue_run(
             notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
     values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
+
+
+def options_to_repeat(settings: TrainConfig | ValConfig) -> list[str]:
+    """Return the options that the command which resumes a run must repeat: no file may choose programs to run."""
+    options = []
+    for name in REPEATED:
+        value = getattr(settings, name, ())
+        for one in (value,) if isinstance(value, str) else value:
+            options += [flag_of(name, TrainConfig.model_fields[name]), one] if one else []
+    return options
 
 
 def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:

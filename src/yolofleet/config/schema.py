@@ -341,6 +341,11 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="execution",
     )
+    compile: bool = setting(
+        False,
+        "compile the network with torch.compile before the first step, for minutes; nobody has tried it on a GPU (docs/speed.md)",
+        group="execution",
+    )
     check_steps: int = setting(
         50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
     )
@@ -551,7 +556,48 @@ class TuneConfig(TrainConfig):
     plots: bool = setting(False, "each trial writes curves and example images", group="reports and display")
 
 
-class ValConfig(FleetSettings):
+class InferenceSettings(ExecutionSettings):
+    """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
+
+    weights: Texts = setting(
+        (),
+        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
+        "for an ensemble",
+        group="input",
+    )
+    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
+    img: int = setting(640, "longest image side, pixels", ge=32, group="input")
+    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
+    augment: bool = setting(
+        False,
+        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
+        group="method",
+    )
+    merge: Literal["nms", "wbf", "mean"] = setting(
+        "nms",
+        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
+        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
+        group="method",
+    )
+    tile: int = setting(
+        0,
+        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
+        ge=0,
+        group="method",
+    )
+    overlap: float = setting(
+        0.2,
+        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
+        ge=0,
+        lt=1,
+        group="method",
+    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    save_txt: bool = setting(False, "write detections as YOLO txt files", group="saved files")
+    save_conf: bool = setting(False, "add scores to the txt files", group="saved files")
+
+
+class ValConfig(FleetSettings, InferenceSettings):
     """Settings of ``yolofleet val``."""
 
     verb: ClassVar[str] = "val"
@@ -562,16 +608,8 @@ class ValConfig(FleetSettings):
     resume: ClassVar[str] = ""
     linked_folders: ClassVar[bool] = False
 
-    weights: Texts = setting(
-        (),
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
-        "for an ensemble",
-        group="input",
-    )
-    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     data: str = setting("", "data set: YAML file, folder, COCO JSON, or a built-in name", group="input")
     split: Literal["train", "val", "test"] = setting("val", "split of the data set", group="input")
-    img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     single_cls: bool = setting(False, "treat all classes as one", group="input")
     fit: Literal["auto", "rect", "batch", "square"] = setting(
         "auto",
@@ -585,20 +623,7 @@ class ValConfig(FleetSettings):
     classes: Texts = setting(
         (), "measure only these classes, by number or name; may be repeated", group="method"
     )
-    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
-    augment: bool = setting(
-        False,
-        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
-        group="method",
-    )
-    merge: Literal["nms", "wbf", "mean"] = setting(
-        "nms",
-        "how the predictions of several weights and views become one list; nms: one suppression over all, as YOLOv5; "
-        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
-        group="method",
-    )
     batch: Natural = setting(32, "images per batch; the batches are the same on every fleet", group="method")
-    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
     stall_s: float = setting(
         30.0,
@@ -631,8 +656,6 @@ class ValConfig(FleetSettings):
     )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
     save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
-    save_txt: bool = setting(False, "write detections as YOLO txt files", group="saved files")
-    save_conf: bool = setting(False, "add scores to the txt files", group="saved files")
     json_out: str = setting(
         "",
         "write the results as JSON to FILE, or to standard output (-)",
@@ -642,23 +665,15 @@ class ValConfig(FleetSettings):
     )
 
 
-class PredictConfig(ExecutionSettings):
+class PredictConfig(InferenceSettings):
     """Settings of ``yolofleet predict``."""
 
-    weights: Texts = setting(
-        (),
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
-        "for an ensemble",
-        group="input",
-    )
-    cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     source: str = setting(
         "",
         "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; screen; - for "
         "standard input",
         group="input",
     )
-    img: int = setting(640, "longest image side, pixels", ge=32, group="input")
     fit: Literal["auto", "rect", "square"] = setting(
         "auto",
         "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
@@ -670,39 +685,11 @@ class PredictConfig(ExecutionSettings):
     classes: Texts = setting(
         (), "keep only these classes, by number or name; may be repeated", group="method"
     )
-    agnostic_nms: bool = setting(False, "run NMS over all classes together", group="method")
-    augment: bool = setting(
-        False,
-        "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)",
-        group="method",
-    )
-    merge: Literal["nms", "wbf", "mean"] = setting(
-        "nms",
-        "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
-        "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
-        group="method",
-    )
-    tile: int = setting(
-        0,
-        "detect also on tiles of N x N pixels, for small objects in large images; 0 = off",
-        ge=0,
-        group="method",
-    )
-    overlap: float = setting(
-        0.2,
-        "with --tile: overlap of neighbouring tiles, as a fraction of their side",
-        ge=0,
-        lt=1,
-        group="method",
-    )
     vid_stride: Natural = setting(1, "use every Nth frame of a video", group="method")
     batch: Natural = setting(1, "images per forward pass", group="method")
-    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     save: Literal["images", "none"] = setting(
         "images", "write the images with boxes drawn on them", group="saved files"
     )
-    save_txt: bool = setting(False, "write YOLO txt files", group="saved files")
-    save_conf: bool = setting(False, "add scores to the txt files", group="saved files")
     txt_format: Literal["yolo", "voc"] = setting(
         "yolo",
         "format of --save-txt; yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels",

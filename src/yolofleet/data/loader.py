@@ -41,6 +41,8 @@ from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.geometry.letterbox import Letterbox, letterbox
+from yolofleet.geometry.tiles import parts_of
+from yolofleet.images.decode import read_image
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -191,6 +193,38 @@ def val_loader(
     return Loader(builder, batches, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
 
+def tile_batches(index: DataIndex) -> list[ValBatch]:
+    """Return one batch for each image of a validation on tiles; ``size_hw`` is the size of the image."""
+    sizes_wh = np.asarray(index.sizes_wh).tolist()
+    return [ValBatch(number, (number,), (height, width)) for number, (width, height) in enumerate(sizes_wh)]
+
+
+def tile_loader(
+    index: DataIndex,
+    batches: Sequence[ValBatch],
+    size: int | tuple[int, int],
+    *,
+    stride: int | None,
+    tile: int,
+    overlap: float,
+    workers: int,
+    prefetch: int = 4,
+    pin_memory: bool = False,
+) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
+    """Return a loader of images and their tiles, for each of ``tile_batches`` or this rank's part of them.
+
+    The tensor has the pixels of the whole image and then those of its tiles, uint8 RGB, one after another; the letterboxes
+    map boxes to the pixels of each part.
+
+    Args:
+        size, stride: the parts are letterboxed to it, see ``geometry.letterbox.letterbox``.
+        tile: side of the tiles, pixels. overlap: of neighbours, as a fraction of their side.
+    """
+    builder = _TileBuilder(index, size, stride, tile, overlap)
+    workers = min(workers, len(batches))
+    return Loader(builder, batches, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+
+
 class _TrainBuilder:
     """Makes the micro-batch of a key."""
 
@@ -256,6 +290,37 @@ class _ValBuilder:
             cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
             letterboxes.append(fitted)
         return batch, images, letterboxes
+
+
+@dataclass(frozen=True)
+class _TileBuilder:
+    """Cuts an image into tiles, see :func:`tile_loader`."""
+
+    index: DataIndex
+    size: int | tuple[int, int]
+    stride: int | None
+    tile: int
+    overlap: float
+
+    def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
+        path = self.index.path(batch.image_idx[0])
+        image = read_image(path)
+        if image.shape[:2] != batch.size_hw:
+            raise DataError(
+                f"image {path} has {image.shape[1]} x {image.shape[0]} pixels; the index has "
+                f"{batch.size_hw[1]} x {batch.size_hw[0]}",
+                hint="the file changed during the run: start again",
+            )
+        parts = [
+            letterbox(image[y1:y2, x1:x2], self.size, stride=self.stride)
+            for x1, y1, x2, y2 in parts_of(*batch.size_hw, self.tile, self.overlap)
+        ]
+        pixels = _buffer(sum(part.size for part, _ in parts))
+        rest = pixels.numpy()
+        for part, _ in parts:
+            cv2.cvtColor(part, cv2.COLOR_BGR2RGB, dst=rest[: part.size].reshape(part.shape))
+            rest = rest[part.size :]
+        return batch, pixels, [fitted for _, fitted in parts]
 
 
 def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:

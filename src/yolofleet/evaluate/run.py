@@ -25,7 +25,7 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import ValBatch, val_batches, val_loader
+from yolofleet.data.loader import ValBatch, tile_batches, tile_loader, val_batches, val_loader
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
@@ -41,6 +41,7 @@ from yolofleet.evaluate.matching import (
 )
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
+from yolofleet.geometry.tiles import merged_tiles, parts_of
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import autocast
 
@@ -120,6 +121,8 @@ class EvaluationSettings:
         classes: leave out labels and detections of other classes; None: none.
         single_cls: every detection is of class 0.
         gather_detections: give every rank all detections.
+        tile: detect on the image and on tiles of this side, pixels, ``batch`` of them at a time; 0: on the image alone.
+            overlap: of neighbouring tiles, as a fraction of their side. fuse_tiles: fuse their boxes, not suppress.
     """
 
     precision: str = "fp32"
@@ -134,6 +137,9 @@ class EvaluationSettings:
     classes: tuple[int, ...] | None = None
     single_cls: bool = False
     gather_detections: bool = False
+    tile: int = 0
+    overlap: float = 0.2
+    fuse_tiles: bool = False
 
 
 class Validation:
@@ -170,24 +176,37 @@ class Validation:
                 f"the model has {model.nc} classes, the data set {len(index.names)}",
                 hint="validate with the data set that the model was trained on",
             )
-        every = val_batches(
-            index, settings.img, settings.batch, max(model.strides), shares_shape=settings.shares_shape
-        )
-        if settings.size_hw is not None:
-            every = [replace(b, size_hw=settings.size_hw) for b in every]
+        stride = max(model.strides)
+        if settings.tile:
+            assert loss is None, "there is no loss on tiles"
+            every = tile_batches(index)
+        else:
+            every = val_batches(
+                index, settings.img, settings.batch, stride, shares_shape=settings.shares_shape
+            )
+            if settings.size_hw is not None:
+                every = [replace(b, size_hw=settings.size_hw) for b in every]
         self._index, self._settings, self._world, self._loss = index, settings, world, loss
         self._on_batch, self._stops = on_batch, stops
         self._share = _shares(every, world.size)[world.rank]
         self._detect = _Detect(model, index, settings, device, loss)
         self._watch = _Stopwatch()
-        self._loader = val_loader(
-            index,
-            self._share,
-            settings.img,
-            workers=workers,
-            cache=cache,
-            pin_memory=devices.can_pin(device),
-        )
+        pin_memory = devices.can_pin(device)
+        if settings.tile:
+            self._loader = tile_loader(
+                index,
+                self._share,
+                settings.size_hw or -(-settings.img // stride) * stride,
+                stride=None if settings.size_hw else stride,
+                tile=settings.tile,
+                overlap=settings.overlap,
+                workers=workers,
+                pin_memory=pin_memory,
+            )
+        else:
+            self._loader = val_loader(
+                index, self._share, settings.img, workers=workers, cache=cache, pin_memory=pin_memory
+            )
         self._left_out = False
         self._found = _Shard().detections()
         self._payload = b""  # empty: this rank left out batches
@@ -337,13 +356,13 @@ class _Detect:
     def __call__(self, loaded: tuple[ValBatch, Tensor, list[Letterbox]]) -> _Detected:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
-        images = images_u8.to(self.device, non_blocking=True).float().div_(255)
-        with autocast(self.settings.precision, self.device):
-            raws = self.model(images)
+        if self.settings.tile:
+            return self._on_tiles(batch, images_u8, letterboxes)
+        raws = self._passed(images_u8)
         sums = divisors = None
         if self.loss is not None:
             labels = _letterboxed_labels(self.index, batch, letterboxes)
-            targets = self.loss.match(labels, len(images), batch.size_hw)
+            targets = self.loss.match(labels, len(images_u8), batch.size_hw)
             sums = self.loss.sums(raws, targets).double().cpu().numpy()
             divisors = targets.counts.astype(np.float64)
             if self.loss.predicted_divisor:
@@ -351,7 +370,20 @@ class _Detect:
         decoded = self.model.decode(raws)
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
-        per_image, cut = decoded_to_detections(
+        per_image, cut = self._suppressed(decoded)
+        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
+        nms_s = time.perf_counter() - began_s - forward_s
+        return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
+
+    def _passed(self, images_u8: Tensor) -> Any:
+        """Return the raw predictions for images uint8 [N, 3, H, W]."""
+        images = images_u8.to(self.device, non_blocking=True).float().div_(255)
+        with autocast(self.settings.precision, self.device):
+            return self.model(images)
+
+    def _suppressed(self, decoded: Tensor | list[Tensor]) -> tuple[list[Tensor], int]:
+        """Return [n, 6] of each image, and how many candidates were left out before suppression."""
+        return decoded_to_detections(
             decoded,
             conf=self.settings.conf,
             iou=self.settings.iou,
@@ -360,9 +392,46 @@ class _Detect:
             agnostic=self.settings.agnostic or self.settings.single_cls,
             classes=self.settings.classes,
         )
-        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
+
+    def _on_tiles(self, batch: ValBatch, pixels: Tensor, letterboxes: Sequence[Letterbox]) -> _Detected:
+        """Detect on the parts of one image, see ``data.loader.tile_loader``, and merge their boxes."""
+        began_s = time.perf_counter()
+        height, width = letterboxes[0].size_hw
+        images = [pixels[: height * width * 3].view(1, height, width, 3)]
+        if len(letterboxes) > 1:
+            tiles = pixels[height * width * 3 :].view(-1, *letterboxes[1].size_hw, 3)
+            images += tiles.split(self.settings.batch)
+        per_part: list[Tensor] = []
+        cut, forward_s = 0, 0.0
+        for part in images:
+            passed_s = time.perf_counter()
+            decoded = self.model.decode(self._passed(part.permute(0, 3, 1, 2)))
+            devices.wait_for(self.device)
+            forward_s += time.perf_counter() - passed_s
+            found, left_out = self._suppressed(decoded)
+            per_part += found
+            cut += left_out
+        rows_of = [found.cpu().numpy().astype(np.float64) for found in per_part]
+        places = parts_of(*letterboxes[0].native_hw, self.settings.tile, self.settings.overlap)
+        boxes, scores, classes = merged_tiles(
+            [
+                (back.to_native(part[:, :4]), part[:, 4], part[:, 5], place)
+                for back, part, place in zip(letterboxes, rows_of, places, strict=True)
+            ],
+            iou=self.settings.iou,
+            max_det=self.settings.max_det,
+            agnostic=self.settings.agnostic or self.settings.single_cls,
+            fuse=self.settings.fuse_tiles,
+        )
+        boxes = boxes.astype(np.float64)
+        merged = ScoredBoxes(
+            image=np.full(len(boxes), batch.image_idx[0], np.int64),
+            class_idx=np.zeros_like(classes) if self.settings.single_cls else classes,
+            boxes_xywh_px=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1),
+            score=scores.astype(np.float64),
+        )
         nms_s = time.perf_counter() - began_s - forward_s
-        return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
+        return _Detected(merged, cut, batch.ordinal, None, None, forward_s, nms_s)
 
 
 class _Threads:

@@ -72,7 +72,14 @@ FORMATS = {
             nms=True,
         ),
         Format("ncnn", "_ncnn", marker="model.ncnn.param", writes=("pnnx",), runs=("ncnn",)),
-        Format("tflite", ".tflite", writes=("litert_torch",), runs=("ai_edge_litert",), half=False),
+        Format(
+            "tflite",
+            ".tflite",
+            writes=("litert_torch",),
+            runs=("ai_edge_litert",),
+            quantizes=("ai_edge_quantizer",),
+            half=False,
+        ),
         Format("coreml", ".mlpackage", writes=("coremltools",), runs=("coremltools",)),
         Format("tensorrt", ".engine", writes=("onnx", "tensorrt"), runs=("tensorrt",)),
     )

@@ -1,9 +1,18 @@
-"""Write TensorFlow Lite files with litert-torch, and run them with ai-edge-litert (LiteRT)."""
+"""Write TensorFlow Lite files with litert-torch, and run them with ai-edge-litert (LiteRT).
+
+8-bit files are made of the 32-bit ones by ai-edge-quantizer, by the rules of ``export.quantize``: activations and weights
+int8, weights with one scale for each output channel, ranges of activations by moving averages over the calibration images,
+and the last convolutions and the decoding of boxes in 32 bits.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +35,65 @@ def write(job: ExportJob, path: Path) -> None:
 
     program = job.exported()
     _square_by_product(program)
-    litert_torch.convert(program.module(), (job.example(),)).export(str(path))
+    made = litert_torch.convert(program.module(), (job.example(),))
+    if job.metadata.int8:
+        assert job.calibration is not None
+        with TemporaryDirectory(dir=path.parent, prefix=".int8-") as temporary:
+            plain = Path(temporary, "float.tflite")
+            made.export(str(plain))
+            path.write_bytes(_quantized(plain, job.calibration()))
+    else:
+        made.export(str(path))
     write_sidecar(path, job.metadata)
+
+
+def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
+    """Return the 8-bit form of a file, whose inputs and outputs stay in 32 bits.
+
+    Args:
+        batches: calibration images, float32 [N, 3, H, W] RGB in 0..1.
+    """
+    import torch
+    from ai_edge_litert.interpreter import Interpreter
+    from ai_edge_quantizer import quantizer, recipe
+    from ai_edge_quantizer.algorithm_manager import AlgorithmName
+    from ai_edge_quantizer.qtyping import TFLOperationName
+
+    ((signature, ends),) = Interpreter(model_path=str(path)).get_signature_list().items()
+    (given,) = ends["inputs"]
+    every, untouched = TFLOperationName.ALL_SUPPORTED, AlgorithmName.NO_QUANTIZE
+    work = quantizer.Quantizer(str(path), recipe.static_wi8_ai8())
+    for end in (TFLOperationName.INPUT, TFLOperationName.OUTPUT):
+        work.update_quantization_recipe(".*", end, algorithm_key=untouched)
+    for name in _head_tensors(path):  # of several rules for an operation, the quantizer takes the last one
+        work.update_quantization_recipe(f"^{re.escape(name)};?$", every, algorithm_key=untouched)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it writes a line about each operation
+    ranges = work.calibrate(
+        {signature: [{given: batch} for batch in batches]}, num_threads=torch.get_num_threads()
+    )
+    return bytes(work.quantize(ranges).quantized_model)
+
+
+def _head_tensors(path: Path) -> list[str]:
+    """Return the names of the results of the last convolutions on each path to the output, and of what follows them."""
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    model = flatbuffer_utils.read_model(str(path))
+    (graph,) = model.subgraphs
+    leads_to_conv, head, names = set[int](), set[int](), list[str]()
+
+    def is_conv(operator: Any) -> bool:
+        return str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D")
+
+    for operator in reversed(graph.operators):  # they are in topological order
+        if is_conv(operator) or leads_to_conv.intersection(operator.outputs):
+            leads_to_conv.update(operator.inputs)
+    for operator in graph.operators:
+        is_last_conv = is_conv(operator) and not leads_to_conv.intersection(operator.outputs)
+        if is_last_conv or head.intersection(operator.inputs):
+            head.update(operator.outputs)
+            names += [graph.tensors[tensor].name.decode() for tensor in operator.outputs]
+    return names
 
 
 def _square_by_product(program: torch.export.ExportedProgram) -> None:

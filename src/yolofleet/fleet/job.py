@@ -60,6 +60,7 @@ class JobSpec:
         job: file of the configuration; None = ``logs/job.yaml`` of the folder.
         rendezvous: None if there is no other machine.
         restarts: how often the run was started again after a failure.
+        resume_options: of the command that resumes the run.
     """
 
     folder: Path
@@ -67,6 +68,7 @@ class JobSpec:
     job: Path | None = None
     rendezvous: Rendezvous | None = None
     restarts: int = 0
+    resume_options: tuple[str, ...] = ()
 
 
 def agent_argv(job: JobSpec) -> list[str]:

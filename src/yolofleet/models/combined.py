@@ -48,7 +48,7 @@ class CombinedNetwork:
     """Runs several networks on several views of the images; it has the methods of a ``Detector`` that inference uses.
 
     Args:
-        networks: at least one, in eval mode, of the same classes.
+        networks: at least one, in eval mode, of the same classes; their names may be missing in some.
         augment: detect on the views ``AUGMENTED``, not only on the whole image.
         merge: nms: ``decode`` joins the predictions, for one suppression over all; mean: it averages those of the
             networks; wbf: it keeps the predictions of each network and view apart, for weighted box fusion.
@@ -60,11 +60,11 @@ class CombinedNetwork:
     training = False
 
     def __init__(self, networks: Sequence[Detector], *, augment: bool = False, merge: str = "nms") -> None:
-        first = networks[0]
-        for number, other in enumerate(networks[1:], 2):
-            if other.names != first.names:
+        first = next((network for network in networks if _has_names(network)), networks[0])
+        for number, other in enumerate(networks, 1):
+            if other.nc != first.nc or (_has_names(other) and other.names != first.names):
                 raise ConfigError(
-                    f"the networks of an ensemble need the same classes: number 1 has {first.nc}, number {number} has "
+                    f"the networks of an ensemble need the same classes: one has {first.nc}, number {number} has "
                     f"{other.nc}" + (" with other names" if other.nc == first.nc else ""),
                     source="--weights",
                     hint="give weights that were trained on the same data set",
@@ -128,6 +128,11 @@ def inference_network(
     if len(ready) == 1 and not augment:
         return cast(Detector, ready[0])
     return CombinedNetwork(ready, augment=augment, merge=merge)
+
+
+def _has_names(network: Detector) -> bool:
+    """Return whether the classes have names; those of Darknet's files are numbers."""
+    return tuple(network.names) != tuple(map(str, range(network.nc)))
 
 
 def _same_rows(first: Detector, other: Detector) -> bool:

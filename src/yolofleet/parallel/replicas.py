@@ -12,10 +12,10 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from yolofleet.devices import wait_for
 from yolofleet.parallel.batchnorm import RunningStatistics
@@ -29,12 +29,19 @@ Reduce = Literal["fast", "fast16", "exact"]
 
 @dataclass
 class Replica:
-    """The network on one device, with its gradients and batch-norm statistics."""
+    """The network on one device, with its gradients and batch-norm statistics.
+
+    Attributes:
+        compiled: the network for passes of ``compiled_images`` images, compiled by the first of them (``--compile``). It
+            shares the parameters of ``model``, whose names stay as they are.
+    """
 
     device: torch.device
     model: nn.Module
     statistics: RunningStatistics
     buckets: GradientBuckets
+    compiled: Callable[[Tensor], Any] | None = None
+    compiled_images: int = 0
 
     @classmethod
     def build(
@@ -53,6 +60,13 @@ class Replica:
         elif reduce == "fast16" and world.size > 1:
             make_half(buckets)
         return cls(device, model, statistics, buckets)
+
+    def forward(self, images: Tensor) -> Any:
+        """Return the raw predictions of a pass in training."""
+        # every other number of images, such as the rest of a step, would be compiled for minutes
+        if self.compiled is not None and len(images) == self.compiled_images:
+            return self.compiled(images)
+        return self.model(images)
 
 
 class Replicas:
@@ -95,6 +109,11 @@ class Replicas:
         """Prepare for passes of up to ``micro_batches`` micro-batches of ``images`` images."""
         for replica in self.all:
             replica.statistics.pass_together(micro_batches, images)
+
+    def compile(self, images: int) -> None:
+        """Let the next pass of ``images`` images compile the network."""
+        for replica in self.all:
+            replica.compiled, replica.compiled_images = torch.compile(replica.model, dynamic=False), images
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of ``micro_batches`` micro-batches (on all ranks)."""

@@ -30,6 +30,7 @@ TASK_FACTORS = {  # downloads ("data set", "weights") have their own deadlines
     "data set": math.inf,
     "weights": math.inf,
     "indexing": 60.0,
+    "compiling": 60.0,
     "connecting": 10.0,  # so that the report comes before --timeout-s ends the collective
 }
 SILENCE_FACTOR = 4  # outside of steps, one call may hold the GIL for a while (imports, large files)

@@ -25,12 +25,12 @@ from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
+from yolofleet.geometry.tiles import merged_tiles, parts_of
 from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.sources import Frame, Source, pixels_of
-from yolofleet.predict.tiles import merged_tiles, tiles
+from yolofleet.predict.sources import Frame, Source, check_ends, pixels_of
 from yolofleet.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
@@ -186,7 +186,7 @@ class Predictor:
             settings: of this call only, see :meth:`changed`.
 
         Raises:
-            DataError: an image cannot be read. ConfigError: see :meth:`changed`.
+            DataError: an image cannot be read. ConfigError: see :meth:`changed`, or the source may have no end.
         """
         predictor = self.changed(**settings) if settings else self
         parts = source if isinstance(source, (list, tuple)) else [source]
@@ -202,6 +202,7 @@ class Predictor:
         if not isinstance(part, (str, Path)):
             name = f"image {number}"
             return list(self.stream([Frame(name, pixels_of(part, name), number, is_file=False)]))
+        check_ends(str(part))
         frames = Source(str(part), is_argument=True)
         found = list(self.stream(frames))
         if frames.problems:
@@ -233,8 +234,7 @@ class Predictor:
 
     def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
         """Detect on the image and on its tiles, and merge the boxes."""
-        places = [(0, 0, frame.image.shape[1], frame.image.shape[0])]
-        places += tiles(frame.image.shape[0], frame.image.shape[1], self.tile, self.overlap)
+        places = parts_of(frame.image.shape[0], frame.image.shape[1], self.tile, self.overlap)
         parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
         found = list(whole.stream(parts))
         boxes, scores, classes = merged_tiles(

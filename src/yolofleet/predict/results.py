@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ from yolofleet.report.draw import class_name, draw_boxes
 if TYPE_CHECKING:
     import pandas
 
+# without the working folder on the import path
+WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
 TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
 
 
@@ -211,16 +216,37 @@ def show_image(image: np.ndarray, *, wait_ms: int) -> int:
     """Show an image in a window; return the key that the user pressed within ``wait_ms`` (0: for ever), or 255.
 
     Raises:
-        ConfigError: this OpenCV cannot open windows.
+        ConfigError: this OpenCV cannot open windows, or there is no display.
+    """
+    _check_windows()
+    cv2.imshow("yolofleet", image)
+    return int(cv2.waitKey(wait_ms)) & 0xFF
+
+
+@cache
+def _check_windows() -> None:
+    """Raise if OpenCV cannot open a window. A child process tries it, because Qt aborts its process without a display.
+
+    Raises:
+        ConfigError: this OpenCV has no windows, or there is no display.
     """
     try:
-        cv2.imshow("yolofleet", image)
-        return int(cv2.waitKey(wait_ms)) & 0xFF
-    except cv2.error:
+        done = subprocess.run([sys.executable, "-c", WINDOW_TRIAL], capture_output=True, timeout=60)
+        failed, said = done.returncode != 0, done.stderr
+    except subprocess.TimeoutExpired:
+        failed, said = True, b""
+    if failed and b"not implemented" in said:  # cv2.error
         raise ConfigError(
-            "--show: this OpenCV cannot open windows",
+            "this OpenCV cannot open windows",
+            source="--show",
             hint="pip install opencv-python instead of opencv-python-headless, or save the images",
-        ) from None
+        )
+    if failed:
+        raise ConfigError(
+            "OpenCV cannot open a window here: there is no display, or it does not answer",
+            source="--show",
+            hint="save the images, or run the command in a desktop session or with ssh -X",
+        )
 
 
 def file_name(name: str, fallback: str) -> str:

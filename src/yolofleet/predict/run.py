@@ -18,7 +18,7 @@ from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
-from yolofleet.predict.sources import Source
+from yolofleet.predict.sources import Source, is_endless
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 
@@ -86,24 +86,30 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             "yolofleet predict",
             {
                 "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
-                "source": f"{config.source}: {len(source)} file{'s' if len(source) != 1 else ''}",
+                "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
                 "where": place_text(predictor),
                 "results": str(folder.path),
             },
         )
+        source.note = console.note
         seconds: list[dict[str, float]] = []
-        for prediction in predictor.stream(source):
-            output.write(prediction)
-            seconds.append(prediction.seconds)
-            console.fact(progress_line(prediction, len(source)))
-            if config.show and not show(prediction, config):
-                break
+        try:
+            for prediction in predictor.stream(source):
+                output.write(prediction)
+                seconds.append(prediction.seconds)
+                console.fact(progress_line(prediction, len(source)))
+                if config.show and not show(prediction, config):
+                    break
+        except KeyboardInterrupt:
+            if not (seconds and is_endless(config.source)):
+                raise
+            console.note("stopped on request")  # the usual end of a camera
         for problem in source.problems:
             console.warn(f"skipped: {problem}")
         if not seconds:
             raise DataError(
-                f"cannot read any image of {config.source}: {source.problems[0]}",
-                hint="open the files with an image viewer",
+                f"cannot read any image of {source.name}: {source.problems[0]}",
+                hint="open the files with an image viewer" if isinstance(source.items[0], Path) else None,
             )
         output.finish()
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"

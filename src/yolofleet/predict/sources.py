@@ -8,7 +8,8 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from yolofleet.text import size_text
 MAX_PICTURE_BYTES = 64 << 20  # of a picture from the network
 MAX_STDIN_BYTES = 256 << 20
 WAIT_MS = 20_000  # longest wait for a server
+RECONNECT_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # waits before new connections to a stream that stopped
+CAMERA = re.compile(r"\d{1,3}")
 LIVE_URL = re.compile(r"(https?|rtsps?)://", re.IGNORECASE)
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
@@ -81,8 +84,10 @@ class Source:
         is_argument: the user typed ``spec``. An entry of a list file must not start a connection.
 
     Attributes:
+        name: ``spec`` without a password.
         items: files, in order; a camera is one item.
         problems: a line per unreadable item; complete at the end of the iteration.
+        note: called with a text about what happens meanwhile, such as a new connection.
 
     Raises:
         DataError: no file matches.
@@ -91,7 +96,9 @@ class Source:
     def __init__(self, spec: str, *, vid_stride: int = 1, is_argument: bool = False) -> None:
         self.items: list[Path | int | Live] = live_items(spec) if is_argument and is_live(spec) else []
         self.items = self.items or [*find_items(spec)]
+        self.name = without_password(spec) if is_argument else spec
         self.problems: list[str] = []
+        self.note: Callable[[str], object] = lambda text: None
         self._stride = vid_stride
 
     def __len__(self) -> int:
@@ -114,12 +121,45 @@ class Source:
             yield from _screen_frames(item, number, self._stride)
         elif item.content is not None:
             yield Frame(item.name, decode_image(item.content, item.name), number, is_file=False)
-        elif item.kind == "http" and (content := _picture_at(item.name)) is not None:
+        elif item.kind == "http" and (content := _picture_at(item)) is not None:
             yield Frame(item.name, decode_image(content, item.name), number, is_file=False)
+        elif item.kind == "stream":
+            yield from self._stream(item, number)
         else:
             yield from self._frames(item, number)
 
-    def _frames(self, item: Path | int | Live, number: int) -> Iterator[Frame]:
+    def _stream(self, item: Live, number: int) -> Iterator[Frame]:
+        """Yield the frames of a live stream. Connect again when it stops, because cameras and networks fail for moments.
+
+        Raises:
+            DataError: the first connection failed, or all new connections after it stopped.
+        """
+        count, waits, ends = 0, iter(RECONNECT_S), False
+        while True:
+            try:
+                for frame in self._frames(item, number, first=count):
+                    count, waits = frame.number + 1, iter(RECONNECT_S)
+                    yield frame
+                    ends = frame.video is not None and frame.video.frames > 0  # a recording
+                if ends:
+                    return
+            except DataError:
+                if count == 0:
+                    raise
+            wait_s = next(waits, None)
+            if wait_s is None:
+                raise DataError(
+                    f"the rest of {item.name}: it stopped after {count} frames, and {len(RECONNECT_S)} new connections failed"
+                )
+            self.note(f"{item.name} stopped after {count} frames; connecting again in {wait_s:g} s")
+            time.sleep(wait_s)
+
+    def _frames(self, item: Path | int | Live, number: int, *, first: int = 0) -> Iterator[Frame]:
+        """Yield the frames of a video, a camera or a stream; the first one has the number ``first``.
+
+        Raises:
+            DataError: it cannot be opened, has no readable frame, or is a camera that stopped.
+        """
         name = (
             f"camera {item}" if isinstance(item, int) else item.name if isinstance(item, Live) else str(item)
         )
@@ -130,16 +170,16 @@ class Source:
             capture = cv2.VideoCapture(item)
         elif isinstance(item, Live):
             waits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, WAIT_MS, cv2.CAP_PROP_READ_TIMEOUT_MSEC, WAIT_MS]
-            capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG, waits)
+            capture = cv2.VideoCapture(item.address, cv2.CAP_FFMPEG, waits)
         else:
             capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG)
         try:
             if not capture.isOpened():
-                raise DataError(f"cannot open {name} as a video")
+                raise DataError(_unopened(item, name))
             frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
             rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
             video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
-            count = 0
+            count = first
             while capture.grab():  # skipped frames are not decoded
                 if count % self._stride == 0:
                     found, image = capture.retrieve()
@@ -147,10 +187,24 @@ class Source:
                         break
                     yield Frame(name, image, number, count, video, is_file=isinstance(item, Path))
                 count += 1
-            if count == 0:
+            if count == first:
                 raise DataError(f"{name} has no readable frame")
+            if isinstance(item, int):
+                raise DataError(f"the rest of {name}: it stopped after {count} frames")
         finally:
             capture.release()
+
+
+def _unopened(item: Path | int | Live, name: str) -> str:
+    """Return why a video cannot be opened, as far as it is known."""
+    if isinstance(item, Live):
+        return f"cannot open {name}: the server does not answer, has no such stream, or refuses the user and password"
+    if isinstance(item, int) and sys.platform == "linux":
+        found = [path.name for path in sorted(Path("/dev").glob("video*"))]
+        return f"cannot open {name}: this machine has " + (
+            f"/dev/{', /dev/'.join(found)}" if found else "no camera"
+        )
+    return f"cannot open {name}" + ("" if isinstance(item, int) else " as a video")
 
 
 def _check_regular(path: Path) -> None:
@@ -169,13 +223,15 @@ class Live:
 
     Attributes:
         kind: http | stream | screen | stdin.
-        name: the url, or a text.
+        name: the url without a password, or a text; shown, and part of file names.
+        address: the url.
         content: the bytes of a picture, if they are known.
         number: of the screen; 0: all screens as one picture.
     """
 
     kind: str
     name: str
+    address: str = ""
     content: bytes | None = None
     number: int = 0
 
@@ -183,6 +239,25 @@ class Live:
 def is_live(spec: str) -> bool:
     """Return whether ``spec`` is a url, a screen or standard input; no configuration file may set it."""
     return bool(spec == "-" or re.fullmatch(r"screen(:\d{1,2})?", spec) or LIVE_URL.match(spec))
+
+
+def is_endless(spec: str) -> bool:
+    """Return whether ``spec`` is a camera, a screen or an RTSP stream, whose frames may have no end."""
+    is_camera = CAMERA.fullmatch(spec) is not None and not os.path.exists(spec)  # noqa: PTH110
+    return is_camera or (is_live(spec) and spec.lower().startswith(("screen", "rtsp")))
+
+
+def check_ends(spec: str) -> None:
+    """Raise if the frames of a source may have no end, for a caller that returns after the last one.
+
+    Raises:
+        ConfigError: see :func:`is_endless`.
+    """
+    if is_endless(spec):
+        raise ConfigError(
+            f"source {without_password(spec)} may have no end, and predict returns after the last frame",
+            hint="for result in Model(weights).stream(source): ...",
+        )
 
 
 def live_items(spec: str) -> list[Path | int | Live]:
@@ -195,7 +270,12 @@ def live_items(spec: str) -> list[Path | int | Live]:
         return _standard_input()
     if spec.startswith("screen"):
         return [Live("screen", spec, number=int(spec.partition(":")[2] or 1))]
-    return [Live("http" if spec.lower().startswith("http") else "stream", spec)]
+    return [Live("http" if spec.lower().startswith("http") else "stream", without_password(spec), spec)]
+
+
+def without_password(spec: str) -> str:
+    """Return a source as it may be shown and stored: the url ``rtsp://user:password@host/`` without its password."""
+    return re.sub(r"^(\w+://[^/?#:@]*):[^/?#]*@", r"\1:***@", spec)
 
 
 def _standard_input() -> list[Path | int | Live]:
@@ -203,7 +283,7 @@ def _standard_input() -> list[Path | int | Live]:
     if len(content) > MAX_STDIN_BYTES:
         raise DataError(f"standard input has more than {size_text(MAX_STDIN_BYTES)}", hint="give a file")
     if read_header(content) is not None:
-        return [Live("stdin", "standard input", content)]
+        return [Live("stdin", "standard input", content=content)]
     try:
         lines = [line.strip() for line in content.decode("utf-8").splitlines()]
     except UnicodeDecodeError:
@@ -217,7 +297,7 @@ def _standard_input() -> list[Path | int | Live]:
     return [Path(entry) for entry in entries]
 
 
-def _picture_at(url: str) -> bytes | None:
+def _picture_at(item: Live) -> bytes | None:
     """Return the picture at an http(s) url; None if there is something else, which FFmpeg then reads.
 
     Redirects lead to http and https only. FFmpeg has the same rule for what it opens for an http url.
@@ -225,9 +305,11 @@ def _picture_at(url: str) -> bytes | None:
     Raises:
         DataError: there is no answer, or the picture is larger than ``MAX_PICTURE_BYTES``.
     """
+    if urlsplit(item.address).username is not None:  # urllib would send the password on after a redirect
+        return None
     try:
-        with open_url(url, {}, WAIT_MS / 1000) as response:
-            suffix = Path(urlsplit(url).path).suffix.lower()
+        with open_url(item.address, {}, WAIT_MS / 1000) as response:
+            suffix = Path(urlsplit(item.address).path).suffix.lower()
             kind = response.headers.get_content_type()
             if not (
                 kind.startswith("image/")
@@ -236,9 +318,11 @@ def _picture_at(url: str) -> bytes | None:
                 return None
             content: bytes = response.read(MAX_PICTURE_BYTES + 1)
     except (Refused, Transient, OSError, http.client.HTTPException) as problem:
-        raise DataError(f"cannot read {url}: {problem}", hint="check the address, and the network") from None
+        raise DataError(
+            f"cannot read {item.name}: {problem}", hint="check the address, and the network"
+        ) from None
     if len(content) > MAX_PICTURE_BYTES:
-        raise DataError(f"the picture at {url} has more than {size_text(MAX_PICTURE_BYTES)}")
+        raise DataError(f"the picture at {item.name} has more than {size_text(MAX_PICTURE_BYTES)}")
     return content
 
 
@@ -251,7 +335,7 @@ def _screen_frames(item: Live, number: int, stride: int) -> Iterator[Frame]:
             "--source screen needs the package mss", hint="pip install 'yolofleet[screen]'"
         ) from None
     try:
-        with mss.mss() as screens:
+        with (getattr(mss, "MSS", None) or mss.mss)() as screens:  # mss 10.2 deprecates mss.mss
             if item.number >= len(screens.monitors):
                 raise DataError(
                     f"there is no screen {item.number}: screens are 1 to {len(screens.monitors) - 1}"
@@ -329,7 +413,7 @@ def find_items(spec: str) -> list[Path | int]:
         return list(found)
     if os.path.isfile(path):  # noqa: PTH113
         return _listed(path) if path.suffix.lower() == ".txt" else [path]
-    if re.fullmatch(r"\d{1,3}", spec):
+    if CAMERA.fullmatch(spec):
         return [int(spec)]
     if glob.has_magic(spec):
         found = sorted(p for p in map(Path, glob.glob(spec, recursive=True)) if p.is_file())  # noqa: PTH207  (absolute patterns too)

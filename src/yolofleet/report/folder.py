@@ -30,10 +30,12 @@ class RunFolder:
 
     Attributes:
         is_new: :meth:`create` has created it in this process, so it has no files of other runs.
+        resume_options: of the command that resumes the run; see ``config.resume.options_to_repeat``.
     """
 
     path: Path
     is_new: bool = field(default=False, compare=False)
+    resume_options: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def create(
@@ -121,7 +123,7 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that resumes this training run."""
         known = os.environ.get(RESUME_COMMAND)
-        return known or shlex.join(["yolofleet", "train", "--resume", str(self.path)])
+        return known or shlex.join(["yolofleet", "train", "--resume", str(self.path), *self.resume_options])
 
     @property
     def config(self) -> Path:

@@ -1,7 +1,7 @@
 """Choose the batch of a new run by the memory of its devices (``--batch auto``), before its first step.
 
-Every rank measures the largest pass that its devices can hold. All ranks take the smallest one, so unequal devices get equal
-passes. The run stores the chosen numbers as if the user had given them, so a resumed run does not measure again.
+Every rank measures the largest pass that its devices can hold. All ranks take the smallest one, so unequal devices get
+equal passes. The run stores the chosen numbers as if the user had given them, so a resumed run does not measure again.
 """
 
 from __future__ import annotations
@@ -176,9 +176,8 @@ def _measured(
             largest.state.replicas.pass_together(count // size, size)
         largest.run(count)
 
-    validation_bytes = _validation_bytes(
-        config, largest, meter
-    )  # first, while the process holds no freed memory
+    # first, while the process holds no freed memory
+    validation_bytes = _validation_bytes(config, largest, meter)
     found = _largest(attempt, meter, most, _splits(config, alone))
     return replace(found, validation_bytes=validation_bytes)
 
@@ -256,9 +255,9 @@ def _largest(
 ) -> Measured:
     """Return the largest pass whose measured peak is within the limit.
 
-    The size is at most doubled (after six trials, quadrupled), and a size is tried only if a straight line through the last two peaks stays below the
-    limit. So on a host whose kernel kills processes instead of refusing memory, no trial goes far beyond the limit. After a
-    trial that failed, each one halves the sizes that are left.
+    The size is at most doubled (after six trials, quadrupled), and a size is tried only if a straight line through the
+    last two peaks stays below the limit. So on a host whose kernel kills processes instead of refusing memory, no trial
+    goes far beyond the limit. After a trial that failed, each one halves the sizes that are left.
     """
     best = Measured(0, 0, meter.limit_bytes, "")
     seen = [(0, meter.peak_bytes(lambda: None))]  # what the network takes without a pass

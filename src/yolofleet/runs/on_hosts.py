@@ -12,6 +12,7 @@ from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.files.atomic import write_bytes
 from yolofleet.fleet.description import Fleet
@@ -138,14 +139,9 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
     if settings.device != "auto":  # the devices of hosts that are named without devices
         options += ["--device", settings.device]
-    if isinstance(settings, TrainConfig) and settings.preempt_notice:
-        options += ["--preempt-notice", settings.preempt_notice]
     if settings.sync_code:
         options.append("--sync-code")
-    if settings.recipe_class:
-        options += ["--recipe-class", settings.recipe_class]
-    for name in getattr(settings, "callbacks", ()):
-        options += ["--callbacks", name]
+    options += options_to_repeat(settings)
     for name in WITH_HOSTS:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)

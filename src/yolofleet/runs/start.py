@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from yolofleet.config.load import dump_config
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
 from yolofleet.fleet.job import JobSpec
@@ -41,7 +42,9 @@ def _run_processes(plan: RunPlan, folder: RunFolder) -> int:
     code = None
     try:
         write_text(folder.job, dump_config(plan.config, plan.recipe))
-        code = run_agent(JobSpec(folder.path.resolve(), plan.processes), restart_rules(plan.config.value))
+        options = tuple(options_to_repeat(plan.config.value))
+        job = JobSpec(folder.path.resolve(), plan.processes, resume_options=options)
+        code = run_agent(job, restart_rules(plan.config.value))
     finally:
         if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
             folder.discard_unless_used()

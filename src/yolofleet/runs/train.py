@@ -28,9 +28,10 @@ from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loade
 from yolofleet.data.pixels import COMPILED
 from yolofleet.data.stage import StagedImages
 from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.errors import StorageError
+from yolofleet.errors import ConfigError, StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
+from yolofleet.files.caches import cache_root
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.fuse import fuse
@@ -54,7 +55,13 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.autobatch import with_measured_batch
 from yolofleet.runs.folder import file_writers, write_config
-from yolofleet.runs.memory import LargestPass, most_labels, probed_micro_batch, probed_per_pass
+from yolofleet.runs.memory import (
+    LargestPass,
+    is_out_of_memory,
+    most_labels,
+    probed_micro_batch,
+    probed_per_pass,
+)
 from yolofleet.runs.staging import stage_images
 from yolofleet.runs.training_data import training_samples, used_part
 from yolofleet.runs.val import validation_progress
@@ -386,6 +393,8 @@ def _split(
         config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
         splitter = _splitter(config, network, len(index), world)
         per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+    if config.compile:
+        _compile(network, largest, per_pass * splitter.micro_batch, world)
     return config, replace(splitter, per_pass=per_pass)
 
 
@@ -411,6 +420,37 @@ def _with_measured_batch(
 
     cached_bytes = (images + len(data.val)) * 3 * resolved.value.img**2
     return with_measured_batch(resolved, build, images, cached_bytes, snapshot, world, console)
+
+
+def _compile(network: _Network, largest: LargestPass, images: int, world: World) -> None:
+    """Compile the network for passes of ``images`` images. No collective.
+
+    Raises:
+        ConfigError: the recipe changes the image size, or torch cannot compile the network here.
+    """
+    if network.sizes != (1, 1):
+        source = network.recipe.sources["size_high" if network.sizes[1] != 1 else "size_low"]
+        raise ConfigError(
+            "--compile and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
+            "compiled".format(*network.sizes),
+            source=source,
+            hint="--set size_low=1 --set size_high=1, or leave out --compile",
+        )
+    # torch's default is a folder in /tmp with a known name: another user could put code there
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    try:
+        with world.activity.doing("compiling"):
+            largest.state.replicas.compile(images)
+            largest.run(images)
+    except (RuntimeError, ImportError, OSError) as problem:
+        if is_out_of_memory(problem):
+            raise
+        raise ConfigError(
+            f"--compile: torch {torch.__version__} cannot compile the network on {world.device}",
+            source=" ".join(str(problem).split())[:300],
+            hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
+            "cache folder (YOLOFLEET_CACHE) without spaces in its path",
+        ) from None
 
 
 def _largest_pass(network: _Network, state: TrainState, index: DataIndex, precision: str) -> LargestPass:

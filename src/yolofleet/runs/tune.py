@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.recipe import with_default
@@ -36,7 +35,7 @@ from yolofleet.runs.plan import is_worker, rehearse
 from yolofleet.runs.study import Result, Study, Trial, best_of
 from yolofleet.runs.trials import PAUSE_S, DeviceGroup, TrialRun, base_arguments, host_groups, local_groups
 from yolofleet.runs.tune_report import TuneFolder, write_figures, write_picture
-from yolofleet.system.signals import STOP_SIGNALS
+from yolofleet.system.signals import handling, request_name
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of a supervisor that was killed
@@ -84,10 +83,11 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
     else:
         space, recipe = _checked(config, recipe)
         folder = _new_folder(config, recipe, space)
+    stop = StopSignals()
     with (
         RunFolder(folder.path).locked(),
         Console(folder.logs / "tune.log") as console,
-        StopSignals() as stop,
+        handling(stop.on_signal),
     ):
         c = config.value
         write_text(folder.config, dump_config(config, recipe))
@@ -137,32 +137,21 @@ def _local_groups(config: Resolved[TuneConfig]) -> list[DeviceGroup]:
     return local_groups(config.value, gpus, cores)
 
 
+@dataclass
 class StopSignals:
-    """Takes Ctrl-C, SIGTERM and SIGUSR1 as requests to stop inside its block.
+    """A request to stop by a signal.
 
     Attributes:
         source: of the request, or "".
         at_once: Ctrl-C came twice.
     """
 
-    def __init__(self) -> None:
-        self.source, self.at_once = "", False
-        self._previous: dict[int, Any] = {}
+    source: str = ""
+    at_once: bool = False
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *STOP_SIGNALS)
-            }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.at_once = self.at_once or (bool(self.source) and number == signal.SIGINT)
-        self.source = self.source or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        self.source = self.source or request_name(number)
 
 
 @dataclass

@@ -121,6 +121,9 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         or config.error_analysis
         or config.worst > 0
         or config.metric != "coco",
+        tile=config.tile,
+        overlap=config.overlap,
+        fuse_tiles=config.merge == "wbf",
     )
     workers = loader_processes(config.workers, world)
     evaluation = Validation(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from yolofleet.errors import Stopped
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-
 
 _requested_by = ""  # the source of a request_stop that no handler has got yet
 
@@ -35,6 +34,29 @@ def stop_source(number: int) -> str:
     return requested_by or signal.Signals(number).name
 
 
+def request_name(number: int) -> str:
+    """Return ``Ctrl-C``, or the name of a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], Any], numbers: Sequence[int] = (signal.SIGINT, *STOP_SIGNALS)
+) -> Iterator[None]:
+    """Let ``handler`` take Ctrl-C, SIGTERM and SIGUSR1 inside the block.
+
+    Outside of the main thread nothing changes, because Python allows handlers only there.
+    """
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`.
@@ -42,20 +64,15 @@ def stoppable() -> Iterator[None]:
     The training loop and a launcher with running processes save state first, so they install their own handlers. Inside
     the block the signals raise KeyboardInterrupt, which ``except Exception`` does not catch.
     """
-    previous = {}
     try:
-        if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
-        yield
+        with handling(interrupt, STOP_SIGNALS):
+            yield
     except KeyboardInterrupt as problem:
         raise Stopped(
             "stopped on request, outside of training: there was nothing to save",
             source=str(problem) or "Ctrl-C",
             hint="run the same command again",
         ) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:

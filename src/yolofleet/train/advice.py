@@ -23,6 +23,7 @@ USUAL_LR = {
     "Lion": 0.0001,
     "LAMB": 0.002,
     "LARS": 5.0,
+    "ScheduleFreeSGD": 0.1,  # its documentation: 10 to 50 times the rate of SGD
     "ScheduleFreeAdamW": 0.0025,
 }  # defaults of torch and of the papers
 

@@ -37,6 +37,7 @@ from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.report.results import fitness_of
+from yolofleet.system.signals import handling
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
@@ -305,7 +306,8 @@ class TrainingRun:
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
         self.state.replicas.timed = self.config.shares == "auto"
         try:
-            with StopRequest(self.world.activity) as stop:
+            stop = StopRequest(self.world.activity)
+            with handling(stop.on_signal):
                 while True:
                     try:
                         self._train_steps(stop)

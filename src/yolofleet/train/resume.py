@@ -163,6 +163,7 @@ def fingerprint(
         "names": list(model.names),
         "kernels": kernels(world.device)
         | {name: getattr(config, name) for name in BIT_SETTINGS}
+        | ({"compile": True} if config.compile else {})
         | ({"albumentations": albumentations_version()} if recipe.albumentations else {}),
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }

@@ -201,7 +201,7 @@ def pass_micro_batches(
     for mb in micro_batches:
         images = mb.images_on(replica.device).float().div_(255)  # [m, 3, H, W] in 0..1
         with autocast(precision, replica.device):
-            raws = replica.model(images)
+            raws = replica.forward(images)
         sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
         if loss.predicted_divisor:
             divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()

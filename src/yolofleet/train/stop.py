@@ -7,7 +7,6 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 from yolofleet.parallel.activity import Activity
 from yolofleet.system.signals import stop_source
@@ -31,7 +30,6 @@ class StopRequest:
     def __init__(self, activity: Activity) -> None:
         self.source, self.asked_at_s = "", 0.0
         self._activity = activity
-        self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         """Return whether this rank knows of a request, its own or another rank's."""
@@ -42,21 +40,7 @@ class StopRequest:
         """Whether this rank was asked because its machine will be taken away."""
         return self.source.startswith(NOTICE)
 
-    def __enter__(self) -> StopRequest:
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None:
-                try:
-                    self._previous[number] = signal.signal(number, self._on_signal)
-                except ValueError:  # not the main thread (a notebook's executor): no handlers
-                    return self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.source and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -241,6 +241,42 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
         assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
 
 
+def test_tiles_find_each_object_once_and_have_equal_figures_on_every_fleet(index):
+    def evaluate(world, workers=0, **more):
+        settings = EvaluationSettings(img=96, tile=48, overlap=0.5, gather_detections=True, **more)
+        cpu = torch.device("cpu")
+        return Validation(NamedFinder(), index, settings, world=world, device=cpu, workers=workers).evaluate()
+
+    (alone,) = on_ranks(1, evaluate)
+    assert alone.metrics.map50 == pytest.approx(1.0) and len(alone.detections.image) == 12
+    (with_loaders,) = on_ranks(1, lambda world: evaluate(world, workers=2, batch=3))
+    (square,) = on_ranks(1, lambda world: evaluate(world, size_hw=(96, 96)))
+    assert square.metrics.map50 == pytest.approx(1.0)
+    for result in (*on_ranks(3, evaluate), with_loaders):
+        assert result.metrics.figures == alone.metrics.figures
+        assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
+
+
+def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
+    class Nearsighted(NamedFinder):
+        """Sees nothing that is narrower than 40 pixels of its input."""
+
+        def decode(self, raws):
+            wide = raws[0][..., 2:3] >= 40
+            return raws[0] * torch.cat([torch.ones(4), torch.zeros(3)]) + raws[0] * wide * torch.tensor(
+                [0.0] * 4 + [1.0] * 3
+            )
+
+    def evaluate(world, **more):
+        settings = EvaluationSettings(img=64, gather_detections=True, **more)
+        device = torch.device("cpu")
+        return Validation(Nearsighted(), index, settings, world=world, device=device).evaluate()
+
+    (whole,) = on_ranks(1, evaluate)
+    (tiled,) = on_ranks(1, lambda world: evaluate(world, tile=33, overlap=0.9))
+    assert whole.metrics.figures["R"] < tiled.metrics.figures["R"]
+
+
 def test_classes_leave_out_labels_and_detections_of_the_others(index):
     (only,) = on_ranks(1, lambda world: evaluated(index, world, classes=(1,)))
     assert set(only.detections.class_idx.tolist()) == {1}

@@ -490,6 +490,9 @@ def test_what_a_run_needs_follows_its_settings() -> None:
     need = estimate_of(settings, cores=8, gpus=0)
     assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 8, False)
     assert need.text == "3 processes x 8 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
+    assert "assumed" not in need.text
+    measured = resources_of(TrainConfig(batch=-1, device="cpu"))
+    assert "8 images of 640 px (assumed: the run measures" in estimate_of(measured, cores=8, gpus=0).text
     assert estimate_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 4
     assert estimate_of(resources_of(TrainConfig(device="0,1", parallel="dp")), cores=8, gpus=2).ranks == 1
 

@@ -382,6 +382,10 @@ class FakeHost(Remote):
         ({"hosts": "a,b", "device": "0,1"}, "--hosts a,b --device 0,1"),
         ({"hosts": "a:2,b:2", "sync_code": True}, "--hosts a:2,b:2 --sync-code"),
         ({"fleet": "f.yaml"}, "--fleet f.yaml"),
+        (
+            {"hosts": "a", "recipe_class": "m:R", "callbacks": ("m:A", "m:B"), "preempt_notice": "./n 5"},
+            "--hosts a --preempt-notice './n 5' --recipe-class m:R --callbacks m:A --callbacks m:B",
+        ),
     ],
 )
 def test_what_goes_on_from_the_states_can_be_typed(given: dict[str, Any], hosts: str) -> None:

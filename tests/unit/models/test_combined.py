@@ -98,6 +98,9 @@ def test_networks_of_other_classes_or_for_a_mean_of_another_shape_are_refused():
         CombinedNetwork([Corner(), Corner(("a", "b", "c"))])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="2 with other names"):
         CombinedNetwork([Corner(), Corner(("a", "c"))])  # type: ignore[list-item]
+    assert CombinedNetwork([Corner(("0", "1")), Corner()]).names == ("a", "b")  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="number 1 has 3"):
+        CombinedNetwork([Corner(("0", "1", "2")), Corner()])  # type: ignore[list-item]
     other = Corner()
     other.strides = (16, 32)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="--merge mean"):

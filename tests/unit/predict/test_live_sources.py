@@ -176,6 +176,19 @@ def test_settings_of_one_call_do_not_change_the_predictor(model):
         assert words in caught.value.render()
 
 
+def test_the_python_interface_reads_urls_and_refuses_sources_without_an_end(server, model, tmp_path):
+    from yolofleet import Model
+    from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+
+    path = tmp_path / "best.safetensors"
+    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    (result,) = Model(path).predict(f"{server}/a.png", device="cpu", img=64)
+    assert (result.image_bgr == PICTURE).all()
+    for predict in (Model(path).predict, Predictor(model, img=64, device="cpu").predict):
+        with pytest.raises(ConfigError, match="may have no end"):
+            predict("rtsp://127.0.0.1:1/x")
+
+
 def test_results_draw_write_cut_and_list(model, tmp_path):
     predictor = Predictor(model, img=64, device="cpu", conf=0.003, max_det=3)
     results = predictor.predict([PICTURE, encoded()])
@@ -194,4 +207,5 @@ def test_results_draw_write_cut_and_list(model, tmp_path):
             with pytest.raises(ConfigError, match="pandas"):
                 results.pandas()
             return
-    assert len(results.pandas()) == boxes
+    frame = results.pandas()
+    assert list(frame.columns) == head.split() and frame.to_dict("records") == results.rows()

@@ -15,6 +15,7 @@ from yolofleet.config.load import resolve_predict
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
+from yolofleet.predict import results
 from yolofleet.predict.predictor import Predictor, class_numbers
 from yolofleet.predict.results import file_name, plural
 from yolofleet.predict.run import predict_command
@@ -383,11 +384,9 @@ class SilentWriter:
 
 
 def test_a_window_that_cannot_be_opened_is_said(weights, pictures, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise cv2.error("no windows")
-
-    monkeypatch.setattr(cv2, "imshow", refuse)
-    with pytest.raises(ConfigError, match="--show"):
+    monkeypatch.setattr(results, "WINDOW_TRIAL", "raise SystemExit(1)")
+    results._check_windows.cache_clear()
+    with pytest.raises(ConfigError, match="cannot open a window"):
         predict_command(configured(weights, pictures, tmp_path, show=True))
 
 

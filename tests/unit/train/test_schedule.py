@@ -79,6 +79,7 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert notes(batch=512, lr_scale="linear") == "" == notes("reference_batch=512", batch=512)
     assert "(lr0 x 0.25)" in notes(batch=16, nominal_batch=16)
     assert "with Lion start from --set lr0=0.0001" in notes(optimizer="Lion")
+    assert "with ScheduleFreeSGD start from --set lr0=0.1" in notes(optimizer="ScheduleFreeSGD")
     assert notes("lr0=0.0003", optimizer="Lion") == "", "the user chose it"
     assert "the warm-up takes 16 of 20 epochs" in notes(images=100, epochs=20)
     assert notes("warmup_epochs=0", images=100, epochs=20) == ""

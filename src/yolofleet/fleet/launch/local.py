@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
@@ -27,7 +26,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import module_environment
 from yolofleet.system.proc import end_descendants
-from yolofleet.system.signals import STOP_SIGNALS, interrupt
+from yolofleet.system.signals import handling, interrupt, request_name
 from yolofleet.text import echo
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
     logs = job.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     restarts = Restarts(rules)
-    with LocalAgent(logs / "agent.log") as agent:
+    with LocalAgent(logs / "agent.log") as agent, handling(agent.on_signal):
         while True:
             for stale in logs.glob("error-rank-*.json"):
                 stale.unlink()
@@ -101,7 +100,8 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 return 0
             if agent.ends_at_once:
                 stopped = Stopped(
-                    "ended at once, on request; the last checkpoint is kept", hint=resume_command(job.folder)
+                    "ended at once, on request; the last checkpoint is kept",
+                    hint=resume_command(job.folder, job.resume_options),
                 )
                 echo(stopped.render(), to=sys.stderr)
                 return ExitCode.with_text(stopped.exit_code, stopped.render())
@@ -111,7 +111,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 if restarts.why_not:
                     echo(f"\nnot started again: {restarts.why_not}", to=sys.stderr)
                 agent.save_state(job.folder)
-                return tell([ending], resume_command(job.folder), agent.asked)
+                return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
             restarts.count += 1
             echo(f"\n{failure.text}\ngoing on with {job.processes} processes", to=sys.stderr)
 
@@ -128,7 +128,6 @@ class LocalAgent:
         self.log, self.asked, self.ends_at_once = log, "", False
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
         self._memory: MemoryFiles | None = None
-        self._previous: dict[int, Any] = {}
         self._environment = module_environment(agent_environment(os.environ))
 
     def __enter__(self) -> LocalAgent:
@@ -137,15 +136,9 @@ class LocalAgent:
             with suppress(OSError):  # without memory, another attempt goes on from the disk
                 self._memory = MemoryFiles()
                 self._environment |= self._memory.environment
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *STOP_SIGNALS)
-            }
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
         if isinstance(self._process, ServedAgent):
             self._process.close()
         elif self._process is not None and self._process.poll() is None:
@@ -181,7 +174,8 @@ class LocalAgent:
             with suppress(OSError, StorageError):
                 self._memory.save_newest(folder / "checkpoints")
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ask the agent to stop at the first signal, and kill it at a later Ctrl-C: see :func:`handling`."""
         agent = self._process
         if agent is None:
             interrupt(number, frame)
@@ -200,7 +194,7 @@ class LocalAgent:
                 agent.kill()
             elif not self.asked:
                 agent.terminate()
-            self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+            self.asked = self.asked or request_name(number)
 
 
 @dataclass(frozen=True)
@@ -248,10 +242,10 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
     return tell([ending_of(folder, code, log_offset)], resume_command(folder))
 
 
-def resume_command(folder: Path) -> str:
+def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:
     """Return the command that resumes the run; "" if there is no checkpoint."""
     saved = any(folder.glob("checkpoints/step-*.safetensors"))
-    return RunFolder(folder).resume_command if saved else ""
+    return RunFolder(folder, resume_options=options).resume_command if saved else ""
 
 
 def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:

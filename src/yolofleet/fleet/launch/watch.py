@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty
+from types import FrameType
 from typing import Any
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
@@ -25,7 +26,7 @@ from yolofleet.fleet.launch.local import Ending, ends_in, failure_of, tell
 from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.fleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
-from yolofleet.system.signals import STOP_SIGNALS
+from yolofleet.system.signals import handling, request_name
 from yolofleet.text import RelayedText, echo
 
 SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
@@ -96,7 +97,7 @@ class Watch:
     def follow(self, parts: Sequence[dict[str, Any]]) -> None:
         """Start each host's part, and return when every host has ended everything or is given up."""
         inbox = self.remotes[0].inbox
-        with self._signals():
+        with handling(self._on_signal):
             for remote, part in zip(self.remotes, parts, strict=True):
                 remote.start(part)
             while not all(node.is_over for node in self.nodes):
@@ -180,40 +181,24 @@ class Watch:
             if not node.is_over:
                 node.remote.stop(grace_s)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Handle Ctrl-C and the like: the first asks all hosts to save and stop, a later Ctrl-C ends them at once.
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Ask all hosts to save and stop at the first signal, and end them at once at a later Ctrl-C.
 
         Further signals of other kinds change nothing: a process manager sends several, to a group and its members.
         """
-
-        def request_stop(number: int, _frame: Any) -> None:
-            if self.stop_requests and number != signal.SIGINT:
-                return
-            self.stop_requests += 1
-            self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal_name(number))
-            first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
-            words = (
-                f"{first}; Ctrl-C again ends at once"
-                if self.stop_requests == 1
-                else "ending all hosts at once"
-            )
-            with suppress(OSError):
-                if select.select([], [2], [], 0)[1]:  # else the write would block
-                    os.write(2, f"\n{words}\n".encode())
-            if self.stop_requests > 1:
-                self.stdout.give_up()
-
-        previous = {}
-        if threading.current_thread() is threading.main_thread():
-            previous = {
-                number: signal.signal(number, request_stop) for number in (signal.SIGINT, *STOP_SIGNALS)
-            }
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        if self.stop_requests and number != signal.SIGINT:
+            return
+        self.stop_requests += 1
+        self.asked = self.asked or request_name(number)
+        first = "stopping all hosts" + ("" if self.plain else " after this step, then saving")
+        words = (
+            f"{first}; Ctrl-C again ends at once" if self.stop_requests == 1 else "ending all hosts at once"
+        )
+        with suppress(OSError):
+            if select.select([], [2], [], 0)[1]:  # else the write would block
+                os.write(2, f"\n{words}\n".encode())
+        if self.stop_requests > 1:
+            self.stdout.give_up()
 
     def _show(self, number: int, text: str) -> None:
         """Print a text. Lines that are not of rank 0's host begin with the host's name."""

@@ -25,6 +25,11 @@ def tiles(height: int, width: int, side: int, overlap: float) -> list[Place]:
     return places if len(places) > 1 else []
 
 
+def parts_of(height: int, width: int, side: int, overlap: float) -> list[Place]:
+    """Return the places on which to detect: the whole image, and its :func:`tiles`, which have one shape."""
+    return [(0, 0, width, height), *tiles(height, width, side, overlap)]
+
+
 def _starts(length: int, side: int, overlap: float) -> list[int]:
     """Return evenly spaced first pixels of tiles along one side of the image."""
     if length <= side:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from yolofleet.geometry.tiles import merged_tiles, tiles
 from yolofleet.predict.predictor import Predictor
-from yolofleet.predict.tiles import merged_tiles, tiles
 
 
 def test_tiles_cover_the_image_and_overlap():

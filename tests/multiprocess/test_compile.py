@@ -1,0 +1,116 @@
+"""``--compile``: the compiled network learns what the network learns, on one and on two processes, and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import called, small_shapes, working_in, yolofleet
+from small_training import narrow_cfg, small_run
+
+from yolofleet.checkpoint.format import read_tensors
+from yolofleet.errors import ConfigError
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a network of 13 convolutions. torch compiles only in paths without spaces."""
+    made = tmp_path_factory.mktemp("compile")
+    (made / "narrow.cfg").write_text(narrow_cfg("darknet-narrow"))
+    small_shapes(made)
+    return made
+
+
+def arguments(name: str, *more: str, device: str = "cpu", steps: int = STEPS) -> list[str]:
+    given = f"train --data small~shapes/data.yaml --cfg narrow.cfg --img 64 --device {device} --name {name}"
+    given += f" --batch 8 --nominal-batch 8 --micro-batch 4 --no-plots --val-period 0 --threads 1 --max-steps {steps}"
+    return [word.replace("~", " ") for word in given.split()] + list(more)
+
+
+def resumed(name: str, *more: str) -> list[str]:
+    return ["train", "--resume", f"runs/train/{name}", "--max-steps", str(STEPS), *more]
+
+
+@pytest.fixture(scope="module")
+def eager(folder: Path) -> dict[str, torch.Tensor]:
+    yolofleet(folder, *arguments("eager"))
+    return weights(folder, "eager")
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return read_tensors(folder / "runs" / "train" / name / "weights" / "last.safetensors")[0]
+
+
+def assert_equal_up_to_rounding(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert some.keys() == others.keys()
+    for name, t in others.items():
+        if t.is_floating_point():
+            assert (some[name] - t).norm() <= 2e-3 * t.norm() + 1e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_compiled_processes_learn_what_one_learns_up_to_rounding(
+    folder: Path, eager: dict[str, torch.Tensor], device: str
+) -> None:
+    name = f"compiled-{device.count('2')}"
+    yolofleet(folder, *arguments(name, "--compile", device=device))
+    assert_equal_up_to_rounding(weights(folder, name), eager)
+    assert any((folder / "cache" / "compiled").iterdir()), "not in a folder that other users can write"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("begins", "ends"), [("--compile", "--no-compile"), ("--no-compile", "--compile")])
+def test_a_resumed_run_may_begin_or_end_to_compile(
+    folder: Path, eager: dict[str, torch.Tensor], begins: str, ends: str
+) -> None:
+    name = f"resumed{begins}"
+    yolofleet(folder, *arguments(name, begins, steps=2))
+    done = yolofleet(folder, *resumed(name, ends))
+    assert "last bits may differ from the run so far: compile was" in done.out + done.err
+    assert_equal_up_to_rounding(weights(folder, name), eager)
+
+
+@pytest.mark.slow
+def test_exact_sums_cannot_continue_a_compiled_run(folder: Path) -> None:
+    yolofleet(folder, *arguments("then-exact", "--compile", steps=1))
+    done = yolofleet(folder, *resumed("then-exact", "--reduce", "exact"), code=ConfigError.exit_code)
+    assert "--compile and --reduce exact are mutually exclusive" in done.err
+
+
+@pytest.mark.slow
+def test_a_recipe_that_changes_the_image_size_is_refused(folder: Path) -> None:
+    done = yolofleet(
+        folder, *arguments("sizes", "--compile", "--set", "size_low=0.5"), code=ConfigError.exit_code
+    )
+    assert "--compile and a recipe with images of 0.5 to 1 x --img" in done.err
+
+
+def test_a_machine_that_cannot_compile_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_compiler(*_: object, **__: object) -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    with working_in(folder):
+        done = called(*arguments("nothing", "--compile"))
+    assert done.code == ConfigError.exit_code
+    assert "cannot compile the network on cpu" in done.err
+    assert "No working C++ compiler found" in done.err
+    assert "leave out --compile" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_only_passes_of_the_compiled_size_use_the_compiled_network() -> None:
+    run, sizes = small_run(images=6, per_pass=2), list[int]()
+    replica = run.state.replicas.lead
+
+    def compiled(images: torch.Tensor) -> object:
+        sizes.append(len(images))
+        return replica.model(images)
+
+    replica.compiled, replica.compiled_images = compiled, 4
+    run.do(2)  # each step has passes of 4 and of 2 images
+    assert sizes == [4, 4]
