@@ -67,7 +67,7 @@ def gstreamer():
 
 def test_an_rtsp_stream_is_read_and_connected_again_after_it_stopped(gstreamer, monkeypatch):
     monkeypatch.setattr(sources, "RECONNECT_S", (0.1, 0.5))
-    notes = []
+    notes: list[str] = []
     with rtsp_server() as server:
         port = server.stdout.readline().decode().strip()
         source = Source(f"rtsp://someone:secret@127.0.0.1:{port}/camera", is_argument=True)
