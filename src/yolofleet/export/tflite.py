@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,21 +76,23 @@ def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
 
 
 def _head_tensors(path: Path) -> list[str]:
-    """Return the names of the results of all operations that lead to no convolution.
-
-    These are the last convolutions, the decoding of boxes, and the coordinates of the cells, which 8 bits cannot hold.
-    """
+    """Return the names of the results of the last convolutions on each path to the output, and of what follows them."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     model = flatbuffer_utils.read_model(str(path))
     (graph,) = model.subgraphs
-    leads_to_conv, names = set[int](), list[str]()
+    leads_to_conv, head, names = set[int](), set[int](), list[str]()
+
+    def is_conv(operator: Any) -> bool:
+        return str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D")
+
     for operator in reversed(graph.operators):  # they are in topological order
-        is_conv = str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D")
-        is_inside = bool(leads_to_conv.intersection(operator.outputs))
-        if is_inside or is_conv:
+        if is_conv(operator) or leads_to_conv.intersection(operator.outputs):
             leads_to_conv.update(operator.inputs)
-        if not is_inside:
+    for operator in graph.operators:
+        is_last_conv = is_conv(operator) and not leads_to_conv.intersection(operator.outputs)
+        if is_last_conv or head.intersection(operator.inputs):
+            head.update(operator.outputs)
             names += [graph.tensors[tensor].name.decode() for tensor in operator.outputs]
     return names
 
