@@ -19,6 +19,7 @@ import numpy as np
 from yolofleet.errors import CheckpointError
 from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
 from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def write(job: ExportJob, path: Path) -> None:
         with TemporaryDirectory(dir=path.parent, prefix=".int8-") as temporary:
             plain = Path(temporary, "float.tflite")
             made.export(str(plain))
-            path.write_bytes(_quantized(plain, job.calibration()))
+            write_bytes(path, _quantized(plain, job.calibration()))
     else:
         made.export(str(path))
     write_sidecar(path, job.metadata)
