@@ -23,6 +23,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import WITH_HOSTS, restart_rules
 from yolofleet.runs.plan import RunPlan
 from yolofleet.system.signals import stoppable
+from yolofleet.user_code import source_files
 
 OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
     *("hosts", "fleet", "sync_code", "detach", "restarts"),
@@ -142,8 +143,10 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
     names = [*weights, str(settings.cfg)]
     code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
-    names += [name.rpartition(":")[0] for name in code if ".py:" in name]
-    return [name for name in names if name and Path(name).suffix]
+    for name in code:
+        if ".py:" in name:
+            names += source_files(name.rpartition(":")[0])
+    return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
 
 
 def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
