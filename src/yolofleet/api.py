@@ -328,8 +328,8 @@ class Model:
             ConfigError: a setting is wrong, Optuna is not installed, or several trials in a row failed.
             Stopped: on a request to stop; ``resume=FOLDER`` goes on. YolofleetError: another expected failure.
         """
-        given = settings if settings.get("resume") else {**self._network(), **settings}
-        config, recipe = resolve_tune(_texts(given), source="Model.tune(...)")
+        mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
+        config, recipe = resolve_tune(_texts({**mine, **settings}), source="Model.tune(...)")
         return tune(_said(config), recipe)
 
     def _network(self) -> dict[str, str]:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from modulefinder import ModuleFinder
+from os.path import relpath
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -81,6 +84,16 @@ def identity_of(name: str, flag: str) -> str:
     file = Path(place) if spec is None or spec.origin is None else Path(spec.origin)
     sha256 = hashlib.sha256(read_foreign(file, limit_bytes=MAX_SOURCE_BYTES)).hexdigest()
     return f"{class_name} with SHA-256 {sha256}"
+
+
+def source_files(file: str) -> list[str]:
+    """Return a file of the user's code, and its neighbours that it imports. Reads them, and executes nothing."""
+    folder = Path(file).parent
+    finder = ModuleFinder(path=[str(folder)])
+    with suppress(OSError, SyntaxError, ValueError):  # the processes of the run report it
+        finder.run_script(file)
+    found = [getattr(module, "__file__", None) for module in finder.modules.values()]
+    return [file, *sorted({str(folder / relpath(name, folder)) for name in found if name} - {file})]
 
 
 def failure_of_code(what: str, problem: BaseException) -> ConfigError:

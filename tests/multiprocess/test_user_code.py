@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from commands import called, killed_at_step, results, small_shapes, working_in, yolofleet
+from commands import called, killed_at_step, results, working_in, yolofleet
+from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = [
-    "--img",
-    "64",
-    "--batch",
-    "4",
-    "--nominal-batch",
-    "4",
-    "--micro-batch",
-    "2",
-    "--no-plots",
-    "--epochs",
-    "2",
-]
-RUN = [*SMALL, "--threads", "1", "--workers", "0", "--reduce", "exact"]
-ALL = """
-from my_data import CsvData
-from my_loss import SmallLogits
-from my_model import TinyModel
+from yolofleet.user_code import source_files
 
-class All(TinyModel, SmallLogits, CsvData):
-    pass
-"""
 BROKEN = """
 from yolofleet import Callback
 
@@ -52,43 +30,15 @@ class Stopping(Callback):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with the examples, a data set, and the same labels as a table."""
     made = tmp_path_factory.mktemp("own code")
-    data = small_shapes(made, images=8, val_images=4)
-    for example in EXAMPLES.glob("*.py"):
-        shutil.copy(example, made)
-    (made / "all_parts.py").write_text(ALL)
+    make_user_code(made)
     (made / "broken.py").write_text(BROKEN)
-    with (data.parent / "labels.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(("split", "image", "class", "x1", "y1", "x2", "y2"))
-        for label in sorted((data.parent / "labels").rglob("*.txt")):
-            split = label.parent.name
-            (image,) = (data.parent / "images" / split).glob(f"{label.stem}.*")
-            for line in label.read_text().splitlines():
-                number, x, y, w, h = (float(value) for value in line.split())
-                sides = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
-                table.writerow((split, image.relative_to(data.parent), f"class {number:.0f}", *sides))
     return made
 
 
 @pytest.fixture(scope="module")
-def own(folder: Path) -> list[str]:
-    """The command of a run whose model, loss and data set are the user's, with both callbacks."""
-    code = ["--recipe-class", "all_parts.py:All", "--callbacks", "my_limit.py:LimitBiases"]
-    return [
-        "train",
-        "--data",
-        "small shapes/labels.csv",
-        *code,
-        "--callbacks",
-        "my_callbacks.py:Journal",
-        *RUN,
-    ]
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path, own: list[str]) -> Path:
+def one(folder: Path) -> Path:
     with working_in(folder):
-        done = called(*own, "--device", "cpu", "--name", "one")
+        done = called(*OWN_RUN, "--device", "cpu", "--name", "one")
     assert done.code == 0, done.err
     return folder / "runs" / "train" / "one"
 
@@ -100,6 +50,18 @@ def journal(run: Path) -> list[dict]:
 def test_an_example_has_at_most_40_lines() -> None:
     for example in EXAMPLES.glob("*.py"):
         assert len(example.read_text().splitlines()) <= 40, example
+
+
+def test_the_files_of_own_code_are_found_without_executing_them(folder: Path, tmp_path: Path) -> None:
+    names = ["all_parts.py", "my_data.py", "my_loss.py", "my_model.py"]
+    assert source_files(str(folder / "all_parts.py")) == [str(folder / name) for name in names]
+    with working_in(folder):
+        assert source_files("all_parts.py") == names
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit(1)\n")
+    assert source_files(str(broken)) == [str(broken)]
+    broken.write_text("def :")
+    assert source_files(str(broken)) == [str(broken)]
 
 
 def test_callbacks_see_the_events_of_a_run(one: Path) -> None:
@@ -114,13 +76,10 @@ def test_callbacks_see_the_events_of_a_run(one: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
-def test_two_processes_and_a_resumed_run_train_the_same_weights(
-    folder: Path, own: list[str], one: Path
-) -> None:
+def test_two_processes_and_a_resumed_run_train_the_same_weights(folder: Path, one: Path) -> None:
     run = folder / "runs" / "train" / "two"
-    killed_at_step(
-        folder, 2, run, *own, "--device", "cpu:2", "--name", "two", "--save-steps", "1", "--keep-last", "9"
-    )
+    more = ["--device", "cpu:2", "--name", "two", "--save-steps", "1", "--keep-last", "9"]
+    killed_at_step(folder, 2, run, *OWN_RUN, *more)
     for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
         state.unlink()
     (run / "results.json").unlink(missing_ok=True)
@@ -129,8 +88,7 @@ def test_two_processes_and_a_resumed_run_train_the_same_weights(
     assert "loads only code that you name again" in refused and "--recipe-class all_parts.py:All" in refused
     refused = yolofleet(folder, *resumed, code=3).err
     assert "with other settings: callbacks was LimitBiases" in refused
-    code = ["--callbacks", "my_limit.py:LimitBiases", "--callbacks", "my_callbacks.py:Journal"]
-    yolofleet(folder, *resumed, *code)
+    yolofleet(folder, *resumed, *CALLBACKS)
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
     assert journal(run)[-1]["event"] == "stop" and any(event.get("resumed") for event in journal(run))
 
@@ -200,3 +158,27 @@ def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) ->
     weights = one / "weights" / "best.safetensors"
     failed = yolofleet(folder, "val", "--weights", weights, "--data", "small shapes/data.yaml", code=3).err
     assert "--recipe-class FILE.py:All" in failed
+
+
+def test_a_study_trains_the_own_parts_and_goes_on_with_them(folder: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
+    (folder / "space.yaml").write_text("lr0: [0.001, 0.1, log]\n")
+    study = [
+        "tune",
+        *OWN_RUN[1:],
+        "--epochs",
+        "1",
+        "--space",
+        "space.yaml",
+        "--trials",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    yolofleet(folder, *study)
+    run = folder / "runs" / "tune" / "exp"
+    refused = yolofleet(folder, "tune", "--resume", "auto", "--trials", "2", code=2).err
+    assert "--recipe-class all_parts.py:All" in refused
+    yolofleet(folder, "tune", "--resume", "auto", "--trials", "2", *CODE)
+    assert [json.loads(file.read_text())["metrics"] for file in run.glob("trials/*/results.json")]
+    assert (run / "trials" / "0001" / "journal.jsonl").is_file()

@@ -50,6 +50,7 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
     ),
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
 )
+CODE = ("recipe_class", "callbacks")
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -303,7 +304,18 @@ def continue_study(
     """
     values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
     sources, notes = dict(stored.sources), []
+    for name in CODE:
+        was, flag = values[name], flag_of(name, TuneConfig.model_fields[name])
+        if was and was != getattr(asked.value, name):
+            names = [shown(one) for one in (was if isinstance(was, tuple) else (was,))]
+            raise ConfigError(
+                f"the study uses the code {', '.join(names)}, and a resume loads only code that you name again",
+                source=str(folder / "config.yaml"),
+                hint=" ".join(f"{flag} {one}" for one in names),
+            )
     for name, field in TuneConfig.model_fields.items():
+        if name in CODE and values[name]:
+            continue
         if not may_be_in_files(field):
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
@@ -319,5 +331,7 @@ def continue_study(
                 hint="leave it out, or start a new study",
             )
         values[name], sources[name] = now, asked.sources[name]
+    if (values["hosts"] or values["fleet"]) and not asked.is_given("device"):  # each host has its own devices
+        values["device"], sources["device"] = asked.value.device, DEFAULT
     values["resume"], sources["resume"] = str(folder), asked.sources["resume"]
     return Resolved(TuneConfig.model_validate(values), sources, tuple(notes))

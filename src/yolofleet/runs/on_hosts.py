@@ -6,22 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
 from yolofleet.files.atomic import write_bytes
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached.renewal import Supervision
 from yolofleet.fleet.detached.start import start_detached
-from yolofleet.fleet.launch.on_hosts import FleetJob, run_job
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.launch.on_hosts import FleetJob, check, run_job
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import WITH_HOSTS, restart_rules
 from yolofleet.runs.plan import RunPlan
+from yolofleet.system.signals import stoppable
+from yolofleet.user_code import source_files
 
 OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
     *("hosts", "fleet", "sync_code", "detach", "restarts"),
@@ -47,6 +50,17 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
         # Without that file, the launcher has printed why it is missing.
         write_bytes(Path(settings.json_out), folder.results_json.read_bytes(), into_special=True)
     return code, folder
+
+
+def check_hosts(config: Resolved[TuneConfig], fleet: Fleet) -> None:
+    """Check the hosts of a study as before a training: each trial then runs on one of them.
+
+    Raises:
+        ClusterError, ConfigError: a host cannot be reached, lacks a file or the data, or differs from the others.
+    """
+    plan = RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None)
+    with stoppable(), logged_in(fleet) as remotes:
+        check(job_of(plan), fleet, remotes)
 
 
 def start_detached_run(plan: RunPlan) -> int:
@@ -130,14 +144,18 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
     names = [*weights, str(settings.cfg)]
     code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
-    names += [name.rpartition(":")[0] for name in code if ".py:" in name]
-    return [name for name in names if name and Path(name).suffix]
+    for name in code:
+        if ".py:" in name:
+            names += source_files(name.rpartition(":")[0])
+    return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
 
 
 def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
     """Return the options of the command that resumes the run that its folder does not keep."""
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
-    if settings.device != "auto":  # the devices of hosts that are named without devices
+    if not (settings.fleet or settings.hosts):
+        options = []
+    elif settings.device != "auto":  # the devices of hosts that are named without devices
         options += ["--device", settings.device]
     if settings.sync_code:
         options.append("--sync-code")

@@ -13,21 +13,22 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, REPEATED, read_where
 from yolofleet.config.schema import TrainConfig, TuneConfig, flag_of
 from yolofleet.config.space import Value
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.errors import ConfigError, DataError, NumericsError
+from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.fleet.description import Fleet, Host
+from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.report.results import ResultsTable, fitness_of
 from yolofleet.system.children import die_with, module_argv, module_environment
@@ -50,9 +51,10 @@ OWN = {
     *("recipe", "set", "spares", "min_hosts", "min_devices", "host_timeout"),
 }
 MOST_LOG_BYTES = 64 << 20
-ATTEMPTS = 3  # starts of a trial whose processes were killed or lost
+ATTEMPTS = 3  # starts of a trial that failed for another reason than its values
 PAUSE_S = 5.0  # before another start, for the processes of the last one to end
-FAILED = re.compile(r"^(?:\w+Error|Stopped): .*", re.MULTILINE)
+UNREACHABLE = f"{Unreachable.__name__}: "
+FAILED = re.compile(rf"^(?:\w+Error: |Stopped: |{UNREACHABLE}).*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,14 @@ class DeviceGroup:
 
     Attributes:
         arguments: of ``yolofleet train``, to run there.
+        host: its name in the fleet; "" = this machine, without a fleet.
+        fleet_file: text of a fleet file that names these devices; "" = without a fleet.
     """
 
     text: str
     arguments: tuple[str, ...]
+    host: str = ""
+    fleet_file: str = ""
 
 
 def local_groups(config: TuneConfig, gpus: int, cores: int) -> list[DeviceGroup]:
@@ -89,33 +95,39 @@ def local_groups(config: TuneConfig, gpus: int, cores: int) -> list[DeviceGroup]
     return [DeviceGroup(group, (f"--device={group}", *arguments)) for group in groups]
 
 
-def host_groups(fleet: Fleet, config: TuneConfig, folder: Path) -> list[DeviceGroup]:
-    """Return the groups of devices of all hosts, and write a fleet file for each into ``folder``.
+def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
+    """Return the groups of devices of all hosts.
 
     Raises:
         ConfigError: the devices of a host are not a multiple of ``--devices-per-trial``.
-        StorageError: a file cannot be written.
     """
-    found: list[DeviceGroup] = []
-    for host in fleet.hosts:
-        for group in _split(host.device, config.devices_per_trial, f"{host.name}:{host.device}"):
-            file = folder / f"fleet-{len(found)}.yaml"
-            write_text(file, write_yaml(_fleet_file(fleet, replace(host, device=group))))
-            arguments = [f"--fleet={file}", *(["--sync-code"] if config.sync_code else [])]
-            found.append(DeviceGroup(f"{host.name} {group}", tuple(arguments)))
-    return found
+    arguments = ["--sync-code"] if config.sync_code else []
+    if config.restarts == TrainConfig.model_fields["restarts"].default:
+        arguments.append("--restarts=0")  # the supervisor starts a trial again, on another host
+    return [
+        DeviceGroup(
+            f"{host.name} {group}",
+            tuple(arguments),
+            host.name,
+            _fleet_file(fleet, replace(host, device=group)),
+        )
+        for host in fleet.hosts
+        for group in _split(host.device, config.devices_per_trial, f"{host.name}:{host.device}")
+    ]
 
 
-def _fleet_file(fleet: Fleet, host: Host) -> dict[str, Any]:
+def _fleet_file(fleet: Fleet, host: Host) -> str:
     values = {
         name: value for name, value in asdict(host).items() if value and name not in ("name", "is_here")
     }
-    return {
-        "port": fleet.port,
-        "silence_s": fleet.silence_s,
-        "grace_s": fleet.grace_s,
-        "hosts": [{"host": host.name, **values}],
-    }
+    return write_yaml(
+        {
+            "port": fleet.port,
+            "silence_s": fleet.silence_s,
+            "grace_s": fleet.grace_s,
+            "hosts": [{"host": host.name, **values}],
+        }
+    )
 
 
 def _split(device: str, size: int, source: str) -> list[str]:
@@ -143,7 +155,7 @@ def base_arguments(config: Resolved[TuneConfig], recipe_file: Path) -> list[str]
     words = [f"--recipe={recipe_file}"]
     for name, setting in TrainConfig.model_fields.items():
         value, flag = getattr(config.value, name), flag_of(name, setting)
-        if name in OWN or value == setting.default:
+        if name in (*OWN, *REPEATED) or value == setting.default:
             continue
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
@@ -159,7 +171,10 @@ class TrialRun:
     Attributes:
         folder: of its run.
         log: what it prints.
-        base: arguments that all trials share.
+        base: arguments that all new trials share.
+        each_start: arguments that new and resumed trials share.
+        failed_on: groups on which it failed.
+        is_resumed: the last start resumed its training.
     """
 
     number: int
@@ -167,9 +182,11 @@ class TrialRun:
     folder: RunFolder
     log: Path
     base: Sequence[str]
+    each_start: Sequence[str]
     group: DeviceGroup | None = None
     process: subprocess.Popen[bytes] | None = None
-    attempts: int = 0
+    failed_on: list[DeviceGroup] = field(default_factory=list)
+    is_resumed: bool = False
     starts_at_s: float = 0.0
     seconds: float = 0.0
     log_offset: int = 0
@@ -200,24 +217,33 @@ class TrialRun:
     def is_finished(self) -> bool:
         return self.folder.results_json.is_file()
 
+    def has_state_for(self, group: DeviceGroup) -> bool:
+        """Return whether a group can resume the training: it has checkpoints on this machine's disk, or on the group's."""
+        if any(self.folder.path.glob(CHECKPOINTS)):
+            return True
+        where = self.folder.path / ELSEWHERE
+        return where.is_file() and group.host in (line.partition(":")[0] for line in read_where(where))
+
     def start(self, group: DeviceGroup, resume_command: str) -> None:
-        """Start the training on a group of devices, or resume it."""
-        has_state = (
-            any(self.folder.checkpoints.glob("step-*.safetensors"))
-            or (self.folder.checkpoints / "where.txt").is_file()
-        )
-        if has_state:
+        """Resume the training on a group of devices, or begin it if the group has no checkpoint of it."""
+        self.is_resumed = self.has_state_for(group)
+        if self.is_resumed:
             words = [f"--resume={self.folder.path}"]
         else:
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)  # names a host that is not used now
             path = self.folder.path
             words = [*self.base, *(f"--set={name}={_text(value)}" for name, value in self.values.items())]
             words += [f"--project={path.parent}", f"--name={path.name}", "--exist-ok"]
-        self.group, self.attempts = group, self.attempts + 1
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if group.fleet_file:
+            file = self.log.with_suffix(".fleet.yaml")
+            write_text(file, group.fleet_file)
+            words.append(f"--fleet={file}")
+        self.group = group
         with open_append(self.log) as log:
             self.log_offset = log.tell()
             self.process = subprocess.Popen(
-                module_argv("yolofleet", "train", *words, *group.arguments),
+                module_argv("yolofleet", "train", *words, *self.each_start, *group.arguments),
                 env={**module_environment(os.environ), RESUME_COMMAND: resume_command},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -248,13 +274,19 @@ class TrialRun:
             end_descendants(self.process.pid, deadline_s=1.0)
             self.process.kill()
 
-    def may_pass(self, code: int) -> bool:
-        """Return whether another start may end in another way: the process was killed, or lost its machine.
+    def record_failure(self, code: int) -> bool:
+        """Record that the last start failed, and return whether to start the trial again.
 
-        What follows from the values of the trial ends with another code.
+        NaN and too little memory follow from the values of the trial. The other failures are those of a process, a machine
+        or a checkpoint. The trial begins again if its checkpoint is refused, because its result is a function of its values.
         """
-        follows = (NumericsError.exit_code, ConfigError.exit_code, DataError.exit_code)
-        return code not in follows and self.attempts < ATTEMPTS
+        assert self.group is not None
+        self.failed_on.append(self.group)
+        if self.is_resumed and code in (ConfigError.exit_code, CheckpointError.exit_code):
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        elif code in (NumericsError.exit_code, ConfigError.exit_code):
+            return False
+        return len(self.failed_on) < ATTEMPTS
 
     def reason(self, code: int) -> str:
         """Return why the last start of the process failed, in one line."""

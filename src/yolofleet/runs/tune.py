@@ -23,22 +23,35 @@ from typing import cast
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.space import Space, Value, default_space, read_space
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.errors import ConfigError, NumericsError, Stopped
+from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
+from yolofleet.fleet.description import Fleet
 from yolofleet.report.console import Console, NullConsole, duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import fleet_of
+from yolofleet.runs.on_hosts import check_hosts, resume_options
 from yolofleet.runs.plan import is_worker, rehearse
 from yolofleet.runs.study import Result, Study, Trial, best_of
-from yolofleet.runs.trials import PAUSE_S, DeviceGroup, TrialRun, base_arguments, host_groups, local_groups
+from yolofleet.runs.trials import (
+    PAUSE_S,
+    UNREACHABLE,
+    DeviceGroup,
+    TrialRun,
+    base_arguments,
+    host_groups,
+    local_groups,
+)
 from yolofleet.runs.tune_report import TuneFolder, write_figures, write_picture
 from yolofleet.system.signals import handling, request_name
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of a supervisor that was killed
+AWAY_S = 60.0  # before another trial tries an unreachable host
+ALL_AWAY_S = 600.0  # how long a study waits if no host can be reached
 SHOWN_VALUES = 6  # in a line about a trial
 
 
@@ -77,12 +90,17 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
             "tune starts its processes itself, but another launcher already started this one as one of several",
             hint="run the command once, without torchrun, srun or mpirun",
         )
-    if config.value.resume:
-        folder = TuneFolder(Path(config.value.resume))
-        space: Space = read_space(folder.space)
+    fleet, options = fleet_of(cast(Resolved[TrainConfig], config)), tuple(resume_options(config.value))
+    resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
+    space: Space
+    if resumed is not None:
+        space = read_space(resumed.space)
     else:
         space, recipe = _checked(config, recipe)
-        folder = _new_folder(config, recipe, space)
+    groups = _groups(config, fleet)
+    if fleet is not None:
+        check_hosts(config, fleet)
+    folder = resumed or _new_folder(config, recipe, space, options)
     stop = StopSignals()
     with (
         RunFolder(folder.path).locked(),
@@ -92,41 +110,37 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         c = config.value
         write_text(folder.config, dump_config(config, recipe))
         study = Study(folder.journal, space, c.seed, 0 if c.asynchronous else c.generation)
-        groups = _groups(config, folder)
         return Supervisor(config, recipe.value, folder, study, groups, console, stop).run()
 
 
 def _checked(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.families import family_of
+    from yolofleet.recipe_class import load_recipe_class
     from yolofleet.train.network import description_and_weights
 
     space = read_space(Path(config.value.space)) if config.value.space else None
-    if not (config.value.hosts or config.value.fleet):
-        _local_groups(config)  # its error comes before the study has a folder
     rehearse(cast(Resolved[TrainConfig], config), recipe)
-    family = family_of(description_and_weights(config.value, None)[0])
+    own = load_recipe_class(config.value.recipe_class).description
+    family = family_of(description_and_weights(config.value, None, own)[0])
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
 
 
-def _new_folder(config: Resolved[TuneConfig], recipe: Resolved[Recipe], space: Space) -> TuneFolder:
+def _new_folder(
+    config: Resolved[TuneConfig], recipe: Resolved[Recipe], space: Space, options: tuple[str, ...]
+) -> TuneFolder:
     settings = config.value
     made = RunFolder.create("tune", project=settings.project, name=settings.name)
-    folder = TuneFolder(made.path)
+    folder = TuneFolder(made.path, options)
     make_folder(folder.logs)
     write_text(folder.space, write_yaml({name: part.listed() for name, part in space.items()}))
     write_text(folder.recipe, write_yaml(recipe.value.model_dump(mode="json")))
     return folder
 
 
-def _groups(config: Resolved[TuneConfig], folder: TuneFolder) -> list[DeviceGroup]:
-    fleet = fleet_of(cast(Resolved[TrainConfig], config))
+def _groups(config: Resolved[TuneConfig], fleet: Fleet | None) -> list[DeviceGroup]:
     if fleet is not None:
-        return host_groups(fleet, config.value, folder.path)
-    return _local_groups(config)
-
-
-def _local_groups(config: Resolved[TuneConfig]) -> list[DeviceGroup]:
+        return host_groups(fleet, config.value)
     gpus, cores = 0, os.cpu_count() or 1
     if config.value.device == "auto":
         from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count
@@ -154,6 +168,14 @@ class StopSignals:
         self.source = self.source or request_name(number)
 
 
+@dataclass(frozen=True)
+class Away:
+    """When a host was found to be unreachable, and until when no trial starts there."""
+
+    since_s: float
+    until_s: float
+
+
 @dataclass
 class Supervisor:
     """Runs the trials of a study on groups of devices."""
@@ -169,6 +191,7 @@ class Supervisor:
     running: list[TrialRun] = field(default_factory=list)
     ended: dict[int, Result] = field(default_factory=dict)  # results that the study does not know yet
     failed_in_a_row: int = 0
+    away: dict[str, Away] = field(default_factory=dict)  # unreachable hosts
 
     def run(self) -> TuneResult:
         """Run all trials. Raises as :func:`tune`."""
@@ -230,7 +253,8 @@ class Supervisor:
     def _run_of(self, trial: Trial) -> TrialRun:
         log = self.folder.logs / f"trial-{trial.number:04}.log"
         base = base_arguments(self.config, self.folder.recipe)
-        return TrialRun(trial.number, trial.values, self.folder.trial(trial.number), log, base)
+        each_start = options_to_repeat(self.config.value)
+        return TrialRun(trial.number, trial.values, self.folder.trial(trial.number), log, base, each_start)
 
     def _choose(self) -> None:
         """Add trials to the study: a whole generation when the last one has ended, or one for each free group."""
@@ -277,21 +301,33 @@ class Supervisor:
 
     def _start(self) -> None:
         """Start waiting trials on free groups of devices."""
-        busy = [run.group for run in self.running]
-        free = list(self.groups)
-        for group in busy:
-            if group in free:
-                free.remove(group)
+        now = time.monotonic()
+        able = [
+            group
+            for group in self.groups
+            if group.host not in self.away or now >= self.away[group.host].until_s
+        ]
+        free = list(able)
+        for run in self.running:
+            if run.group in free:
+                free.remove(run.group)
         for run in list(self.waiting):
             if not free:
                 return
-            if time.monotonic() < run.starts_at_s:
+            if now < run.starts_at_s:
                 continue
-            self.waiting.remove(run)
             if run.is_finished or self._is_pruned(run):
+                self.waiting.remove(run)
                 self._end(run)
                 continue
-            run.start(free.pop(0), self.folder.resume_command)
+            untried = [group for group in able if group not in run.failed_on] or able
+            fitting = [group for group in free if group in untried]
+            if not fitting:
+                continue
+            group = next((one for one in fitting if run.has_state_for(one)), fitting[0])
+            free.remove(group)
+            self.waiting.remove(run)
+            run.start(group, self.folder.resume_command)
             self.running.append(run)
 
     def _poll(self) -> None:
@@ -307,14 +343,40 @@ class Supervisor:
                 self._end(run)
             elif self.stop.source:
                 self.waiting.append(run)
-            elif run.may_pass(code):
-                self.console.warn(
-                    f"trial {run.number} on {run.group_text}: {run.reason(code)}; it is started again"
-                )
+            elif (reason := run.reason(code)).startswith(UNREACHABLE):
+                self._wait_for_host(run, reason)
+                continue
+            elif run.record_failure(code):
+                self.console.warn(f"trial {run.number} on {run.group_text}: {reason}; it is started again")
                 run.starts_at_s = time.monotonic() + PAUSE_S
                 self.waiting.insert(0, run)
             else:
-                self._record(run, Result("failed", reason=run.reason(code)))
+                self._record(run, Result("failed", reason=reason))
+            if run.group is not None and run.group.host in self.away:
+                del self.away[run.group.host]
+                self.console.note(f"{run.group.host} can be reached again")
+
+    def _wait_for_host(self, run: TrialRun, reason: str) -> None:
+        """Start no trial on an unreachable host for a while. The trial has not run there, so it has not failed.
+
+        Raises:
+            ClusterError: no host could be reached for ``ALL_AWAY_S``.
+        """
+        assert run.group is not None
+        now, host = time.monotonic(), run.group.host
+        self.waiting.insert(0, run)
+        if host not in self.away:
+            self.console.warn(f"{reason}; the study goes on without {host} until it can be reached")
+        self.away[host] = Away(self.away.get(host, Away(now, now)).since_s, now + AWAY_S)
+        hosts = {group.host for group in self.groups}
+        if not self.running and all(
+            h in self.away and now - self.away[h].since_s > ALL_AWAY_S for h in hosts
+        ):
+            raise ClusterError(
+                f"no host of the study could be reached for {ALL_AWAY_S / 60:.0f} minutes: {', '.join(sorted(hosts))}",
+                source=reason,
+                hint=self.folder.resume_command,
+            )
 
     def _result(self, run: TrialRun) -> Result:
         """Return the result of a trial by the figures in its folder.

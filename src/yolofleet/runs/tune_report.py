@@ -20,9 +20,14 @@ from yolofleet.runs.study import Study, Trial, best_of
 
 @dataclass(frozen=True)
 class TuneFolder:
-    """The folder of a study, and the paths in it."""
+    """The folder of a study, and the paths in it.
+
+    Attributes:
+        resume_options: options of the command that resumes the study, which its files do not keep.
+    """
 
     path: Path
+    resume_options: tuple[str, ...] = ()
 
     @property
     def config(self) -> Path:
@@ -66,7 +71,7 @@ class TuneFolder:
 
     @property
     def resume_command(self) -> str:
-        return shlex.join(["yolofleet", "tune", "--resume", str(self.path)])
+        return shlex.join(["yolofleet", "tune", "--resume", str(self.path), *self.resume_options])
 
 
 def write_figures(folder: TuneFolder, trials: Sequence[Trial], recipe: Recipe, study: Study) -> None:

@@ -8,12 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.load import resolve_tune
+from yolofleet.config.load import dump_config, resolve_tune
 from yolofleet.config.space import Choices, Range, Value
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.fleet.description import load_fleet, parse_hosts
+from yolofleet.report.folder import RunFolder
+from yolofleet.runs.on_hosts import resume_options
 from yolofleet.runs.study import Result, Study, Trial, best_of
-from yolofleet.runs.trials import base_arguments, host_groups, local_groups
+from yolofleet.runs.trials import (
+    DeviceGroup,
+    TrialRun,
+    arguments_of_each_start,
+    base_arguments,
+    host_groups,
+    local_groups,
+)
 
 pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
 
@@ -148,18 +157,22 @@ def test_devices_that_do_not_divide_are_an_error() -> None:
 def test_a_group_of_a_host_is_a_fleet_file_with_its_settings(tmp_path: Path) -> None:
     given = {"data": "d", "model": "yolov5n", "hosts": "me@a:4,b:cpu:2", "devices_per_trial": 2}
     config, _ = resolve_tune(given)
-    found = host_groups(parse_hosts("me@a:4,b:cpu:2"), config.value, tmp_path)
+    found = host_groups(parse_hosts("me@a:4,b:cpu:2"), config.value)
     assert [group.text for group in found] == ["me@a 0,1", "me@a 2,3", "b cpu:2"]
-    written = load_fleet(Path(found[1].arguments[0].removeprefix("--fleet=")))
+    assert [group.host for group in found] == ["me@a", "me@a", "b"]
+    assert all("--restarts=0" in group.arguments for group in found)
+    file = tmp_path / "fleet.yaml"
+    file.write_text(found[1].fleet_file)
+    written = load_fleet(file)
     assert (written.hosts[0].name, written.hosts[0].device) == ("me@a", "2,3")
 
-    file = tmp_path / "fleet.yaml"
     file.write_text(
         "port: 30000\ndefaults: {python: /opt/python, env: {A: b}}\nhosts:\n  - {host: c, gpus: 2, folder: /x, data: /y}\n"
     )
     fleet = load_fleet(file)
-    (group,) = host_groups(fleet, config.value, tmp_path)
-    assert load_fleet(Path(group.arguments[0].removeprefix("--fleet="))).hosts == fleet.hosts
+    (group,) = host_groups(fleet, config.value)
+    file.write_text(group.fleet_file)
+    assert load_fleet(file).hosts == fleet.hosts
 
 
 def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path) -> None:
@@ -175,3 +188,74 @@ def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path)
         "--no-plots",
         "--reduce=exact",
     ]
+
+
+def test_code_is_named_at_each_start_of_a_trial(tmp_path: Path) -> None:
+    code = {"recipe_class": "module:All", "callbacks": ("module:A", "module:B")}
+    config, _ = resolve_tune({"data": "d", **code})
+    assert not [word for word in base_arguments(config, tmp_path / "recipe.yaml") if "module" in word]
+    assert arguments_of_each_start(config.value) == [
+        "--recipe-class=module:All",
+        "--callbacks=module:A",
+        "--callbacks=module:B",
+    ]
+
+
+def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
+    config, recipe = resolve_tune({"data": "d", "recipe_class": "module:All", "callbacks": ("module:A",)})
+    (tmp_path / "config.yaml").write_text(dump_config(config, recipe))
+    (tmp_path / "study.journal").touch()
+    resume = {"resume": str(tmp_path)}
+    with pytest.raises(
+        ConfigError, match="the study uses the code module:All, and a resume loads only"
+    ) as error:
+        resolve_tune(resume)
+    assert error.value.hint == "--recipe-class module:All"
+    with pytest.raises(ConfigError, match="the study uses the code module:A") as error:
+        resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:B",)})
+    assert error.value.hint == "--callbacks module:A"
+    found, _ = resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:A",)})
+    assert found.value.recipe_class == "module:All" and found.value.callbacks == ("module:A",)
+    options = ["--hosts", "a:1", "--recipe-class", "module:All", "--callbacks", "module:A"]
+    found, _ = resolve_tune(
+        {**resume, "hosts": "a:1", **{"recipe_class": "module:All", "callbacks": ("module:A",)}}
+    )
+    assert resume_options(found.value) == options
+
+
+def run_of(folder: Path) -> TrialRun:
+    return TrialRun(0, {}, RunFolder(folder), folder / "log", [], [], group=DeviceGroup("m1 cpu", (), "m1"))
+
+
+def test_a_trial_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
+    run, here, m1, m2 = run_of(tmp_path), *(DeviceGroup("cpu", (), host) for host in ("", "m1", "m2"))
+    assert not any(run.has_state_for(group) for group in (here, m1, m2))
+    run.folder.checkpoints.mkdir()
+    (run.folder.checkpoints / "where.txt").write_text("m2:/own/trials/0000/checkpoints\n")
+    assert [run.has_state_for(group) for group in (here, m1, m2)] == [False, False, True]
+    (run.folder.checkpoints / "step-00000001.safetensors").touch()
+    assert all(run.has_state_for(group) for group in (here, m1, m2))
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "code", "again", "keeps_state"),
+    [
+        (False, 4, True, True),  # a lost host or a killed process
+        (False, 3, True, True),  # a disk without the data
+        (False, 2, False, True),
+        (False, 5, False, True),
+        (True, 5, False, True),
+        (True, 4, True, True),
+        (True, 3, True, False),  # a checkpoint that is refused
+        (True, 2, True, False),
+    ],
+)
+def test_failures_that_do_not_follow_from_the_values(
+    tmp_path: Path, is_resumed: bool, code: int, again: bool, keeps_state: bool
+) -> None:
+    run = run_of(tmp_path)
+    run.is_resumed = is_resumed
+    run.folder.checkpoints.mkdir()
+    assert run.record_failure(code) == again and run.folder.checkpoints.exists() == keeps_state
+    run.record_failure(4)
+    assert not run.record_failure(4), "the third failure is the last"

@@ -125,7 +125,9 @@ def checked(job: FleetJob, fleet: Fleet) -> Iterator[tuple[Plan, Fleet, list[Rem
     active = range(len(fleet.active))
     config, *_ = [job.text(fleet, number, active) for number in active]  # raises before anything is made
     with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
-        yield *check(job, without_spares(fleet, left_out), remotes), config
+        plan, fleet, remotes = check(job, without_spares(fleet, left_out), remotes)
+        say(describe(fleet, plan))
+        yield plan, fleet, remotes, config
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
@@ -192,7 +194,6 @@ def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan,
         if finding.level == "warn":
             say(f"warning: {finding.where}: {finding.seen}")
     raise_faults(findings)
-    say(describe(fleet, plan))
     return plan, fleet, list(remotes)
 
 

@@ -1,0 +1,66 @@
+"""A user's model, loss, data set and callbacks on several hosts: each host has its own copy of the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import yolofleet
+from desk import Command, nothing_left, session_of
+from machines import Lab, Machine, machines
+from user_code_example import CODE, OWN_RUN, make_user_code
+
+HOSTS = ["--hosts", "m1:cpu:1,m2:cpu:1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``code`` in it has the examples and a data set; ``own`` is each machine's own."""
+    made = tmp_path_factory.mktemp("shared")
+    for name in ("own", "tmp", "code"):
+        (made / name).mkdir()
+    make_user_code(made / "code")
+    return made
+
+
+@pytest.fixture(scope="module")
+def lab(folder: Path) -> Iterator[Lab]:
+    with machines(2, private=[folder / "own"], environment=session_of(folder)) as made:
+        for machine in made.machines:
+            copy_of_code(machine, folder)
+        yield made
+
+
+def copy_of_code(machine: Machine, folder: Path) -> None:
+    machine.run("sh", "-c", f"rm -rf '{folder}/own/'* && cp -r '{folder}/code/.' '{folder}/own'")
+
+
+def test_two_hosts_train_what_one_process_trains(lab: Lab, folder: Path) -> None:
+    yolofleet(folder / "code", *OWN_RUN, "--device", "cpu", "--name", "one")
+    command = Command(lab, folder / "own", *OWN_RUN, *HOSTS, "--name", "two")
+    assert command.end() == 0, command.said
+    two = json.loads(lab.desk.run("cat", folder / "own/runs/train/two/results.json").stdout)
+    one = json.loads((folder / "code/runs/train/one/results.json").read_text())
+    assert two["weights_sha256"] == one["weights_sha256"]
+    events = lab.hosts[0].run("cat", folder / "own/runs/train/two/journal.jsonl").stdout.splitlines()
+    assert json.loads(events[0]) == {"event": "start", "step": 0, "ranks": 2, "resumed": False}
+    assert json.loads(events[-1])["event"] == "stop"
+    nothing_left(lab, 10)
+
+    resume = ["train", "--resume", "runs/train/two", "--epochs", "3"]
+    command = Command(lab, folder / "own", *resume, *HOSTS)
+    assert command.end() == 2 and "--recipe-class all_parts.py:All" in command.said, command.said
+    command = Command(lab, folder / "own", *resume, *HOSTS, *CODE)
+    assert command.end() == 0 and "epoch 3/3" in command.said and "epoch 2/3" not in command.said
+
+
+@pytest.mark.parametrize("name", ["all_parts.py", "my_limit.py", "my_model.py", "labels.csv"])
+def test_a_host_without_a_file_is_named_before_the_run(lab: Lab, folder: Path, name: str) -> None:
+    lab.hosts[1].run("sh", "-c", f"cd '{folder}/own' && rm $(find . -name {name})")
+    command = Command(lab, folder / "own", *OWN_RUN, *HOSTS)
+    code = command.end()
+    copy_of_code(lab.hosts[1], folder)
+    print(command.said)
+    assert code in (2, 3, 4) and name.partition(".")[0] in command.said, command.said
