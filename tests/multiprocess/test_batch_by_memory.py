@@ -28,7 +28,7 @@ needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="limits the memory of a process by Linux's means"
 )
 MIB = 1 << 20
-LITTLE, MUCH = 550 * MIB, 1000 * MIB  # 16 images of 256 px, the most on a CPU, need about 700 MiB
+LITTLE, MUCH = 450 * MIB, 900 * MIB
 # the limit begins when all modules are loaded, so it does not depend on their size
 LIMITED = """
 import resource, sys
