@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from yolofleet.config.load import dump_config, resolve_tune
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.space import Choices, Range, Value
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.fleet.description import load_fleet, parse_hosts
@@ -18,7 +19,6 @@ from yolofleet.runs.study import Result, Study, Trial, best_of
 from yolofleet.runs.trials import (
     DeviceGroup,
     TrialRun,
-    arguments_of_each_start,
     base_arguments,
     host_groups,
     local_groups,
@@ -194,11 +194,8 @@ def test_code_is_named_at_each_start_of_a_trial(tmp_path: Path) -> None:
     code = {"recipe_class": "module:All", "callbacks": ("module:A", "module:B")}
     config, _ = resolve_tune({"data": "d", **code})
     assert not [word for word in base_arguments(config, tmp_path / "recipe.yaml") if "module" in word]
-    assert arguments_of_each_start(config.value) == [
-        "--recipe-class=module:All",
-        "--callbacks=module:A",
-        "--callbacks=module:B",
-    ]
+    words = "--recipe-class module:All --callbacks module:A --callbacks module:B"
+    assert options_to_repeat(config.value) == words.split()
 
 
 def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
