@@ -144,6 +144,15 @@ class RunFolder:
         return self.path / "results.json"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def report_json(self) -> Path:
+        """Figures and pictures of the last validation, for ``report`` and for comparisons."""
+        return self.path / "report.json"
+
+    @property
     def weights(self) -> Path:
         return self.path / "weights"
 
