@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +83,12 @@ class Browser:
         return self.ask("/goog/cdp/execute", {"cmd": command, "params": values})
 
 
+def opened_s(session: Browser, page: Path) -> float:
+    """Open a page; return the seconds until it is loaded and its script has drawn everything."""
+    session.open(page)
+    return float(session.run("return performance.getEntriesByType('navigation')[0].loadEventEnd")) / 1000
+
+
 TAB, ENTER, RIGHT, SPACE = "\ue004", "\ue007", "\ue014", " "
 
 
@@ -113,3 +121,11 @@ def browser(folder: Path) -> Iterator[Browser]:
         driver.wait(timeout=DEADLINE_S)
         assert driver.stdout is not None
         driver.stdout.close()
+
+
+if __name__ == "__main__":  # python tests/browser.py PAGE PICTURE [WIDTH [HEIGHT]]: a picture for the docs
+    page, picture, *size = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as own, browser(Path(own)) as started:
+        started.show_as(*map(int, size or ("1180", "1240")))
+        print(f"opened in {opened_s(started, Path(page)):.2f} s, {Path(page).stat().st_size / 1e6:.2f} MB")
+        started.picture(Path(picture))

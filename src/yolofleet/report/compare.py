@@ -159,7 +159,7 @@ def _disagreements(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     listed, left_bytes = [], PICTURE_BYTES
     for key in order:
         first = tables[0][key]
-        jpeg = _picture(runs, tables, key)
+        jpeg = _picture(tables, key)
         if len(jpeg) > left_bytes:
             continue
         left_bytes -= len(jpeg)
@@ -174,7 +174,7 @@ def _images(run: Mapping[str, Any]) -> dict[tuple[str, int, int], Mapping[str, A
     """Return the images of a report by file name and size, without names that occur twice or damaged entries."""
     found: dict[tuple[str, int, int], Mapping[str, Any]] = {}
     twice = set()
-    for image in run["figures"].get("images") or ():
+    for image in run["figures"].get("images", ()):
         try:
             key = (os.path.basename(image["path"]), *map(int, image["size_wh_px"]))  # noqa: PTH119
             _table(image["detections"]), _table(image["labels"], 5)
@@ -191,14 +191,9 @@ def _table(boxes: Any, columns: int = 6) -> NDArray[np.float64]:
     return np.array(boxes, np.float64).reshape(-1, columns)
 
 
-def _picture(
-    runs: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[Any, Mapping[str, Any]]], key: Any
-) -> str:
-    for run, table in zip(runs, tables, strict=True):
-        stored = _mapping(run["figures"].get("pictures")).get(str(table[key].get("position")))
-        if isinstance(stored, str):
-            return stored
-    return picture_base64(str(tables[0][key]["path"]), SIDE_PX)
+def _picture(tables: Sequence[Mapping[Any, Mapping[str, Any]]], key: Any) -> str:
+    stored = [jpeg for table in tables if isinstance(jpeg := table[key].get("jpeg"), str) and jpeg]
+    return stored[0] if stored else picture_base64(str(tables[0][key]["path"]), SIDE_PX)
 
 
 def _differing(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:

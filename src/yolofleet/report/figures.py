@@ -136,7 +136,6 @@ def evaluation_figures(evaluation: Evaluation, index: DataIndex, found: ScoredBo
         "images": _images(index, positions, labels, found, pictures),
         "worst": [[image, errors[image]] for image in worst if image in pictures],
         "others": [image for image in others if image in pictures],
-        "pictures": {str(image): jpeg for image, jpeg in pictures.items()},
     }
 
 
@@ -189,7 +188,7 @@ def _images(
     found: ScoredBoxes,
     pictures: Mapping[int, str],
 ) -> list[dict[str, Any]]:
-    """Return path, size, labels [class, x, y, w, h] and detections [class, x, y, w, h, score] of each image.
+    """Return path, size, picture, labels [class, x, y, w, h] and detections [class, x, y, w, h, score] of each image.
 
     Coordinates are fractions of the image. Images with a picture have detections from ``LEAST_SCORE`` on.
     """
@@ -203,6 +202,7 @@ def _images(
                 "position": position,
                 "path": index.path(position),
                 "size_wh_px": size.astype(int).tolist(),
+                "jpeg": pictures.get(position, ""),
                 "labels": _boxes(labels.class_idx[on], labels.boxes_xywh_px[on], size),
                 "detections": _boxes(
                     found.class_idx[mine], found.boxes_xywh_px[mine], size, found.score[mine]

@@ -35,9 +35,11 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
     Raises:
         ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
     """
-    figures, results = _read_json(folder.report_json), _read_json(folder.results_json)
-    events = _read_events(folder.events(0))
-    curves = _curves(folder)
+    figures, curves = _figures(folder.report_json), _curves(folder)
+    events = _of_this_run(_read_events(folder.events(0)))
+    # a run that was resumed after its end has results, but of before
+    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    results = {} if is_open else _read_json(folder.results_json)
     if not (folder.config.is_file() or curves or figures):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
@@ -48,8 +50,8 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
         "verb": settings["verb"] or "train",
-        "finished": folder.results_json.is_file(),
-        "results": {name: results.get(name) for name in _RESULTS if name in results},
+        "finished": bool(results),
+        "results": {name: results[name] for name in _RESULTS if name in results},
         "curves": curves,
         "settings": settings,
         "figures": figures,
@@ -59,15 +61,8 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
 
 
 _RESULTS = (
-    "metrics",
-    "weights_sha256",
-    "best",
-    "steps",
-    "images_seen",
-    "fleet",
-    "versions",
-    "seconds",
-    "images",
+    *("metrics", "weights_sha256", "best", "steps", "images_seen", "fleet"),
+    *("versions", "seconds", "images"),
 )
 
 
@@ -95,6 +90,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _figures(path: Path) -> dict[str, Any]:
+    """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
+    found = _read_json(path)
+    kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
+    kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
+    kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
+    return kept if found else {}
+
+
+_LISTS = ("names", "images", "worst", "others")
+_MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
+
+
 def _read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of rank 0 in their order; without lines that a crash has cut."""
     events = []
@@ -105,6 +113,17 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
                     events.append(event)
     return events
+
+
+def _of_this_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events since the last start at step 0: ``--exist-ok`` may add a run to the file of another."""
+    fresh = [at for at, event in enumerate(events) if event.get("kind") == "start" and not event.get("step")]
+    return list(events[fresh[-1] if fresh else 0 :])
+
+
+def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
+    starts = [at for at, event in enumerate(events) if event.get("kind") == "start"]
+    return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
 
 
 def _curves(folder: RunFolder) -> dict[str, list[float | None]]:

@@ -22,7 +22,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import plain, read_run
 from yolofleet.text import screen_line
 
-BATCH_PX = 1280  # longest side of the picture of a training batch
+BATCH_PX, BATCH_BYTES = (1280, 800, 400), 1_000_000  # the picture of a training batch: sides to try, limit
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -33,6 +33,8 @@ def write_report(folder: RunFolder) -> Path:
     """
     run = read_run(folder)
     run["batch"] = _picture(folder.plots / "train_step0.jpg")
+    if images := run["figures"].get("images"):  # those without a picture are for comparisons
+        run["figures"]["images"] = [image for image in images if image.get("jpeg")]
     write_text(folder.report, page(f"{run['name']}: report", {"kind": "run", "run": run}))
     return folder.report
 
@@ -41,7 +43,8 @@ def _picture(path: Path) -> str:
     """Return a picture of the run folder as a smaller JPEG in base64; "" if there is none."""
     from yolofleet.report.draw import picture_base64
 
-    return picture_base64(path, BATCH_PX) if path.is_file() else ""
+    sizes = (picture_base64(path, side_px) for side_px in BATCH_PX) if path.is_file() else ()
+    return next((jpeg for jpeg in sizes if len(jpeg) <= BATCH_BYTES), "")
 
 
 def page(title: str, values: Mapping[str, Any]) -> str:

@@ -417,6 +417,7 @@ class TrainReport:
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256 of last": sha256,
+                **({"report": str(self.folder.report)} if self.draws else {}),
             },
         )
 

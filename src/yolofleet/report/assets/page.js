@@ -379,7 +379,7 @@
     const by = new Map((figures.images || []).map((image) => [image.position, image]));
     return (positions || []).map((position, at) => {
       const image = by.get(position);
-      return image && { title: titles(image, at), jpeg: (figures.pictures || {})[position], sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
+      return image && { title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
     }).filter(Boolean);
   }
 
