@@ -97,6 +97,13 @@ def made_run(
     for epoch in range(1, epochs + 1):
         if epoch == epochs // 2 + 1:
             at_s += 12
+            lost = {
+                "time": at_s - 10,
+                "kind": "restart",
+                "step": 10 * (epoch - 1),
+                "why": "rank 1 was killed",
+            }
+            write_text(folder.launcher_events, json.dumps(lost) + "\n")
             event("start", start_s=4.0, world=len(hosts), restarts=1, step=10 * (epoch - 1), versions={})
         compute = [6 + 2 * (rank == 1) + rng.random() for rank in range(len(hosts))]
         seconds = [[0.0, 0.5, own, max(compute) - own, 1.5, 0.2] for own in compute]

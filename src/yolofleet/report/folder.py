@@ -179,6 +179,11 @@ class RunFolder:
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
 
+    @property
+    def launcher_events(self) -> Path:
+        """Events of the launcher, on its machine: why it started the run again."""
+        return self.logs / "launcher.events.jsonl"
+
     def failure(self, rank: int) -> Path:
         """Return the JSON file with the reason if the worker of ``rank`` fails."""
         return self.logs / f"error-rank-{rank}.json"

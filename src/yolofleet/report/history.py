@@ -55,7 +55,7 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
         "curves": curves,
         "settings": settings,
         "figures": figures,
-        "timeline": _timeline(events),
+        "timeline": _timeline(events, _read_events(folder.launcher_events)),
     }
     return run
 
@@ -171,7 +171,9 @@ def _text(value: Any) -> str:
 # -- the fleet's time line -------------------------------------------------------------------------------------
 
 
-def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _timeline(
+    events: Sequence[Mapping[str, Any]], of_launcher: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """Return the starts, the phases of every rank in each epoch, and what else happened; None without epochs.
 
     Times are seconds from the first start. An epoch's times are sums: the order of phases within it is not recorded.
@@ -181,6 +183,8 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not starts:
         return None
     began_s = starts[0]["time"] - _number(starts[0].get("start_s"))
+    events = sorted([*events, *of_launcher], key=lambda event: event["time"])
+    events = [event for event in events if event["time"] >= began_s]
     attempts = [
         {
             "from_s": max(event["time"] - _number(event.get("start_s")) - began_s, 0),
@@ -224,11 +228,12 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-_MARKS = ("rollback", "ends_in_time", "end", "unreadable")
+_MARKS = ("restart", "rollback", "ends_in_time", "end", "unreadable")
 
 
 def _mark_text(event: Mapping[str, Any]) -> str:
     texts = {
+        "restart": f"started again after step {event.get('step')}: {event.get('why')}",
         "rollback": f"back to the checkpoint of step {event.get('step')}: {event.get('why')}",
         "ends_in_time": f"the minutes end after step {event.get('last_step')}",
         "end": f"finished after step {event.get('step')}",

@@ -259,6 +259,7 @@ def test_the_time_line_has_starts_stragglers_and_no_overlap(tmp_path):
     assert [rank["host"] for rank in line["ranks"]] == ["node-a", "node-b"]
     assert [rank["slowest_epochs"] for rank in line["ranks"]] == [0, 6]  # rank 1 computes 2 s longer
     assert line["ranks"][1]["waited_s"] == pytest.approx(line["ranks"][0]["seconds"]["comm"])
+    assert line["marks"][0]["text"] == "started again after step 30: rank 1 was killed"
     borders = [s for span in line["spans"] for s in (span["from_s"], span["to_s"])]
     assert borders == sorted(borders)
     pause = line["spans"][3]["from_s"] - line["spans"][2]["to_s"]
