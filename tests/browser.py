@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+        "--hide-scrollbars",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
 )
 DEADLINE_S = 120

@@ -108,7 +108,7 @@
       plot = new uPlot({
         width: Math.max(holder.clientWidth, 220), height,
         scales: { x: { time: false }, y: range ? { range } : {} },
-        axes: [{ ...axis, label: xLabel, labelSize: 18, labelFont: font, size: 34 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => String(+tick.toPrecision(4))) }],
+        axes: [{ ...axis, label: xLabel, labelSize: 18, labelFont: font, size: 34 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => String(+tick.toPrecision(4))) }],
         series: [{ label: xLabel, value: (_, value) => text(value) }, ...series.map((one, at) => ({
           label: one.label, stroke: one.colour === "text" ? css("--text") : one.colour || HUES[at % HUES.length], width: one.thick || 1.8, show: shown[at], spanGaps: true,
           dash: one.dash, points: { show: one.thick === 0.7 ? false : x.length <= 40, size: 5 }, value: (_, value) => text(value, 4),
