@@ -154,7 +154,7 @@ def _disagreements(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counts = {}
     for key in common:
         found = [_table(table[key]["detections"]) for table in tables]
-        counts[key] = sum(_differing(found[0], other) for other in found[1:])
+        counts[key] = sum(differing(found[0], other) for other in found[1:])
     order = sorted((key for key in common if counts[key]), key=lambda key: -counts[key])[:PICTURES]
     listed, left_bytes = [], PICTURE_BYTES
     for key in order:
@@ -196,7 +196,7 @@ def _picture(tables: Sequence[Mapping[Any, Mapping[str, Any]]], key: Any) -> str
     return stored[0] if stored else picture_base64(str(tables[0][key]["path"]), SIDE_PX)
 
 
-def _differing(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:
+def differing(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:
     """Return how many detections of both runs have no partner: same class and an IoU of at least ``SAME_IOU``.
 
     Args:
@@ -211,11 +211,8 @@ def _differing(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:
     union = np.prod(one[:, 3:5], axis=1)[:, None] + np.prod(two[:, 3:5], axis=1)[None] - shared
     overlap = np.where(one[:, None, 0] == two[None, :, 0], shared / np.maximum(union, 1e-12), 0.0)
     pairs = 0
-    for place in np.argsort(-overlap, axis=None, kind="stable").tolist():
-        row, column = divmod(place, overlap.shape[1])
-        if overlap[row, column] < SAME_IOU:
-            break
-        if (overlap[row] >= 0).all() and (overlap[:, column] >= 0).all():
-            overlap[row], overlap[:, column] = -1.0, -1.0
-            pairs += 1
+    while overlap.max() >= SAME_IOU:
+        row, column = divmod(int(overlap.argmax()), overlap.shape[1])
+        overlap[row], overlap[:, column] = -1.0, -1.0
+        pairs += 1
     return len(one) + len(two) - 2 * pairs
