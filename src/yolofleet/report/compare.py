@@ -154,7 +154,7 @@ def _disagreements(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counts = {}
     for key in common:
         found = [_table(table[key]["detections"]) for table in tables]
-        counts[key] = sum(differing(found[0], other) for other in found[1:])
+        counts[key] = sum(unpaired(found[0], other) for other in found[1:])
     order = sorted((key for key in common if counts[key]), key=lambda key: -counts[key])[:PICTURES]
     listed, left_bytes = [], PICTURE_BYTES
     for key in order:
@@ -196,7 +196,7 @@ def _picture(tables: Sequence[Mapping[Any, Mapping[str, Any]]], key: Any) -> str
     return stored[0] if stored else picture_base64(str(tables[0][key]["path"]), SIDE_PX)
 
 
-def differing(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:
+def unpaired(one: NDArray[np.float64], two: NDArray[np.float64]) -> int:
     """Return how many detections of both runs have no partner: same class and an IoU of at least ``SAME_IOU``.
 
     Args:

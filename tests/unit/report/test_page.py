@@ -21,7 +21,7 @@ from yolofleet.cli.app import run
 from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.report import figures
-from yolofleet.report.compare import comparison, differing
+from yolofleet.report.compare import comparison, unpaired
 from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import MOST_SPANS, plain, read_run
@@ -301,14 +301,14 @@ def test_equal_runs_agree(tmp_path, index):
 
 def test_a_detection_agrees_with_one_of_its_class_and_place():
     one = np.array([[0, 0.1, 0.1, 0.2, 0.2, 0.9], [0, 0.5, 0.5, 0.2, 0.2, 0.9], [1, 0.5, 0.5, 0.2, 0.2, 0.3]])
-    assert differing(one, one) == 0
+    assert unpaired(one, one) == 0
     other = one.copy()
     other[1, 0] = 2  # another class: both of them are alone
     other[2, 5] = 0.2  # not shown, so the third is alone
-    assert differing(one, other) == 3
+    assert unpaired(one, other) == 3
     twice = np.vstack([one, one[:1]])  # a partner has one detection only
-    assert differing(one, twice) == 1
-    assert differing(one, np.zeros((0, 6))) == 3
+    assert unpaired(one, twice) == 1
+    assert unpaired(one, np.zeros((0, 6))) == 3
 
 
 def test_a_run_without_figures_is_compared_by_the_rest(tmp_path, index):
