@@ -1,4 +1,7 @@
-"""The report of runs with real processes: the fleet is not in its figures, and it tells of every rank and start."""
+"""The fleet is not in the figures of a report, and a resumed run has one report.
+
+``test_training.py`` looks at the report of two processes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from commands import small_shapes, train_args, yolofleet
 
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import read_run
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +44,6 @@ def test_a_report_of_two_processes_has_the_figures_of_one_and_tells_of_both(fold
     two = trained(folder, data, "two", "--device", "cpu:2", "--epochs", "1")
     assert one.report.stat().st_size > 50_000 and two.report.is_file()
     assert figures(one)["images"][0]["jpeg"] and figures(one) == figures(two)
-    line = read_run(two)["timeline"]
-    assert [rank["rank"] for rank in line["ranks"]] == [0, 1] and all(rank["host"] for rank in line["ranks"])
-    assert all(rank["seconds"]["compute"] > 0 for rank in line["ranks"])
-    assert sum(rank["slowest_epochs"] for rank in line["ranks"]) == 1
-
     # another epoch on another fleet: a second start, and the report of the longer run
     yolofleet(folder, "train", "--resume", two.path, "--epochs", "2", "--device", "cpu")
     resumed = read_run(two)
