@@ -115,9 +115,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _total(seconds: Any) -> float | None:
     parts = _mapping(seconds)
-    if "wall" in parts:  # of a validation
-        return _at(parts, ("wall",))
-    numbers = [value for value in parts.values() if isinstance(value, (int, float))]
+    spent = [parts["wall"]] if "wall" in parts else parts.values()  # of a validation, else of a training
+    numbers = [float(value) for value in spent if isinstance(value, (int, float))]
     return sum(numbers) if numbers else None
 
 

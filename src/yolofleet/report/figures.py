@@ -147,7 +147,8 @@ def _curves(curves: PrecisionRecall, names: Sequence[str]) -> dict[str, Any]:
         if not len(values):
             return []
         table = np.vstack([values.mean(axis=0), values[:MOST_CURVES]])[:, at]  # [1 + K, points]
-        return np.round(table, 4).tolist()
+        rounded: list[list[float]] = np.round(table, 4).tolist()
+        return rounded
 
     return {
         "x": np.round(curves.grid[at], 4).tolist(),

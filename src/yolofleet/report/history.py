@@ -209,7 +209,9 @@ def _timeline(
             }
         )
         ends_s = spans[-1]["to_s"]
-    hosts = next((event["hosts"] for event in reversed(phases) if isinstance(event.get("hosts"), list)), [])
+    hosts: list[Any] = next(
+        (event["hosts"] for event in reversed(phases) if isinstance(event.get("hosts"), list)), []
+    )
     ranks = _ranks(phases, hosts)
     shown = sorted(ranks, key=lambda rank: (-rank["slowest_epochs"], rank["seconds"]["comm"]))[:MOST_RANKS]
     order = sorted(rank["rank"] for rank in shown)
