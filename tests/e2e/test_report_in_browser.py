@@ -40,30 +40,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("chromium")) as session:
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[Browser]:
+    with browser(tmp_path) as session:
         yield session
 
 
-@pytest.mark.parametrize("name", ["run", "unfinished", "comparison"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_page_opens_without_a_message_and_fits_the_screen(
-    pages: dict[str, Path], chromium: Browser, name: str, width: int
-) -> None:
-    chromium.show_as(width)
-    chromium.open(pages[name])
-    assert chromium.messages() == []
-    assert chromium.run("return document.documentElement.dataset.ready") == "yes"
-    assert chromium.run("return document.querySelectorAll('.problem').length") == 0
-    assert chromium.run("return document.documentElement.scrollWidth") <= width
-    assert "owned" not in chromium.run("return document.title")
-    assert chromium.run("return document.querySelectorAll('script').length") == 2
-    # every chart has lines in it, and every picture is whole
-    assert chromium.run("return document.querySelectorAll('.uplot canvas').length") >= 8
-    chromium.run("document.querySelectorAll('img').forEach((image) => (image.loading = 'eager'))")
-    broken = "return [...document.images].filter((i) => i.complete && !i.naturalWidth).length"
-    assert chromium.run(broken) == 0
+def test_pages_open_without_a_message_and_fit_the_screen(pages: dict[str, Path], chromium: Browser) -> None:
+    for width in WIDTHS:
+        chromium.show_as(width)
+        for name, page in pages.items():
+            chromium.open(page)
+            where = f"{name}, {width} px"
+            assert chromium.messages() == [], where
+            assert chromium.run("return document.documentElement.dataset.ready") == "yes", where
+            assert chromium.run("return document.querySelectorAll('.problem').length") == 0, where
+            assert chromium.run("return document.documentElement.scrollWidth") <= width, where
+            assert "owned" not in chromium.run("return document.title")
+            assert chromium.run("return document.querySelectorAll('script').length") == 2, where
+            assert chromium.run("return document.querySelectorAll('.uplot canvas').length") >= 8, where
+            chromium.run("document.querySelectorAll('img').forEach((image) => (image.loading = 'eager'))")
+            broken = "return [...document.images].filter((i) => i.complete && !i.naturalWidth).length"
+            assert chromium.run(broken) == 0, where
 
 
 def test_the_page_may_load_and_send_nothing(pages: dict[str, Path], chromium: Browser) -> None:
@@ -86,7 +84,9 @@ def test_dark_colours_follow_the_system(pages: dict[str, Path], chromium: Browse
     for dark in (False, True):
         chromium.show_as(800, 700, dark=dark)
         chromium.open(pages["run"])
-        means[dark] = cv2.imread(str(chromium.picture(tmp_path / f"{dark}.png"))).mean()
+        picture = cv2.imread(str(chromium.picture(tmp_path / f"{dark}.png")))
+        assert picture is not None
+        means[dark] = picture.mean()
     assert means[True] < 80 < 180 < means[False]
 
 
