@@ -75,7 +75,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-SOURCES = (".py", ".yaml", ".html", ".css", ".js", ".txt")  # suffixes of sources and data files
+SOURCES = (".py", ".yaml", ".html", ".css", ".js")  # suffixes of sources and data files
 
 
 def package_sha256(package: Path) -> str:
