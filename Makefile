@@ -29,7 +29,7 @@ demo: env
 	  --device cpu:2 --project $(DEMO) --name val --exist-ok --verbose
 	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source $(DEMO)/shapes/images/val \
 	  --img 160 --project $(DEMO) --name predict --exist-ok
-	@echo "look at $(DEMO)/predict and $(DEMO)/train/plots"
+	@echo "look at $(DEMO)/predict and $(DEMO)/train/report.html"
 
 test: env
 	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py export.py

@@ -227,6 +227,10 @@ CASES = [
     Case("conversion into a folder that is there", "data convert set --to coco --out exp", "exp"),
     Case("conversion to an unknown form", "data convert set --to kitti --out new", "kitti|coco", varies=True),
     Case("download of an unknown data set", "data download nowhere", "nowhere|coco"),
+    # reports
+    Case("a report of what is no run", "report set", "set"),
+    Case("a report of several runs", "report exp exp", "2|compare"),
+    Case("a comparison of one run", "report compare exp", "1"),
     # weights, checkpoints
     Case("weights in an unknown form", f"weights convert {WEIGHTS} out.xyz", ".xyz"),
     Case("verification of damaged weights", f"weights verify {WEIGHTS}", WEIGHTS, spoil(WEIGHTS)),

@@ -12,6 +12,8 @@ import pytest
 from commands import SMALL, environment, killed_at_step, results, train_args, yolofleet
 
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.history import read_run
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 
@@ -31,7 +33,8 @@ def weights_of(run: Path) -> str:
 def whole(folder: Path, data: Path) -> dict[str, Path]:
     """The same run on one and on two processes, never interrupted."""
     for name, device in (("one", "cpu"), ("two", "cpu:2")):
-        yolofleet(folder, *train_args(data, "--device", device, "--name", name, "--save-steps", "2"))
+        plots = "--plots" if name == "two" else "--no-plots"
+        yolofleet(folder, *train_args(data, "--device", device, "--name", name, "--save-steps", "2", plots))
     return {name: folder / "runs" / "train" / name for name in ("one", "two")}
 
 
@@ -47,6 +50,17 @@ def test_a_run_leaves_behind_what_the_design_says(whole: dict[str, Path]) -> Non
         assert not list(run.rglob(".*tmp"))
     assert (whole["two"] / "logs" / "rank-1.log").exists()
     assert results(whole["two"])["fleet"]["processes"] == 2
+
+
+def test_the_report_tells_of_both_processes(whole: dict[str, Path]) -> None:
+    run = RunFolder(whole["two"])
+    assert run.report.stat().st_size > 50_000 and not RunFolder(whole["one"]).report.exists()
+    values = read_run(run)
+    assert values["finished"] and values["figures"]["errors"]["images"] == 10
+    line = values["timeline"]
+    assert [rank["rank"] for rank in line["ranks"]] == [0, 1] and all(rank["host"] for rank in line["ranks"])
+    assert all(rank["seconds"]["compute"] > 0 for rank in line["ranks"])
+    assert sum(rank["slowest_epochs"] for rank in line["ranks"]) == 2 == len(line["spans"])
 
 
 def test_two_processes_learn_what_one_learns_up_to_rounding(whole: dict[str, Path]) -> None:

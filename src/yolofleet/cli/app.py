@@ -105,6 +105,19 @@ BENCH = Verbs(
     default="inference",
     help="Measure speed on this machine.",
 )
+REPORT = Verbs(
+    "report",
+    {
+        "run": (
+            "yolofleet.cli.report:run_command",
+            "write the page of a run; `yolofleet report RUN` is the same",
+        ),
+        "compare": ("yolofleet.cli.report:compare_command", "compare runs on one page"),
+    },
+    default="run",
+    default_takes_arguments=True,
+    help="Show runs as HTML pages that need no network: `yolofleet report runs/train/exp`.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -112,6 +125,7 @@ APP = Verbs(
         "tune": ("yolofleet.cli.tune:command", "search recipe values with many short trainings"),
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
+        "report": (REPORT, "write the page of a run, or compare runs on one page"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "lr-find": ("yolofleet.cli.lr_find:command", "find a learning rate for a training"),

@@ -32,6 +32,7 @@ class Verbs(click.Group):
 
     Args:
         default: the member that runs if the arguments begin with one of its options instead of a verb; "" = none.
+        default_takes_arguments: it also runs if they begin with another word that is no verb.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Verbs(click.Group):
         members: Mapping[str, tuple[str | click.Command, str]],
         *,
         default: str = "",
+        default_takes_arguments: bool = False,
         **extra: Any,
     ) -> None:
         super().__init__(
@@ -51,15 +53,16 @@ class Verbs(click.Group):
             **extra,
         )
         self.members = members
-        self.default = default
+        self.default, self.default_takes_arguments = default, default_takes_arguments
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._with_verb(args))
 
     def _with_verb(self, args: list[str]) -> list[str]:
-        """Put the default verb in front of arguments that begin with an option."""
-        begins_with_option = not args or args[0].startswith("-")
-        if self.default and begins_with_option and args[:1] not in (["-h"], ["--help"]):
+        """Put the default verb in front of arguments that begin with an option, or with what is no verb."""
+        has_no_verb = not args or args[0].startswith("-")
+        has_no_verb |= self.default_takes_arguments and args[:1] != [] and args[0] not in self.members
+        if self.default and has_no_verb and args[:1] not in (["-h"], ["--help"]):
             return [self.default, *args]
         return args
 

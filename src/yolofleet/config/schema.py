@@ -457,7 +457,7 @@ class TrainConfig(FleetSettings):
         group="reports and display",
         in_files=False,
     )
-    plots: bool = setting(True, "write curves and example images", group="reports and display")
+    plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
     tensorboard: bool = setting(
         False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"
     )
@@ -553,7 +553,9 @@ class TuneConfig(TrainConfig):
     resume: str = setting(
         "", "go on with a study: auto (the newest) or its folder", group="saved files", in_files=False
     )
-    plots: bool = setting(False, "each trial writes curves and example images", group="reports and display")
+    plots: bool = setting(
+        False, "each trial writes report.html, curves and example images", group="reports and display"
+    )
 
 
 class InferenceSettings(ExecutionSettings):
@@ -654,7 +656,7 @@ class ValConfig(FleetSettings, InferenceSettings):
         le=10_000,
         group="reports and display",
     )
-    plots: bool = setting(True, "write curves and example images", group="reports and display")
+    plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
     save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
     json_out: str = setting(
         "",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import cv2
 import numpy as np
+
+from yolofleet.errors import DataError
+from yolofleet.images.decode import read_image
 
 # Twenty colours, with different hue and lightness for neighbouring indices; hex RGB
 _HEX = (
@@ -18,6 +23,7 @@ _HEX = (
 PALETTE = tuple((int(h[4:], 16), int(h[2:4], 16), int(h[:2], 16)) for h in _HEX.split())  # BGR
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 GREY = (114, 114, 114)  # as in letterboxes
+JPEG_QUALITY = 80  # of pictures in a page
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 UNICODE = int(cv2.__version__.split(".")[0]) >= 5  # OpenCV 4 draws ASCII only
 
@@ -169,3 +175,17 @@ def _draw_into(cell: np.ndarray, picture: Picture, names: Sequence[str]) -> None
     cell[top : top + fit_h, left : left + fit_w] = drawn
     if picture.title:
         _draw_label(cell, drawable(picture.title, ""), (0, 0), (40, 40, 40), 0.4, 1, 1)
+
+
+def picture_base64(path: str | Path, side_px: int) -> str:
+    """Return an image file as a JPEG in base64 with sides of at most ``side_px``; "" if it cannot be read."""
+    try:
+        pixels = read_image(path)
+    except DataError:
+        return ""
+    ratio = side_px / max(pixels.shape[:2])
+    if ratio < 1:
+        size_wh = (max(1, round(pixels.shape[1] * ratio)), max(1, round(pixels.shape[0] * ratio)))
+        pixels = cv2.resize(pixels, size_wh, interpolation=cv2.INTER_AREA)
+    _, encoded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+    return base64.b64encode(encoded.tobytes()).decode("ascii")

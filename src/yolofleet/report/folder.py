@@ -146,6 +146,15 @@ class RunFolder:
         return self.path / "results.json"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def report_json(self) -> Path:
+        """Figures and pictures of the last validation, for ``report`` and for comparisons."""
+        return self.path / "report.json"
+
+    @property
     def weights(self) -> Path:
         return self.path / "weights"
 
@@ -171,6 +180,11 @@ class RunFolder:
         Each rank has its own, because on NFS lines that two hosts append can be mixed.
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
+
+    @property
+    def launcher_events(self) -> Path:
+        """Events of the launcher, on its machine: why it started the run again."""
+        return self.logs / "launcher.events.jsonl"
 
     def failure(self, rank: int) -> Path:
         """Return the JSON file with the reason if the worker of ``rank`` fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
+from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.detached.renewal import Supervision
@@ -21,6 +23,7 @@ from yolofleet.fleet.detached.start import start_detached
 from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.launch.on_hosts import FleetJob, check, run_job
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.page import write_report
 from yolofleet.runs.machines import WITH_HOSTS, restart_rules
 from yolofleet.runs.plan import RunPlan
 from yolofleet.system.signals import stoppable
@@ -46,6 +49,11 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
     if supervision is not None and supervision.term > 1:  # the folder is this run's own
         job = replace(job, may_link=True)
     code, folder = run_job(job, plan.fleet)
+    if code == 0 and folder.report_json.is_file():
+        with suppress(
+            YolofleetError
+        ):  # the run has its results; `yolofleet report` tells why there is no page
+            write_report(folder)
     if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
         # Without that file, the launcher has printed why it is missing.
         write_bytes(Path(settings.json_out), folder.results_json.read_bytes(), into_special=True)

@@ -18,7 +18,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.matching import rows
+from yolofleet.evaluate.matching import ScoredBoxes, rows
 from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation, labels_of
 from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import Runtime, open_networks
@@ -32,7 +32,10 @@ from yolofleet.predict.predictor import class_numbers
 from yolofleet.predict.run import weights_text
 from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console, NullConsole
+from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.page import write_report
+from yolofleet.report.plots import attempt
 from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
 from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
 
@@ -136,8 +139,11 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         on_batch=validation_progress(world, console),
     ).evaluate()
     show_evaluation(console, evaluation, per_class=config.verbose)
+    sample = None
+    if config.plots:
+        sample = shared_sample(evaluation, None if settings.gather_detections else world)
     if world.is_main:
-        _write(config, folder, evaluation, index, console)
+        _write(config, folder, evaluation, index, sample, console)
 
 
 def _analysed(
@@ -183,7 +189,12 @@ def per_class_csv(evaluation: Evaluation) -> str:
 
 
 def _write(
-    config: ValConfig, folder: RunFolder, evaluation: Evaluation, index: DataIndex, console: NullConsole
+    config: ValConfig,
+    folder: RunFolder,
+    evaluation: Evaluation,
+    index: DataIndex,
+    sample: ScoredBoxes | None,
+    console: NullConsole,
 ) -> None:
     figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
     write_json(folder.results_json, figures)
@@ -198,4 +209,6 @@ def _write(
             write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
+        attempt(console.note, write_figures, folder, {config.split: index}, evaluation, sample)
+        attempt(console.note, write_report, folder)
     console.summary("validated", {"results": str(folder.path)})

@@ -22,14 +22,17 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
-from yolofleet.evaluate.matching import AREA_RANGES_PX
+from yolofleet.evaluate.matching import AREA_RANGES_PX, ScoredBoxes
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.files.atomic import write_json
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
+from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.page import write_report
+from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable
 from yolofleet.report.tensorboard import TensorboardLog
 from yolofleet.train.agreement import kernels
@@ -131,6 +134,7 @@ class TrainReport:
         bits = kernels(self.world.device)
         self.events.write(
             "start",
+            start_s=self.clock.epoch_so_far().seconds["start"],
             world=self.world.size,
             restarts=self.world.restarts,
             step=state.step,
@@ -148,6 +152,7 @@ class TrainReport:
                 self.table.drop_after(state.progress.epochs_done)
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
+            attempt(self.console.note, self._write_figures)
         self._open_epoch(state.progress.epochs_done + 1)
         run = RunStart(
             folder=self.folder.path,
@@ -286,9 +291,13 @@ class TrainReport:
         Collective: every rank (the output has the slowest rank's times).
         """
         mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
+        mine["host"] = self.world.host
         every = [json.loads(packed) for packed in self.world.all_gather_bytes(json.dumps(mine).encode())]
         times = slowest(Times(**rank["times"]) for rank in every)
         memory_mib = max(rank["memory_mib"] for rank in every)
+        if self.world.is_main:
+            seconds = [[round(s, 3) for s in rank["times"]["seconds"].values()] for rank in every]
+            self.events.write("phases", epoch=epoch, hosts=[rank["host"] for rank in every], seconds=seconds)
         self.console.end_epoch(self._view(terms, times, plan))
         losses = by_name(self.terms, terms)
         row: dict[str, float] = {
@@ -363,10 +372,12 @@ class TrainReport:
         )
 
     def finish(self, state: TrainState) -> None:
-        """Write results.json and the plots, and print the summary. Collective: every rank."""
+        """Write results.json, the plots and the report, and print the summary. Collective: every rank."""
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
+        evaluation = self.last_evaluation if self.config.plots else None
+        sample = shared_sample(evaluation, self.world) if evaluation else None
         if not self.is_writer:
             return
         if self.tensorboard:
@@ -390,6 +401,10 @@ class TrainReport:
         self._write_unwritten(is_last=True)
         with self.saving("results.json", is_last=True):
             write_json(self.folder.results_json, results)
+        if self.draws and sample is not None:
+            attempt(self.console.note, self._write_figures, sample)
+        if self.draws:
+            attempt(self.console.note, write_report, self.folder)
         accuracy = {}
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics
@@ -402,8 +417,14 @@ class TrainReport:
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256 of last": sha256,
+                **({"report": str(self.folder.report)} if self.draws else {}),
             },
         )
+
+    def _write_figures(self, sample: ScoredBoxes | None = None) -> None:
+        """Write report.json: the label statistics and, with the detections of a sample, the last validation."""
+        splits = {"train": self.index, "val": self.val_index}
+        write_figures(self.folder, splits, self.last_evaluation, sample)
 
 
 def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:

@@ -75,11 +75,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+SOURCES = (".py", ".yaml", ".html", ".css", ".js")  # suffixes of sources and data files
+
+
 def package_sha256(package: Path) -> str:
     """Return a digest of the names and contents of a package's sources and data files."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*")):
-        if file.suffix in (".py", ".yaml") and file.is_file():
+        if file.suffix in SOURCES and file.is_file():
             content = file.read_bytes()
             digest.update(f"{file.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yolofleet
-from yolofleet.fleet.doctor.machine_facts import package_sha256
+from yolofleet.fleet.doctor.machine_facts import SOURCES, package_sha256
 
 # The digest is of sources and data files alone. Extensions that a host cannot load are not needed there.
-SUFFIXES = (".py", ".yaml", *EXTENSION_SUFFIXES)
+SUFFIXES = (*SOURCES, *EXTENSION_SUFFIXES)
 MOST_BYTES = 32 << 20
 
 _taken: list[Path] = []

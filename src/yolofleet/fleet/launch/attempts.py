@@ -29,7 +29,7 @@ from yolofleet.fleet.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, raise_faults
-from yolofleet.fleet.launch.restarts import Failure, Restarts
+from yolofleet.fleet.launch.restarts import Failure, Restarts, record_restart
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, say
 from yolofleet.report.folder import RESUME_COMMAND
@@ -279,12 +279,13 @@ class Attempts:
         return True
 
     def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
-        """Say what failed, and leave out a host that fails again; return whether another attempt may follow."""
+        """Say and record what failed, and leave out a host that fails again; return whether another attempt may follow."""
         if not self.restarts.allow(failure):
             if self.restarts.why_not:
                 say(f"\nnot started again: {self.restarts.why_not}")
             return False
         say(f"\n{failure.text}")
+        record_restart(self.folders.here, failure)
         if not lost and len(self.members) > 1 and self.restarts.repeated(failure, same_host=True) > 1:
             say(f"{failure.host} is left out: it failed there before, after the same step")
             self.members = [number for number in self.members if self.remotes[number].name != failure.host]

@@ -30,6 +30,10 @@ FETCHED = tuple(
     (re.compile(pattern), size_bytes)
     for pattern, size_bytes in (
         (r"results\.(csv|json)", 1 << 30),
+        (
+            r"report\.json",
+            64 << 20,
+        ),  # not report.html: the launcher makes the page, so no host's script runs in a browser
         (r"predictions\.json", 16 << 30),
         (r"(events|logs/rank-[0-9]{1,6}\.events)\.jsonl", 4 << 30),
         (r"logs/(rank|agent)(-[0-9]{1,6})?\.log", 4 << 30),
@@ -41,7 +45,7 @@ FETCHED = tuple(
 )
 NAMED = 5  # names in a message about files that stay on a host
 LEFT_THERE = re.compile(
-    r"config\.yaml|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
+    r"config\.yaml|report\.html|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
 )  # every run has them; no message
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name

@@ -20,7 +20,7 @@ from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.files.in_memory import MemoryFiles
 from yolofleet.fleet.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
-from yolofleet.fleet.launch.restarts import Failure, RestartRules, Restarts
+from yolofleet.fleet.launch.restarts import Failure, RestartRules, Restarts, record_restart
 from yolofleet.fleet.served_agent import ServedAgent
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
@@ -113,6 +113,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 agent.save_state(job.folder)
                 return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
             restarts.count += 1
+            record_restart(RunFolder(job.folder), failure)
             echo(f"\n{failure.text}\ngoing on with {job.processes} processes", to=sys.stderr)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from yolofleet.report.events import EventLog
+from yolofleet.report.folder import RunFolder
+
 MOST_AT_ONE_STEP = 3  # equal failures without a step between them
 HOUR_S = 3600.0
 
@@ -40,6 +43,12 @@ class Failure:
     step: int
     may_pass: bool
     host: str = ""
+
+
+def record_restart(folder: RunFolder, failure: Failure) -> None:
+    """Append to the launcher's events why a run is started again, for its report. A full disk gives a warning."""
+    with EventLog(folder.launcher_events, rank=-1) as events:
+        events.write("restart", why=failure.text, step=failure.step)
 
 
 @dataclass

@@ -1,0 +1,69 @@
+"""`yolofleet report`: the page of a run, and of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from yolofleet.cli.commands import Command
+from yolofleet.errors import ConfigError
+from yolofleet.report.folder import RunFolder
+from yolofleet.text import echo, shown
+
+COMPARISON = "comparison.html"
+
+
+def _folder(run: str) -> RunFolder:
+    if not Path(run).is_dir():
+        raise ConfigError(
+            f"{shown(run)} is not a folder",
+            source="command line",
+            hint="name a run folder, such as runs/train/exp",
+        )
+    return RunFolder(Path(run))
+
+
+def run(runs: tuple[str, ...]) -> int:
+    if len(runs) != 1:
+        hint = (
+            f"yolofleet report compare {' '.join(map(shown, runs))}"
+            if runs
+            else "yolofleet report runs/train/exp"
+        )
+        raise ConfigError(
+            f"yolofleet report takes one run folder, got {len(runs)}", source="command line", hint=hint
+        )
+    folder = _folder(runs[0])
+    from yolofleet.report.page import write_report
+
+    echo(write_report(folder))
+    return 0
+
+
+def compare(runs: tuple[str, ...], out: str) -> int:
+    folders = [_folder(name) for name in runs]
+    from yolofleet.report.compare import write_comparison
+
+    write_comparison(folders, Path(out))
+    echo(out)
+    return 0
+
+
+run_command = Command(
+    "run",
+    params=[click.Argument(["runs"], nargs=-1, metavar="RUN")],
+    callback=run,
+    help="Write report.html into the run folder RUN again, from its other files. A run that has not finished has one too.",
+)
+compare_command = Command(
+    "compare",
+    params=[
+        click.Argument(["runs"], nargs=-1, metavar="RUN RUN ..."),
+        click.Option(
+            ["--out"], default=COMPARISON, metavar="FILE", show_default=True, help="the page to write"
+        ),
+    ],
+    callback=compare,
+    help="Compare run folders on one page: different settings, curves, figures, and images on which the runs disagree.",
+)

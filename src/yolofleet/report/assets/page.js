@@ -1,0 +1,515 @@
+"use strict";
+// Shows the values of a report. Values come from files of any origin: they enter the page as text nodes only.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const HUES = ["#3b82f6", "#e8710a", "#16a34a", "#d6336c", "#8b5cf6", "#0d9aa6", "#b7860b", "#db5bb0", "#7a8797", "#7aa80c"];
+  const PHASES = ["start", "data", "compute", "comm", "evaluate", "checkpoint"];
+  const PHASE_NAMES = { start: "start-up", data: "waiting for data", compute: "compute", comm: "exchange (waiting for other ranks)", evaluate: "validation", checkpoint: "checkpoint" };
+  const redraws = []; // functions that draw again in other colours or another width
+  let count = 0;
+
+  // -- elements ----------------------------------------------------------------------------------------------
+
+  function el(tag, attributes, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (typeof value === "function") made.addEventListener(name, value);
+      else if (value === true) made.setAttribute(name, "");
+      else if (value !== false && value != null) made.setAttribute(name, value);
+    }
+    made.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
+    return made;
+  }
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const hue = (made, colour) => { made.style.setProperty("--hue", colour); return made; };
+  const known = (value) => value !== null && value !== undefined && value !== "";
+
+  function text(value, digits = 3) {
+    if (!known(value)) return "–";
+    if (typeof value !== "number") return String(value);
+    if (Number.isInteger(value)) return value.toLocaleString("en-US");
+    return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en-US")
+      : Math.abs(value) >= 0.001 || value === 0 ? value.toFixed(digits) : value.toExponential(2);
+  }
+
+  function duration(seconds) {
+    if (!known(seconds)) return "–";
+    if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+    const minutes = Math.floor(seconds / 60), rest = Math.round(seconds % 60);
+    return minutes < 10 && rest ? `${minutes} min ${rest} s` : minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
+  }
+
+  // A part that damaged values break shows the reason, and the other parts stay.
+  function section(title, make) {
+    let filled;
+    try {
+      filled = [make()].flat(Infinity).filter((child) => child != null && child !== false);
+    } catch (problem) {
+      filled = [el("p", { class: "problem" }, `This part cannot be shown: ${problem.message}`)];
+    }
+    if (!filled.length) return;
+    const id = `s${++count}`;
+    document.getElementById("main").append(el("section", { "aria-labelledby": id }, el("h2", { id, tabindex: "-1" }, title), filled));
+    const list = document.querySelector("#contents ul") || document.getElementById("contents").appendChild(el("ul"));
+    list.append(el("li", {}, el("a", { href: `#${id}` }, title)));
+  }
+
+  const panel = (title, ...children) => el("div", { class: "panel" }, el("h3", {}, title), ...children);
+  const cards = (pairs) => el("div", { class: "cards" }, pairs.filter(([, value]) => known(value)).map(([name, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, name))));
+  const scroll = (label, ...children) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
+  const check = (label, checked, changed) => el("label", {}, el("input", { type: "checkbox", checked, change: (event) => changed(event.target.checked) }), label);
+
+  function choice(label, options, changed) {
+    const list = el("select", { change: () => changed(list.value) }, options.map((option, number) => el("option", { value: number }, option)));
+    return el("label", {}, label, list);
+  }
+
+  // A table whose columns sort by a click. columns: [name, is a number, digits]; a cell may be an element.
+  function table(label, columns, rows, { sorts = true, most } = {}) {
+    let order = rows.slice(), by = -1, falls = false;
+    const body = el("tbody");
+    const show = () => body.replaceChildren(...order.map((row) => el("tr", {}, row.map((cell, at) =>
+      el(at === 0 ? "th" : "td", { scope: at === 0 && "row", class: columns[at][0] === "" ? "bars" : columns[at][1] && "number" }, cell instanceof Node ? cell : text(cell, columns[at][2]))))));
+    const heads = columns.map(([name, number], at) => el("th", { scope: "col", class: number && "number" }, !sorts ? name : el("button", {
+      click: () => {
+        falls = by === at ? !falls : !!number;
+        by = at;
+        const value = (row) => row[at] instanceof Node ? Number(row[at].dataset.value) : row[at];
+        order = rows.slice().sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (falls ? -1 : 1));
+        heads.forEach((head, other) => head.setAttribute("aria-sort", other !== at ? "none" : falls ? "descending" : "ascending"));
+        show();
+      },
+    }, name)));
+    show();
+    return scroll(label, el("table", {}, el("thead", {}, el("tr", {}, heads)), body));
+  }
+
+  function bar(value, most, digits) {
+    const inner = el("div", { class: "bar" });
+    inner.style.width = `${most > 0 ? Math.max(0, 100 * value / most) : 0}%`;
+    const made = el("div", { title: text(value, digits) }, inner);
+    made.dataset.value = value;
+    return made;
+  }
+
+  // -- charts ------------------------------------------------------------------------------------------------
+
+  // series: [{label, values, colour, thick, hidden}]. Arrows move the cursor, + and - zoom, 0 shows all.
+  function chart(title, x, series, { xLabel = "epoch", range, legend = true, height = 230 } = {}) {
+    const holder = el("div", { class: "chart", tabindex: "0", role: "group", "aria-label": `${title} over ${xLabel}. Arrow keys read values, plus and minus zoom, 0 shows all.` });
+    const reset = el("button", { hidden: true, click: () => { zoom(x[0], x[x.length - 1]); holder.focus(); } }, "Show all");
+    let plot, shown = series.map((one) => !one.hidden);
+    const zoom = (min, max) => plot.setScale("x", { min, max });
+    function draw() {
+      if (plot) plot.destroy();
+      const line = css("--line"), soft = css("--soft"), font = "11px system-ui, sans-serif";
+      const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font };
+      plot = new uPlot({
+        width: Math.max(holder.clientWidth, 220), height,
+        scales: { x: { time: false }, y: range ? { range } : {} },
+        axes: [{ ...axis, label: xLabel, labelSize: 18, labelFont: font, size: 34 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => String(+tick.toPrecision(4))) }],
+        series: [{ label: xLabel, value: (_, value) => text(value) }, ...series.map((one, at) => ({
+          label: one.label, stroke: one.colour === "text" ? css("--text") : one.colour || HUES[at % HUES.length], width: one.thick || 1.8, show: shown[at], spanGaps: true,
+          dash: one.dash, points: { show: one.thick === 0.7 ? false : x.length <= 40, size: 5 }, value: (_, value) => text(value, 4),
+        }))],
+        legend: { show: legend },
+        cursor: { y: false, drag: { x: true, y: false, setScale: true } },
+        hooks: {
+          setScale: [(u, key) => { if (key === "x") reset.hidden = u.scales.x.min <= x[0] && u.scales.x.max >= x[x.length - 1]; }],
+          setCursor: [(u) => { if (u.cursor.idx == null) rest(u); }],
+          setSeries: [(u, at, options) => { if (at > 0 && "show" in options) shown[at - 1] = u.series[at].show; marks(u); }],
+        },
+      }, [x, ...series.map((one) => one.values)], holder);
+      marks(plot);
+      rest(plot);
+    }
+    function rest(u) { // without a cursor, the last values
+      if (xLabel === "epoch") u.setLegend({ idxs: u.data.map((values) => values.findLastIndex(known)) }, false);
+    }
+    function marks(u) { // the legend switches series on and off; by the keyboard too
+      u.root.querySelectorAll(".u-series:not(:first-child) th").forEach((head, at) => {
+        head.setAttribute("aria-pressed", String(shown[at]));
+        if (head.tabIndex === 0) return;
+        head.tabIndex = 0;
+        head.setAttribute("role", "button");
+        head.addEventListener("keydown", (event) => {
+          if (event.key === "Enter" || event.key === " ") { event.preventDefault(); event.stopPropagation(); head.click(); }
+        });
+      });
+    }
+    holder.addEventListener("keydown", (event) => {
+      if (event.target !== holder) return;
+      const { min, max } = plot.scales.x, at = plot.cursor.idx ?? 0, middle = x[at] ?? (min + max) / 2;
+      if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+        const next = Math.min(Math.max(at + (event.key === "ArrowLeft" ? -1 : plot.cursor.idx == null ? 0 : 1), 0), x.length - 1);
+        plot.setCursor({ left: plot.valToPos(x[next], "x"), top: 10 });
+      } else if (event.key === "+" || event.key === "-") {
+        const half = (max - min) * (event.key === "+" ? 0.25 : 1);
+        zoom(Math.max(middle - half, x[0]), Math.min(middle + half, x[x.length - 1]));
+      } else if (event.key === "0") zoom(x[0], x[x.length - 1]);
+      else return;
+      event.preventDefault();
+    });
+    redraws.push({ holder, draw });
+    return panel(title, holder, reset);
+  }
+
+  function redrawAll() { for (const { holder, draw } of redraws) if (holder.isConnected) draw(); }
+
+  // -- pictures ----------------------------------------------------------------------------------------------
+
+  // boxes: [class, x, y, width, height, score] as fractions of the image
+  function view(jpeg, sizeWh, boxes, names, least) {
+    const shot = el("div", { class: "shot" });
+    shot.style.aspectRatio = `${sizeWh[0]} / ${sizeWh[1]}`;
+    if (jpeg) shot.append(el("img", { src: `data:image/jpeg;base64,${jpeg}`, alt: "", loading: "lazy", decoding: "async" }));
+    for (const [label, x, y, width, height, score] of boxes) {
+      if (score !== undefined && score < least) continue;
+      const name = names[label] ?? String(label);
+      const made = hue(el("div", { class: y < 0.06 ? "box top" : "box" }, el("span", {}, score === undefined ? name : `${name} ${score.toFixed(2)}`)), HUES[label % HUES.length]);
+      Object.assign(made.style, { left: `${100 * x}%`, top: `${100 * y}%`, width: `${100 * width}%`, height: `${100 * height}%` });
+      shot.append(made);
+    }
+    return shot;
+  }
+
+  // items: [{title, jpeg, sizeWh, views: [[caption, boxes]]}]
+  function pictures(items, names) {
+    const holder = el("div", { class: "shots" });
+    let least = 0.25;
+    const draw = () => holder.replaceChildren(...items.map((item) => el("figure", { class: "panel" },
+      el("div", { class: "views" }, item.views.map(([caption, boxes]) => el("div", {}, el("div", { class: "soft" }, caption), view(item.jpeg, item.sizeWh, boxes, names, least)))),
+      el("figcaption", {}, item.title))));
+    const value = el("output", {}, "0.25");
+    draw();
+    return [el("div", { class: "controls" },
+      el("label", {}, "Detections with a score of at least", el("input", { type: "range", min: "0.1", max: "0.9", step: "0.05", value: "0.25", input: (event) => { least = Number(event.target.value); value.textContent = least.toFixed(2); draw(); } }), value),
+      check("Names", true, (on) => holder.classList.toggle("nolabels", !on)),
+      check("Large", false, (on) => holder.classList.toggle("large", on))), holder];
+  }
+
+  const fileName = (path) => path.split(/[\\/]/).pop();
+
+  // -- the time line -----------------------------------------------------------------------------------------
+
+  function timeline(line) {
+    const canvas = el("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "Time line of the ranks. Arrow keys read the epochs; the table below has the sums." });
+    const reading = el("p", { class: "reading", "aria-live": "polite" }, "Point at the time line, or focus it and use the arrow keys.");
+    const rows = Math.max(line.ranks.length, 1), tall = rows > 24 ? 12 : 24, left = 64, top = 18, foot = 26;
+    const end = Math.max(line.ends_s, 0.001);
+    let chosen = -1, row = 0;
+    function draw() {
+      const width = canvas.clientWidth || 600, height = top + rows * (tall + 3) + foot, ratio = window.devicePixelRatio || 1;
+      canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = `${height}px`;
+      const pen = canvas.getContext("2d"), at = (seconds) => left + (width - left - 8) * seconds / end;
+      pen.scale(ratio, ratio);
+      pen.font = "11px system-ui, sans-serif";
+      pen.textBaseline = "middle";
+      const block = (from, to, y, colour) => { pen.fillStyle = colour; pen.fillRect(at(from), y, Math.max(at(to) - at(from), 0.5), tall); };
+      for (let n = 0; n < rows; n++) {
+        const y = top + n * (tall + 3);
+        pen.fillStyle = css("--soft");
+        pen.fillText(`rank ${line.ranks[n] ? line.ranks[n].rank : 0}`, 2, y + tall / 2);
+        for (const attempt of line.attempts) if (n < (attempt.processes || 1)) block(attempt.from_s, attempt.to_s, y, css("--start"));
+        for (const span of line.spans) {
+          const seconds = span.seconds[n];
+          if (!seconds) continue;
+          const parts = PHASES.map((phase) => seconds[line.phases.indexOf(phase)] || 0).slice(1), total = parts.reduce((a, b) => a + b, 0) || 1;
+          let from = span.from_s;
+          parts.forEach((part, at) => {
+            const to = from + (span.to_s - span.from_s) * part / total;
+            if (part > 0) block(from, to, y, css(`--${PHASES[at + 1]}`));
+            from = to;
+          });
+        }
+      }
+      pen.strokeStyle = css("--text");
+      if (chosen >= 0) {
+        const span = line.spans[chosen];
+        pen.lineWidth = 2;
+        pen.strokeRect(at(span.from_s), top + row * (tall + 3), at(span.to_s) - at(span.from_s), tall);
+      }
+      pen.lineWidth = 1;
+      line.attempts.slice(1).forEach((attempt) => { // a start after the first
+        pen.strokeStyle = pen.fillStyle = css("--bad");
+        pen.beginPath(); pen.moveTo(at(attempt.from_s), 4); pen.lineTo(at(attempt.from_s), height - foot); pen.stroke();
+        pen.fillText("restart", Math.min(at(attempt.from_s) + 3, width - 40), 8);
+      });
+      pen.fillStyle = css("--soft");
+      const steps = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
+      const step = steps.find((one) => one * width / 110 >= end) || end;
+      for (let tick = 0; tick <= end; tick += step) {
+        pen.textAlign = tick === 0 ? "left" : at(tick) > width - 40 ? "right" : "center";
+        pen.fillText(tick ? duration(tick) : "0", at(tick), height - foot / 2);
+      }
+      pen.textAlign = "left";
+    }
+    function read() {
+      const span = line.spans[chosen], rank = line.ranks[row], seconds = span && span.seconds[row];
+      if (!seconds) return;
+      const epochs = span.epochs > 1 ? `epochs ${span.epoch} to ${span.epoch + span.epochs - 1}` : `epoch ${span.epoch}`;
+      reading.textContent = `rank ${rank.rank}${rank.host ? ` on ${rank.host}` : ""}, ${epochs}: ` + line.phases.map((phase, at) => [phase, seconds[at]]).filter(([, s]) => s > 0).map(([phase, s]) => `${PHASE_NAMES[phase] || phase} ${duration(s)}`).join(", ");
+      draw();
+    }
+    canvas.addEventListener("pointermove", (event) => {
+      const place = canvas.getBoundingClientRect(), seconds = (event.clientX - place.left - left) / (place.width - left - 8) * end;
+      row = Math.min(Math.max(Math.floor((event.clientY - place.top - top) / (tall + 3)), 0), rows - 1);
+      chosen = line.spans.findIndex((span) => span.from_s <= seconds && seconds <= span.to_s);
+      read();
+    });
+    canvas.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      if (!move || !line.spans.length) return;
+      event.preventDefault();
+      chosen = Math.min(Math.max(chosen + move[0], 0), line.spans.length - 1);
+      row = Math.min(Math.max(row + move[1], 0), rows - 1);
+      read();
+    });
+    redraws.push({ holder: canvas, draw });
+    return [el("ul", { class: "key" }, PHASES.map((phase) => el("li", {}, hue(el("i"), `var(--${phase})`), PHASE_NAMES[phase]))), canvas, reading];
+  }
+
+  function fleet(line) {
+    if (!line) return [];
+    const many = line.ranks.length > 1;
+    const busy = (rank) => rank.seconds.data + rank.seconds.compute;
+    const middle = line.ranks.map(busy).sort((a, b) => a - b)[Math.floor((line.ranks.length - 1) / 2)] || 1;
+    const columns = [["rank", true], ["host"], ...PHASES.slice(1).map((phase) => [`${PHASE_NAMES[phase].replace(/ \(.*/, "")}, s`, true, 1])];
+    if (many) columns.push(["data + compute / median", true, 2], ["epochs in which it was the slowest", true], ["others waited for it at most, s", true, 1]);
+    const rows = line.ranks.map((rank) => [rank.rank, rank.host, ...PHASES.slice(1).map((phase) => rank.seconds[phase]), ...(many ? [busy(rank) / middle, rank.slowest_epochs, rank.waited_s] : [])]);
+    const attempts = line.attempts.map((attempt, at) => [at + 1, duration(attempt.from_s), attempt.processes, attempt.step, attempt.to_s - attempt.from_s]);
+    return [
+      el("p", {}, "The seconds of every rank in each epoch. The order of the phases inside an epoch is not recorded: the parts are sums. On a GPU, exchange that overlaps with the backward pass counts as compute."),
+      timeline(line),
+      rows.length > 0 && table("Seconds of the ranks", columns, rows),
+      many && el("p", { class: "soft" }, "The slowest rank of an epoch is the one that waited least for the others."),
+      line.ranks_in_all > line.ranks.length && el("p", { class: "soft" }, `${line.ranks.length} of ${line.ranks_in_all} ranks: those that the others waited for most.`),
+      el("h3", {}, "Starts"),
+      table("Starts of the run", [["start", true], ["after"], ["processes", true], ["at step", true], ["start-up, s", true, 1]], attempts, { sorts: false }),
+      line.marks.length > 0 && table("Events", [["after"], ["event"]], line.marks.map((mark) => [duration(mark.at_s), mark.text]), { sorts: false }),
+    ];
+  }
+
+  // -- parts of a run ----------------------------------------------------------------------------------------
+
+  const RATIO = (_, min, max) => [0, Math.max(max * 1.05, 0.01)];
+  const GROUPS = [
+    ["average precision", ["metrics/mAP50", "metrics/mAP50-95"], RATIO], ["precision and recall", ["metrics/precision", "metrics/recall"], RATIO],
+    ["learning rate", ["lr"], RATIO], ["images per second", ["images_per_s"], RATIO], ["seconds of an epoch", ["seconds", "val_seconds"], RATIO],
+    ["share of the training time", ["data_share", "compute_share", "comm_share"], () => [0, 1]], ["device memory, MiB", ["device_memory_mib"], RATIO],
+  ];
+  const LABELS = { seconds: "epoch", val_seconds: "validation in it", images_per_s: "images/s", device_memory_mib: "MiB", comm_share: "exchange" };
+  const shortened = (name) => LABELS[name] || name.replace(/^.*\//, "").replace(/_share$/, "");
+
+  const lossKinds = (curves) => Object.keys(curves).filter((name) => /^train\/.*_loss$/.test(name)).map((name) => name.slice(6, -5));
+
+  function curvesOf(curves) {
+    const x = curves.epoch;
+    if (!x || !x.length) return [];
+    const made = lossKinds(curves).map((kind) => chart(`${kind} loss`, x, ["train", "val"].filter((split) => curves[`${split}/${kind}_loss`]).map((split) => ({ label: split, values: curves[`${split}/${kind}_loss`] }))));
+    for (const [title, names, range] of GROUPS) {
+      const present = names.filter((name) => curves[name]);
+      if (present.length) made.push(chart(title, x, present.map((name) => ({ label: shortened(name), values: curves[name] })), { range }));
+    }
+    return [el("p", { class: "soft" }, "Drag over a chart to zoom; a click on a name hides its line. By the keyboard: arrow keys, + and -, 0."), el("div", { class: "grid" }, made)];
+  }
+
+  function accuracy(figures) {
+    const curves = figures.curves;
+    if (!curves || !curves["precision at recall"].length) return [];
+    const few = curves.classes.length <= 10, holder = el("div", { class: "grid" });
+    const names = ["all classes (mean)", ...curves.classes];
+    const kinds = [["precision over recall", "precision at recall", "recall"], ["F1", "F1", "confidence"], ["precision", "precision", "confidence"], ["recall", "recall", "confidence"]];
+    function draw(chosen) {
+      holder.replaceChildren(...kinds.map(([title, key, xLabel]) => chart(title, curves.x, curves[key].map((values, at) => ({
+        label: names[at], values, colour: at === 0 ? "text" : few ? HUES[(at - 1) % HUES.length] : at === chosen ? HUES[1] : HUES[8], thick: at === 0 || at === chosen ? 3 : few ? 1.5 : 0.7,
+      })), { xLabel, range: [0, 1.02], legend: few, height: 280 })));
+      if (holder.isConnected) redrawAll();
+    }
+    draw(0);
+    return [el("p", {}, `IoU 0.5. The best mean F1 is at a confidence of ${text(curves.confidence)}.`),
+      !few && el("div", { class: "controls" }, choice("Highlight", names, (value) => draw(Number(value)))), holder];
+  }
+
+  function classes(run) {
+    const figures = run.figures, both = figures.labels || {}, train = both.train, val = both.val || both.test, names = figures.names || Object.keys(figures.per_class || {});
+    if (!names.length) return [];
+    const of = figures.per_class || {}, most = train ? Math.max(...train.per_class, 1) : 0;
+    const columns = [["class"]], measured = Object.keys(of).length > 0;
+    if (train) columns.push(["training labels", true], [""]);
+    if (val) columns.push(["validation labels", true]);
+    if (measured) columns.push(["P", true], ["R", true], ["mAP50", true], ["mAP50-95", true]);
+    const rows = names.map((name, at) => [name, ...(train ? [train.per_class[at], bar(train.per_class[at], most)] : []), ...(val ? [val.per_class[at]] : []),
+      ...(measured ? ["P", "R", "AP50", "AP"].map((key) => (of[name] || {})[key]) : [])]);
+    return [table("Figures of each class", columns, rows)];
+  }
+
+  function confusion(figures) {
+    const found = figures.confusion, names = [...(figures.names || []), "background"];
+    if (!found) return [];
+    const made = [];
+    if (found.matrix) {
+      const totals = names.map((_, at) => found.matrix.reduce((sum, row) => sum + row[at], 0)), body = el("tbody");
+      const fill = (counts) => body.replaceChildren(...found.matrix.map((row, predicted) => el("tr", {}, el("th", { scope: "row", title: names[predicted] }, names[predicted]), row.map((value, real) => {
+        const share = totals[real] ? value / totals[real] : 0;
+        const cell = el("td", { class: predicted === real ? null : "wrong", title: `predicted ${names[predicted]}, true ${names[real]}: ${value} (${(100 * share).toFixed(1)} %)` }, value ? (counts ? String(value) : share >= 0.005 ? share.toFixed(2) : "") : "");
+        cell.style.setProperty("--share", share);
+        return cell;
+      }))));
+      fill(false);
+      made.push(el("p", {}, "Rows: predicted. Columns: true. Each column is divided by its sum. Confidence 0.25, IoU 0.45. The last row are missed labels, the last column detections of background."),
+        el("div", { class: "controls" }, check("Numbers of boxes", false, fill)),
+        scroll("Confusion matrix", el("table", { class: names.length > 31 ? "matrix many" : "matrix" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "predicted \\ true"), names.map((name) => el("th", { scope: "col", title: name }, name)))), body)));
+    }
+    if (found.most.length) made.push(el("h3", {}, "Most frequent confusions"), table("Most frequent confusions", [["predicted"], ["true"], ["boxes", true]], found.most.map(([predicted, real, boxes]) => [names[predicted], names[real], boxes])));
+    return made;
+  }
+
+  const ERRORS = { classification: "right place, wrong class", localisation: "right class, IoU 0.1 to 0.5", both: "wrong class and place", duplicate: "a better detection has the label", background: "no label there", missed: "label without a detection" };
+  function errors(figures) {
+    const found = figures.errors;
+    if (!found) return [];
+    const most = Math.max(...found.kinds.map((kind) => kind[2]), 0.001);
+    return [el("p", {}, `AP50 ${text(found.ap50)} on ${text(found.images)} images, and how much higher it would be without each kind of error (TIDE).`),
+      table("Kinds of errors", [["kind"], ["meaning"], ["number", true], ["AP50 gained", true], [""]], found.kinds.map(([kind, number, gain]) => [kind, ERRORS[kind] || "", number, gain, bar(gain, most)]))];
+  }
+
+  function shots(figures, positions, titles) {
+    const by = new Map((figures.images || []).map((image) => [image.position, image]));
+    return (positions || []).map((position, at) => {
+      const image = by.get(position);
+      return image && { title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
+    }).filter(Boolean);
+  }
+
+  function labels(run) {
+    const both = run.figures.labels || {}, made = [];
+    for (const [split, found] of Object.entries(both)) {
+      const highest = Math.max(...found.side_counts, 1), heat = el("canvas", { class: "heat", role: "img", width: found.centres[0].length, height: found.centres.length, "aria-label": `Where the centres of the ${split} labels are in the image` });
+      const top = Math.log1p(Math.max(...found.centres.flat(), 1));
+      const draw = () => {
+        const pen = heat.getContext("2d");
+        pen.clearRect(0, 0, heat.width, heat.height);
+        pen.fillStyle = css("--compute");
+        found.centres.forEach((row, y) => row.forEach((value, x) => { pen.globalAlpha = Math.log1p(value) / top; pen.fillRect(x, y, 1, 1); }));
+      };
+      redraws.push({ holder: heat, draw });
+      const histogram = el("div", { class: "histogram", role: "img", "aria-label": "Sides of the boxes" }, found.side_counts.map((value, at) => {
+        const column = el("div", { title: `${text(found.side_edges[at])} to ${text(found.side_edges[at + 1])} of the image: ${value} labels` });
+        column.style.height = `${100 * value / highest}%`;
+        return column;
+      }));
+      made.push(panel(`${split}: ${text(found.images)} images, ${text(found.labels)} labels`,
+        el("p", { class: "soft" }, `${text(found.empty_images)} images without labels`),
+        el("div", { class: "soft" }, "side of the boxes (root of the area), 0.4 % to 100 % of the image, logarithmic"), histogram,
+        el("div", { class: "soft" }, "centres of the boxes in the image"), heat));
+    }
+    return [made.length > 0 && el("div", { class: "grid" }, made),
+      run.batch && [el("h3", {}, "Images of the first training batch, augmented, with their labels"), el("img", { class: "wide", alt: "Augmented training images with boxes", src: `data:image/jpeg;base64,${run.batch}`, loading: "lazy" })]];
+  }
+
+  function settings(run) {
+    const made = [], found = run.settings;
+    if (found.problem) made.push(el("p", { class: "problem" }, `config.yaml cannot be read: ${found.problem}`));
+    for (const [title, rows] of [["Run", found.settings], ["Recipe", found.recipe]]) {
+      if (!rows.length) continue;
+      const holder = el("div"), given = rows.filter((row) => row[3]);
+      const draw = (all) => holder.replaceChildren(!all && !given.length ? el("p", { class: "soft" }, `All values are defaults: ${rows[0][2]}.`) : table(`Settings: ${title}`, [["name"], ["value"], ["source"]], (all ? rows : given).map((row) => row.slice(0, 3))));
+      draw(false);
+      made.push(el("h3", {}, title), el("div", { class: "controls" }, check(`all ${rows.length}, with defaults`, false, draw)), holder);
+    }
+    return made;
+  }
+
+  function versions(run) {
+    const results = run.results, fleetOf = results.fleet || {}, rows = Object.entries(results.versions || {});
+    rows.push(["processes", fleetOf.processes], ["device", fleetOf.device], ["hosts", (fleetOf.hosts || []).join(", ")], ["SHA-256 of the last weights", results.weights_sha256], ["folder", run.folder]);
+    return [scroll("Versions", el("table", {}, el("tbody", {}, rows.filter(([, value]) => known(value)).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "mono" }, String(value)))))))];
+  }
+
+  const lastOf = (values) => (values || []).filter(known).at(-1);
+
+  function showRun(run) {
+    const figures = run.figures, results = run.results, metrics = results.metrics || figures.metrics || {}, curves = run.curves, seconds = Object.values(results.seconds || {});
+    document.getElementById("top").append(el("h1", {}, run.name), el("p", { class: "soft" }, `yolofleet ${run.verb} · ${run.finished ? "finished" : "not finished"} · ${run.folder}`),
+      cards([["mAP50-95", known(metrics["mAP50-95"]) ? text(metrics["mAP50-95"]) : lastOf(curves["metrics/mAP50-95"]) && text(lastOf(curves["metrics/mAP50-95"]))], ["mAP50", known(metrics.mAP50) ? text(metrics.mAP50) : lastOf(curves["metrics/mAP50"]) && text(lastOf(curves["metrics/mAP50"]))],
+        ["precision", known(metrics.P) ? text(metrics.P) : null], ["recall", known(metrics.R) ? text(metrics.R) : null], ["best epoch", results.best && text(results.best.epoch)], ["epochs", curves.epoch && text(lastOf(curves.epoch))],
+        ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]));
+    section("Curves", () => curvesOf(curves));
+    section("Accuracy", () => accuracy(figures));
+    section("Classes", () => classes(run));
+    section("Confusion", () => confusion(figures));
+    section("Errors", () => errors(figures));
+    section("Worst images", () => {
+      const numbers = new Map(figures.worst || []);
+      const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} errors: ${fileName(image.path)}`);
+      return worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])];
+    });
+    section("Predictions", () => {
+      const others = shots(figures, figures.others, (image) => fileName(image.path));
+      return others.length > 0 && pictures(others, figures.names || []);
+    });
+    section("Data", () => labels(run));
+    section("Fleet", () => fleet(run.timeline));
+    section("Settings", () => settings(run));
+    section("Versions", () => versions(run));
+  }
+
+  // -- comparison --------------------------------------------------------------------------------------------
+
+  const best = (values, higher = true) => Math[higher ? "max" : "min"](...values.filter((value) => typeof value === "number"));
+  function marked(value, top, digits) {
+    const made = el("span", { class: value === top ? "best" : null }, text(value, digits));
+    made.dataset.value = known(value) ? value : -1;
+    return made;
+  }
+
+  function compared(runs) {
+    const names = runs.map((run) => run.name), holder = el("div", { class: "grid" });
+    const axes = [["epoch", (curves) => curves.epoch], ["images seen", (curves) => curves.images], ["hours", (curves) => { let sum = 0; return (curves.seconds || []).map((s) => (sum += s || 0) / 3600); }]];
+    const columns = ["metrics/mAP50-95", "metrics/mAP50", "metrics/precision", "metrics/recall", ...new Set(runs.flatMap((run) => lossKinds(run.curves).flatMap((kind) => [`train/${kind}_loss`, `val/${kind}_loss`]))), "lr", "images_per_s", "seconds"];
+    function draw(number) {
+      const [xLabel, axis] = axes[number];
+      holder.replaceChildren(...columns.map((column) => {
+        const having = runs.map((run, at) => [run, at]).filter(([run]) => run.curves[column] && axis(run.curves) && axis(run.curves).length);
+        if (!having.length) return null;
+        const joined = uPlot.join(having.map(([run]) => [axis(run.curves), run.curves[column]]));
+        return chart(column.replace(/^metrics\//, "").replace(/_/g, " "), joined[0], having.map(([, at], place) => ({ label: names[at], values: joined[place + 1], colour: HUES[at % HUES.length] })), { xLabel, range: /loss/.test(column) ? undefined : RATIO });
+      }).filter(Boolean));
+      if (holder.isConnected) redrawAll();
+    }
+    draw(0);
+    return holder.childElementCount ? [el("div", { class: "controls" }, choice("Axis", axes.map(([name]) => name), (value) => draw(Number(value)))), holder] : [];
+  }
+
+  function showComparison(found) {
+    const runs = found.runs, names = runs.map((run) => run.name), columns = names.map((name) => [name, true]);
+    document.getElementById("top").append(el("h1", {}, `Comparison of ${runs.length} runs`), el("ul", { class: "key" }, runs.map((run, at) => el("li", {}, hue(el("i"), HUES[at % HUES.length]), `${run.name} (${run.finished ? "finished" : "not finished"}) `, el("span", { class: "soft" }, run.folder)))));
+    section("Final figures", () => [
+      table("Final figures", [["figure"], ...columns], found.figures.map(([name, higher, ...values]) => [name, ...values.map((value) => marked(value, higher === null ? NaN : best(values, higher), 4))]), { sorts: false }),
+      el("p", { class: "soft" }, "The best value of a line is bold."),
+    ]);
+    section("Different settings", () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
+    section("Curves", () => compared(runs));
+    section("Classes", () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
+    section("Where the runs disagree", () => {
+      const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[at], boxes])] }));
+      return found.images > 0 && [el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in the first run, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
+    });
+  }
+
+  // ----------------------------------------------------------------------------------------------------------
+
+  if (data.kind === "compare") showComparison(data); else showRun(data.run);
+  redrawAll();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+  let waiting = 0, wide = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === wide) return; // a phone's address bar changes the height only
+    wide = window.innerWidth;
+    clearTimeout(waiting);
+    waiting = setTimeout(redrawAll, 150);
+  });
+  document.documentElement.dataset.ready = "yes"; // for tests
+})();

@@ -1,0 +1,312 @@
+"""Read the files of a run folder as values for its report. No torch; a file that is missing leaves its part out.
+
+The folder may be of unknown origin, so every value that a page gets is text, a number, or a list of them: :func:`plain`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.load import load_job
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.errors import ConfigError
+from yolofleet.files.foreign import read_foreign_text
+from yolofleet.report.clock import PHASES
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.results import ResultsTable
+from yolofleet.text import screen_line
+
+EVENTS_BYTES = 256 << 20
+FIGURES_BYTES = 64 << 20
+MOST_ROWS = 2000  # of results.csv; more are thinned out
+MOST_SPANS = 120  # of the time line; more epochs are added up
+MOST_RANKS = 64  # of the time line
+MOST_DEPTH = 12  # of nested values
+
+
+def read_run(folder: RunFolder) -> dict[str, Any]:
+    """Return all that the folder of a run tells.
+
+    Raises:
+        ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
+    """
+    figures, curves = _figures(folder.report_json), _curves(folder)
+    events = _of_this_run(_read_events(folder.events(0)))
+    # a run that was resumed after its end has results, but of before
+    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    results = {} if is_open else _read_json(folder.results_json)
+    if not (folder.config.is_file() or curves or figures):
+        raise ConfigError(
+            f"{screen_line(folder.path)} is not the folder of a run",
+            hint="name the folder of a training or a validation, such as runs/train/exp",
+        )
+    settings = _settings(folder.config)
+    run: dict[str, Any] = {
+        "name": folder.path.absolute().name,
+        "folder": str(folder.path.absolute()),
+        "verb": settings["verb"] or "train",
+        "finished": bool(results),
+        "results": {name: results[name] for name in _RESULTS if name in results},
+        "curves": curves,
+        "settings": settings,
+        "figures": figures,
+        "timeline": _timeline(events, _read_events(folder.launcher_events)),
+    }
+    return run
+
+
+_RESULTS = (
+    *("metrics", "weights_sha256", "best", "steps", "images_seen", "fleet"),
+    *("versions", "seconds", "images"),
+)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` as JSON types without control characters; NaN, infinity and whatever is too deep become None."""
+    if depth > MOST_DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        return {screen_line(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return screen_line(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if the file is missing or is not JSON."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_foreign_text(path, limit_bytes=FIGURES_BYTES))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
+    found = _read_json(path)
+    kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
+    kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
+    kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
+    return kept if found else {}
+
+
+_LISTS = ("names", "images", "worst", "others")
+_MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of rank 0 in their order; without lines that a crash has cut."""
+    events = []
+    with suppress(OSError, ValueError):
+        for line in read_foreign_text(path, limit_bytes=EVENTS_BYTES).splitlines():
+            with suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
+                    events.append(event)
+    return events
+
+
+def _of_this_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events since the last start at step 0: ``--exist-ok`` may add a run to the file of another."""
+    fresh = [at for at, event in enumerate(events) if event.get("kind") == "start" and not event.get("step")]
+    return list(events[fresh[-1] if fresh else 0 :])
+
+
+def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
+    starts = [at for at, event in enumerate(events) if event.get("kind") == "start"]
+    return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
+
+
+def _curves(folder: RunFolder) -> dict[str, list[float | None]]:
+    """Return the columns of results.csv."""
+    rows = ResultsTable(folder.results_csv, ()).rows()
+    rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
+
+    def number(text: str | None) -> float | None:
+        with suppress(TypeError, ValueError):
+            value = float(text)  # type: ignore[arg-type]
+            return value if math.isfinite(value) else None
+        return None
+
+    table = {name: [number(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
+    return {name: values for name, values in table.items() if any(value is not None for value in values)}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the settings and the recipe as [name, value, source, is given]; ``problem`` if they cannot be read."""
+
+    def table(resolved: Resolved[Any]) -> list[list[Any]]:
+        values = resolved.value.model_dump(mode="json")
+        return [
+            [name, _text(values[name]), source, not source.endswith(_NOT_GIVEN)]
+            for name, source in resolved.sources.items()
+        ]
+
+    try:
+        job = load_job(path)
+    except ConfigError as problem:  # for example of another version
+        return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
+    recipe = [] if job.recipe is None else table(job.recipe)
+    return {"verb": job.verb, "settings": table(job.config), "recipe": recipe, "problem": ""}
+
+
+_NOT_GIVEN = (DEFAULT, f"({DEFAULT})")  # ends of sources
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+# -- the fleet's time line -------------------------------------------------------------------------------------
+
+
+def _timeline(
+    events: Sequence[Mapping[str, Any]], of_launcher: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the starts, the phases of every rank in each epoch, and what else happened; None without epochs.
+
+    Times are seconds from the first start. An epoch's times are sums: the order of phases within it is not recorded.
+    """
+    starts = [event for event in events if event.get("kind") == "start"]
+    phases = [event for event in events if event.get("kind") == "phases" and _is_table(event.get("seconds"))]
+    if not starts:
+        return None
+    began_s = starts[0]["time"] - _number(starts[0].get("start_s"))
+    events = sorted([*events, *of_launcher], key=lambda event: event["time"])
+    events = [event for event in events if event["time"] >= began_s]
+    attempts = [
+        {
+            "from_s": max(event["time"] - _number(event.get("start_s")) - began_s, 0),
+            "to_s": event["time"] - began_s,
+            "restarts": event.get("restarts"),
+            "processes": event.get("world"),
+            "step": event.get("step"),
+        }
+        for event in starts
+    ]
+    spans, ends_s = [], 0.0
+    for event in phases:
+        at_s = event["time"] - began_s
+        latest = max((a["to_s"] for a in attempts if a["to_s"] <= at_s), default=0.0)
+        from_s = max(ends_s, latest)  # a resumed epoch also counts seconds of the attempt before
+        spans.append(
+            {
+                "from_s": from_s,
+                "to_s": max(at_s, from_s),
+                "epoch": event.get("epoch"),
+                "seconds": event["seconds"],
+            }
+        )
+        ends_s = spans[-1]["to_s"]
+    hosts: list[Any] = next(
+        (event["hosts"] for event in reversed(phases) if isinstance(event.get("hosts"), list)), []
+    )
+    ranks = _ranks(phases, hosts)
+    shown = sorted(ranks, key=lambda rank: (-rank["slowest_epochs"], rank["seconds"]["comm"]))[:MOST_RANKS]
+    order = sorted(rank["rank"] for rank in shown)
+    return {
+        "phases": list(PHASES),
+        "attempts": attempts,
+        "ends_s": max([ends_s, *(event["time"] - began_s for event in events)]),
+        "ranks": [ranks[number] for number in order],
+        "ranks_in_all": len(ranks),
+        "spans": [_of_ranks(span, order) for span in _merged(spans)],
+        "marks": [
+            {"at_s": event["time"] - began_s, "kind": event["kind"], "text": _mark_text(event)}
+            for event in events
+            if event.get("kind") in _MARKS
+        ][:200],
+    }
+
+
+_MARKS = ("restart", "rollback", "ends_in_time", "end", "unreadable")
+
+
+def _mark_text(event: Mapping[str, Any]) -> str:
+    texts = {
+        "restart": f"started again after step {event.get('step')}: {event.get('why')}",
+        "rollback": f"back to the checkpoint of step {event.get('step')}: {event.get('why')}",
+        "ends_in_time": f"the minutes end after step {event.get('last_step')}",
+        "end": f"finished after step {event.get('step')}",
+        "unreadable": f"an image was replaced: {event.get('why')}",
+    }
+    return texts[str(event["kind"])]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether the value has one number for each phase of each rank."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and len(row) == len(PHASES) and all(isinstance(v, (int, float)) for v in row)
+        for row in value
+    )
+
+
+def _ranks(phases: Sequence[Mapping[str, Any]], hosts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return for each rank its host, its seconds by phase, and in how many epochs the others waited for it.
+
+    ``waited_s`` is how long the rank that waited most waited for it in these epochs.
+    """
+    count = max((len(event["seconds"]) for event in phases), default=0)
+    ranks: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "host": str(hosts[rank]) if rank < len(hosts) else "",
+            "seconds": dict.fromkeys(PHASES, 0.0),
+            "slowest_epochs": 0,
+            "waited_s": 0.0,
+        }
+        for rank in range(count)
+    ]
+    comm = PHASES.index("comm")
+    for event in phases:
+        table = event["seconds"]
+        for rank, row in enumerate(table):
+            for phase, seconds in zip(PHASES, row, strict=True):
+                ranks[rank]["seconds"][phase] += seconds
+        if len(table) > 1:
+            waits = [row[comm] for row in table]
+            slowest = min(range(len(table)), key=waits.__getitem__)
+            ranks[slowest]["slowest_epochs"] += 1
+            ranks[slowest]["waited_s"] += max(waits) - waits[slowest]
+    return ranks
+
+
+def _merged(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return at most about ``MOST_SPANS`` spans: adjacent epochs without a pause between them are added up."""
+    size, merged = -(-len(spans) // MOST_SPANS) or 1, list[dict[str, Any]]()
+    for number, span in enumerate(spans):
+        last = merged[-1] if merged else None
+        if (
+            last is None
+            or number % size == 0
+            or span["from_s"] > last["to_s"]
+            or len(span["seconds"]) != len(last["seconds"])
+        ):
+            merged.append({**span, "epochs": 1})
+            continue
+        table = zip(last["seconds"], span["seconds"], strict=True)
+        added = [[a + b for a, b in zip(mine, more, strict=True)] for mine, more in table]
+        last |= {"to_s": span["to_s"], "epochs": last["epochs"] + 1, "seconds": added}
+    return merged
+
+
+def _of_ranks(span: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """Return the span with the rows of some ranks, rounded; None for a rank that did not take part."""
+    table = span["seconds"]
+    chosen = [[round(s, 3) for s in table[rank]] if rank < len(table) else None for rank in order]
+    return {**span, "from_s": round(span["from_s"], 3), "to_s": round(span["to_s"], 3), "seconds": chosen}

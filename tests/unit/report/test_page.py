@@ -1,0 +1,322 @@
+"""The report of a run and the comparison of runs, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_runs import evaluated, made_run, split_of
+
+from yolofleet.cli.app import run
+from yolofleet.datasets.index import DataIndex
+from yolofleet.evaluate.run import Evaluation
+from yolofleet.report import figures
+from yolofleet.report.compare import comparison, unpaired
+from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.history import MOST_SPANS, plain, read_run
+from yolofleet.report.page import page, write_report
+
+HOSTILE = "</script><script>alert(1)</script>"
+NAMES = (HOSTILE, "red\x1b[31m", "\u202eturned", "<!--", "@DATA@", "猫", "two\nlines", "h")
+UPLOT = {  # version 1.6.32 from npm
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot-LICENSE.txt": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def index(cache: None, tmp_path: Path) -> DataIndex:
+    return split_of(tmp_path / "data", ("a", "b", "c"))
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text of each script and style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.tags[-1][0] if self.tags else "", []).append(data)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert found
+    values: dict[str, Any] = json.loads(found[1])
+    return values
+
+
+def test_a_report_holds_all_parts_and_asks_for_nothing_from_the_network(tmp_path, index):
+    folder = made_run(tmp_path / "run", index)
+    text = write_report(folder).read_text(encoding="utf-8")
+    values = data_of(text)["run"]
+    assert values["finished"] and values["verb"] == "train" and values["batch"]
+    assert len(values["curves"]["epoch"]) == 6
+    assert {"curves", "confusion", "errors", "images", "labels"} <= values["figures"].keys()
+    assert values["results"]["weights_sha256"] == "0" * 64
+    assert ["epochs", "6", "command line", True] in values["settings"]["settings"]
+    # uPlot names its home page in a comment, and SVG's name is not asked for
+    addresses = set(re.findall(r"(?:https?|wss?)://[\w./-]+", text))
+    assert addresses <= {"https://github.com/leeoniya/uPlot"}
+    for tag, attributes in Elements(text).tags:
+        assert tag not in ("iframe", "object", "embed", "form", "base"), tag
+        assert not any(name.startswith("on") for name in attributes), attributes
+        assert not str(attributes.get("src", "")).strip(), attributes
+
+
+def test_the_policy_of_the_page_lets_only_its_own_script_and_style_run(tmp_path):
+    text = write_report(made_run(tmp_path / "run", None)).read_text(encoding="utf-8")
+    parts = Elements(text)
+    policy = next(a["content"] for t, a in parts.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy and "default-src 'none'" in policy and "unsafe" not in policy
+
+    def digest(tag: str) -> str:
+        whole = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(whole) == 1
+        return base64.b64encode(hashlib.sha256(whole[0].encode()).digest()).decode()
+
+    assert f"script-src 'sha256-{digest('script')}'" in policy
+    assert f"style-src 'sha256-{digest('style')}'" in policy
+
+
+def test_names_and_paths_of_strangers_stay_text(tmp_path):
+    split = split_of(tmp_path / "data <b>", NAMES, 8)
+    folder = made_run(tmp_path / "run <img src=x onerror=alert(1)>@STYLE@", split, hosts=(HOSTILE, "b"))
+    text = write_report(folder).read_text(encoding="utf-8")
+    scripts = re.findall(r"<script\b", re.sub(r"<script>.*?</script>", "<script>", text, flags=re.DOTALL))
+    assert len(scripts) == 2, "the data and ours"
+    assert (
+        HOSTILE not in text and "<!--" not in text.split('type="application/json">')[1].split("</script>")[0]
+    )
+    assert "<title>run &lt;img src=x onerror=alert(1)&gt;@STYLE@: report</title>" in text
+    names = data_of(text)["run"]["figures"]["names"]
+    assert names[0] == HOSTILE and names[1] == "red\\x1b[31m" and names[2] == "\\u202eturned"
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+
+
+def test_values_of_any_kind_become_plain():
+    nested: Any = "x"
+    for _ in range(40):
+        nested = [nested]
+    odd = {"a\x1b": float("nan"), "b": float("inf"), "c": b"\x00", "d": nested, 3: None, "e": 2**70}
+    values = plain(odd)
+    assert values["a\\x1b"] is None and values["b"] is None and values["3"] is None
+    assert json.loads(json.dumps(values)) == values
+
+
+def test_an_unfinished_run_has_a_report_of_what_is_there(tmp_path, capsys):
+    folder = made_run(tmp_path / "run", None, finished=False)
+    with folder.events(0).open("a") as events:
+        events.write(
+            '{"time": 1e9, "kind": "phases", "epoch": 9, "seconds": [[1, 2]]}\n[1]\n{"time": "x"}\n{"cut'
+        )
+    assert run(["report", str(folder.path)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder.report)
+    values = data_of(folder.report.read_text(encoding="utf-8"))["run"]
+    assert not values["finished"] and values["figures"] == {} and len(values["timeline"]["spans"]) == 6
+
+
+def test_a_folder_that_is_used_again_shows_the_last_run(tmp_path):
+    folder = made_run(tmp_path / "run", None)
+    before = folder.events(0).read_text()
+    folder.events(0).write_text(before + before.splitlines()[0] + "\n")  # it starts once more
+    values = read_run(folder)
+    assert len(values["timeline"]["attempts"]) == 1 and not values["finished"]
+
+
+@pytest.mark.parametrize("file", ["report.json", "results.json", "events.jsonl", "config.yaml"])
+def test_a_damaged_file_costs_only_its_part(tmp_path, index, file):
+    folder = made_run(tmp_path / "run", index)
+    (folder.path / file).write_bytes(b"\xff{[" * 99)
+    values = data_of(write_report(folder).read_text(encoding="utf-8"))["run"]
+    assert values["curves"]["epoch"]
+    assert bool(values["settings"]["problem"]) == (file == "config.yaml")
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    for argv, words in (
+        (["report", str(tmp_path)], "is not the folder of a run"),
+        (["report", str(tmp_path / "none")], "is not a folder"),
+        (["report", "a", "b"], "takes one run folder, got 2"),
+        (["report"], "takes one run folder, got 0"),
+        (["report", "compare", str(tmp_path)], "1 runs cannot be compared"),
+    ):
+        assert run(argv) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    folder = made_run(tmp_path / "run", None)
+    code = "import sys; from yolofleet.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "report", str(folder.path)], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_chart_library_is_the_published_one():
+    assets = files("yolofleet.report") / "assets"
+    for name, digest in UPLOT.items():
+        assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest, name
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def test_the_sample_is_spread_and_bounded(monkeypatch):
+    assert sampled(0).tolist() == [] and sampled(3).tolist() == [0, 1, 2]
+    monkeypatch.setattr(figures, "MOST_IMAGES", 5)
+    assert sampled(101).tolist() == [0, 25, 50, 75, 100]
+
+
+class TwoRanks:
+    """Gathers what two ranks send, one after the other."""
+
+    size = 2
+
+    def __init__(self, rank: int, sent: list[bytes]) -> None:
+        self.rank, self.sent = rank, sent
+
+    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]:
+        self.sent.append(payload)
+        return self.sent
+
+
+def part(evaluation: Evaluation, rank: int) -> Evaluation:
+    from dataclasses import replace
+
+    from yolofleet.evaluate.matching import rows
+
+    found = evaluation.detections
+    return replace(evaluation, detections=rows(found, found.image % 2 == rank))
+
+
+def test_figures_do_not_depend_on_the_fleet(index):
+    whole, sent = evaluated(index), list[bytes]()
+    shared_sample(part(whole, 1), TwoRanks(1, sent))
+    together = shared_sample(part(whole, 0), TwoRanks(0, sent))
+    alone = shared_sample(whole, None)
+    assert evaluation_figures(whole, index, together) == evaluation_figures(whole, index, alone)
+
+
+def pictures(found: dict[str, Any]) -> list[str]:
+    return [image["jpeg"] for image in found["images"] if image["jpeg"]]
+
+
+def test_boxes_are_fractions_of_the_image_and_pictures_are_bounded(monkeypatch, index):
+    evaluation = evaluated(index, noise=0.0)
+    found = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    image = found["images"][2]
+    first = index.labels(2)[0]
+    assert image["labels"][0][0] == first[0]
+    np.testing.assert_allclose(image["labels"][0][1:3], first[1:3] - first[3:] / 2, atol=1e-4)
+    assert all(0.1 <= box[5] <= 1 for box in image["detections"])
+    monkeypatch.setattr(figures, "PICTURE_BYTES", 9000)
+    fewer = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    assert 0 < sum(map(len, pictures(fewer))) <= 9000 and len(pictures(fewer)) < len(pictures(found))
+
+
+def test_an_image_that_has_gone_costs_only_its_picture(index):
+    evaluation = evaluated(index)
+    Path(index.path(0)).unlink()
+    found = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    assert not found["images"][0]["jpeg"] and len(pictures(found)) == len(index) - 1
+
+
+def test_label_statistics_count_each_label_once(index):
+    found = label_figures(index)
+    assert sum(found["per_class"]) == sum(found["side_counts"]) == len(index.classes) == found["labels"]
+    assert np.sum(found["centres"]) == len(index.classes)
+
+
+# -- the time line -----------------------------------------------------------------------------------------
+
+
+def test_the_time_line_has_starts_stragglers_and_no_overlap(tmp_path):
+    line = read_run(made_run(tmp_path / "run", None))["timeline"]
+    assert [a["restarts"] for a in line["attempts"]] == [0, 1] and line["attempts"][0]["from_s"] == 0
+    assert [rank["host"] for rank in line["ranks"]] == ["node-a", "node-b"]
+    assert [rank["slowest_epochs"] for rank in line["ranks"]] == [0, 6]  # rank 1 computes 2 s longer
+    assert line["ranks"][1]["waited_s"] == pytest.approx(line["ranks"][0]["seconds"]["comm"])
+    assert line["marks"][0]["text"] == "started again after step 30: rank 1 was killed"
+    borders = [s for span in line["spans"] for s in (span["from_s"], span["to_s"])]
+    assert borders == sorted(borders)
+    pause = line["spans"][3]["from_s"] - line["spans"][2]["to_s"]
+    assert pause == pytest.approx(12, abs=0.01)  # the start-up is drawn in the pause
+
+
+def test_many_epochs_and_ranks_are_added_up(tmp_path):
+    folder = made_run(tmp_path / "run", None, hosts=["h"] * 70, epochs=500)
+    line = read_run(folder)["timeline"]
+    assert len(line["spans"]) <= MOST_SPANS + 2 and sum(span["epochs"] for span in line["spans"]) == 500
+    assert len(line["ranks"]) == 64 and line["ranks_in_all"] == 70 and line["ranks"][1]["rank"] == 1
+    text = page("x", {"kind": "run", "run": read_run(folder)})
+    assert len(text) < 1_000_000
+
+
+# -- comparison --------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_shows_what_differs(tmp_path, index, capsys):
+    one = made_run(tmp_path / "one", index)
+    two = made_run(tmp_path / "two", index, seed=1, epochs=4, settings=["lr_schedule=cosine"])
+    out = tmp_path / "out.html"
+    assert run(["report", "compare", str(one.path), str(two.path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    found = data_of(out.read_text(encoding="utf-8"))
+    assert [row[0] for row in found["settings"]] == ["epochs", "lr_schedule", "seed"]
+    assert [run["name"] for run in found["runs"]] == ["one", "two"]
+    assert [name for name, *_ in found["classes"]] == ["a", "b", "c"]
+    assert found["images"] == 6 and found["differing"] and len(found["disagreements"][0]["detections"]) == 2
+    assert found["disagreements"][0]["jpeg"]
+
+
+def test_equal_runs_agree(tmp_path, index):
+    runs = [read_run(made_run(tmp_path / place / "exp", index)) for place in ("p", "q")]
+    found = comparison(runs)
+    assert found["settings"] == [] and found["differing"] == 0 and found["disagreements"] == []
+    assert [run["name"] for run in found["runs"]] == ["p/exp", "q/exp"]
+
+
+def test_a_detection_agrees_with_one_of_its_class_and_place():
+    one = np.array([[0, 0.1, 0.1, 0.2, 0.2, 0.9], [0, 0.5, 0.5, 0.2, 0.2, 0.9], [1, 0.5, 0.5, 0.2, 0.2, 0.3]])
+    assert unpaired(one, one) == 0
+    other = one.copy()
+    other[1, 0] = 2  # another class: both of them are alone
+    other[2, 5] = 0.2  # not shown, so the third is alone
+    assert unpaired(one, other) == 3
+    twice = np.vstack([one, one[:1]])  # a partner has one detection only
+    assert unpaired(one, twice) == 1
+    assert unpaired(one, np.zeros((0, 6))) == 3
+
+
+def test_a_run_without_figures_is_compared_by_the_rest(tmp_path, index):
+    one, two = made_run(tmp_path / "one", index), made_run(tmp_path / "two", None)
+    (tmp_path / "two" / "report.json").write_text('{"images": [{"path": 3}, 7], "per_class": []}')
+    found = comparison([read_run(one), read_run(two)])
+    assert found["images"] == 0 and found["figures"]
+
+
+def test_a_folder_of_a_run_names_its_report():
+    assert RunFolder(Path("a")).report == Path("a/report.html")
