@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
@@ -108,6 +109,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_code(c.recipe_class, *c.callbacks)
+    check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
             "no model: expected one of --weights, --model and --cfg",

@@ -201,6 +201,9 @@ def continue_run(
             if name == "callbacks" and values[name] and not new.callbacks:
                 again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
                 notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
+            if name == "log_server" and values[name] and not new.log_server:
+                again = " ".join(f"--log-server {shown(server)}" for server in values[name])
+                notes.append(f"figures are not sent to the server of the run; to send them: {again}")
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT

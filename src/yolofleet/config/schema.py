@@ -453,9 +453,19 @@ class TrainConfig(FleetSettings):
         in_files=False,
     )
     plots: bool = setting(True, "write curves and example images", group="reports and display")
-    tensorboard: bool = setting(
-        False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"
+    log: str = setting(
+        "",
+        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet, prometheus, http; several "
+        "with commas; sends nothing without --log-server (docs/loggers.md)",
+        group="reports and display",
     )
+    log_server: Texts = setting(
+        (),
+        "NAME=ADDRESS: a logger of --log sends the figures to this server, instead of writing files; may be repeated",
+        group="reports and display",
+        in_files=False,
+    )
+    tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
     verbose: bool = setting(False, "show metrics of each class", group="reports and display")
 
 

@@ -146,6 +146,8 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
         options += ["--recipe-class", settings.recipe_class]
     for name in getattr(settings, "callbacks", ()):
         options += ["--callbacks", name]
+    for server in getattr(settings, "log_server", ()):
+        options += ["--log-server", server]
     for name in WITH_HOSTS:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)
