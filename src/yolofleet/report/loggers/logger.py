@@ -45,7 +45,7 @@ class LoggedRun:
 
     def known_id(self) -> str:
         """Return the identifier of this run in the store, if the run is resumed and has used the same server; else ""."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, LookupError, TypeError):
             if self.resumed:
                 stored = json.loads(read_foreign_text(self._id_file, limit_bytes=MAX_ID_BYTES, follow=False))
                 if stored["server"] == self.server and re.fullmatch(r"[\w-]{1,64}", stored["id"]):
