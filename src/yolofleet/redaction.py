@@ -11,24 +11,35 @@ from collections.abc import Mapping
 from pathlib import Path
 
 REMOVED = "[removed]"
-_SECRET = r"(?:secret|token|passw|passphrase|pwd|api[_-]?key|access[_-]?key|private[_-]?key|account[_-]?key|credential|auth|cookie|signature)"
+_SECRET = r"(?:secret|token|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key|account[\s_-]?key|credential|auth(?!or)|cookie|signature)"
+_REST = r"[\w.-]{0,60}"  # of the name
 SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 SHORTEST = 4  # characters of a value of the environment; shorter ones would remove parts of words
 _RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
+        (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
         (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/@\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
         (r"(?i)(\bhttps?://[^\s?#\"'<>]{1,4096})[?#][^\s\"'<>,)\]}]{1,4096}", rf"\1?{REMOVED}"),
         (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
-        # NAME=value, NAME: value, "NAME": "value"; the name may have more words
+        (r"(?i)\b((?:set-)?cookie\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
         (
-            rf"(?i)([\"']?\b[\w.-]{{0,60}}{_SECRET}[\w.-]{{0,60}}[\"']?\s{{0,3}}[=:]\s{{0,3}})(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}}\])\"']+)",
+            r"([\s\"'](?:-u|--user)[\s,=\"']{1,4})[^\s\"',:]{1,64}:[^\s\"',]+",
+            rf"\1{REMOVED}",
+        ),  # curl -u NAME:PASSWORD
+        # NAME=value, NAME: value, "NAME": "value", also inside a JSON string; the quotes stay, so JSON stays JSON
+        (
+            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})(\\?[\"'])(?:(?!\2)[^\n])*\2",
+            rf"\1\2{REMOVED}\2",
+        ),
+        (rf"(?i)({_SECRET}{_REST}\"\s{{0,3}}:\s{{0,3}})[^\s\"'\[{{,}}\]\\]+", rf'\1"{REMOVED}"'),
+        (
+            rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}})(?!\[removed\])[^\s\"'\[{{,;}}\])\\]+",
             rf"\1{REMOVED}",
         ),
         # --name value, also as neighbours in a list of arguments
         (
-            rf"(?i)(--[\w-]{{0,60}}{_SECRET}[\w-]{{0,60}}[\"']?,?\s{{1,3}}[\"']?)(?!-)([^\s,\"'\]]+)",
+            rf"(?i)(--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
             rf"\1{REMOVED}",
         ),
         (

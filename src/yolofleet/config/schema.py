@@ -967,6 +967,13 @@ class DoctorConfig(Frozen):
         "explain the errors in a log of NCCL, gloo or torchrun: a file, a run folder, or - for standard input",
         group="input",
     )
+    support: bool = setting(
+        False,
+        "write yolofleet-support.zip for an issue report: findings, facts and versions, with --log RUN also the "
+        "configuration and logs of that run; without secrets; sends nothing",
+        group="saved files",
+        in_files=False,
+    )
     data: str = setting(
         "", "data set of the run; the doctor checks that it is the same on all hosts", group="input"
     )
