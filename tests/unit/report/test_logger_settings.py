@@ -19,7 +19,7 @@ TRAIN = {"data": "shapes", "model": "yolov5n"}
 @pytest.mark.parametrize(
     ("settings", "what", "hint"),
     [
-        ({"log": "tensorbord"}, "'tensorbord'? is not a logger", "tensorboard"),
+        ({"log": "tensorbord"}, "tensorbord'? is not a logger", "tensorboard"),
         ({"log": "csv,wandb"}, "csv'? is not a logger", "every run writes results.csv"),
         ({"log": "http"}, "--log http needs an address", "--log-server http="),
         ({"log": "mlflow", "log_server": "wandb=https://a.b"}, "no effect without --log wandb", "--log mlflow,wandb"),
