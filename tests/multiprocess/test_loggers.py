@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import called, small_shapes, started, train_args, working_in
+from commands import called, small_shapes, train_args, working_in
 
 from yolofleet.report.loggers.running import MOST_WAITING, Loggers
 from yolofleet.report.loggers.table import KINDS
@@ -264,17 +264,25 @@ def test_loggers_send_nothing_elsewhere_and_store_no_key(logged: tuple[Path, Any
 
 def test_a_run_does_not_wait_for_a_server_that_does_not_answer(tmp_path: Path) -> None:
     data = small_shapes(tmp_path, images=8, val_images=4)
+    run = tmp_path / "runs" / "train" / "exp"
+    asked: list[int] = []
     with receiver() as server:
         server.may_answer.clear()
-        run = tmp_path / "runs" / "train" / "exp"
-        args = train_args(data, "--log", "http", "--log-server", f"http={server.address}", "--device", "cpu")
-        process = started(tmp_path, *args)
-        while not (run / "results.json").exists() and process.poll() is None:
-            time.sleep(0.05)
-        assert len(server.asked) <= 1  # no answer yet, and all rows but one still wait
-        server.may_answer.set()
-        out, err = process.communicate()
-        assert process.returncode == 0, out + err
+
+        def answer_when_trained() -> None:
+            until(lambda: (run / "results.json").exists() or ended.is_set())
+            asked.append(len(server.asked))
+            server.may_answer.set()
+
+        ended = threading.Event()
+        answering = threading.Thread(target=answer_when_trained)
+        answering.start()
+        with working_in(tmp_path):
+            more = ["--log", "http", "--log-server", f"http={server.address}", "--device", "cpu"]
+            done = called(*train_args(data, *more))
+        ended.set()
+        answering.join()
+    assert done.code == 0 and asked[0] <= 1, done.err  # until the end, all rows but one waited
     agree(posted(server.asked), table(run))
 
 
@@ -327,7 +335,9 @@ def test_rows_that_are_too_many_are_dropped_and_counted(
             loggers.row(row(epoch))
         assert loggers._processes[0].dropped == 7
         loggers.close(finished=False)
-    assert said[-1:] == [f"--log http: {MOST_WAITING + 7} rows of the run not stored there; results.csv has all"]
+    assert said[-1:] == [
+        f"--log http: {MOST_WAITING + 7} rows of the run not stored there; results.csv has all"
+    ]
 
 
 def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
