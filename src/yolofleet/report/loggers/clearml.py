@@ -53,6 +53,6 @@ class ClearmlLogger(Logger):
         self._task.flush()
 
     def close(self, finished: bool) -> None:
-        if not finished:
+        if not finished and self.run.server:
             self._task.mark_stopped(force=True)
         self._task.close()
