@@ -55,7 +55,8 @@ def main(name: str) -> None:
         except (Exception, SystemExit) as failure:
             text = " ".join(str(failure).split()) or type(failure).__name__
             problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
-        print(json.dumps(problem), file=answers, flush=True)
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
         if isinstance(message, bool):
             break
     os._exit(0)  # at exit, packages wait for their servers
