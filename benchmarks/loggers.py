@@ -23,7 +23,7 @@ from yolofleet.train.callbacks import StepEnd
 
 OUT = "YOLOFLEET_BENCHMARK_OUT"
 FIRST = 8  # measured step; the ones before warm up
-RUN = {"name": "exp", "project": "train", "settings": {}, "resumed": False, "epoch": 0}
+RUN = {"name": "exp", "project": "train", "settings": {}, "resumed": False}
 
 
 class ThreadTime(Callback):

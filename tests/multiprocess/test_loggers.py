@@ -286,7 +286,7 @@ def test_a_run_does_not_wait_for_a_server_that_does_not_answer(tmp_path: Path) -
     agree(posted(server.asked), table(run))
 
 
-RUN: Mapping[str, Any] = {"name": "exp", "project": "train", "settings": {}, "resumed": False, "epoch": 0}
+RUN: Mapping[str, Any] = {"name": "exp", "project": "train", "settings": {}, "resumed": False}
 
 
 def row(epoch: int) -> dict[str, float]:

@@ -193,14 +193,7 @@ def built_run(
             caches.callback(memory.close)
         cache, val_cache = _caches(config, data, network.img, world, caches, console)
         loggers = caches.enter_context(
-            started_loggers(
-                config,
-                folder,
-                console,
-                is_main=world.is_main,
-                resumed=snapshot is not None,
-                epoch=state.progress.epochs_done,
-            )
+            started_loggers(config, folder, console, world, resumed=snapshot is not None)
         )
         report = TrainReport(
             folder,

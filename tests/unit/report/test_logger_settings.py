@@ -75,7 +75,7 @@ def test_a_missing_package_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tmp_path: Path) -> None:
     def run(server: str = "", resumed: bool = True) -> LoggedRun:
-        return LoggedRun(tmp_path, "exp", "train", {}, server, resumed, 0)
+        return LoggedRun(tmp_path, "exp", "train", {}, server, resumed)
 
     assert run().known_id() == ""
     run().keep_id("a1b2")

@@ -28,7 +28,7 @@ class LoggedRun:
         name, project: of the run: the names of its folder and of the folder above.
         settings: by name, as numbers and text, without secrets.
         server: address of ``--log-server``; "" = write files, and send nothing.
-        resumed: the run continues after ``epoch`` epochs.
+        resumed: the run continues from a checkpoint.
     """
 
     folder: Path
@@ -37,7 +37,6 @@ class LoggedRun:
     settings: Mapping[str, Any]
     server: str
     resumed: bool
-    epoch: int
 
     @property
     def _id_file(self) -> Path:

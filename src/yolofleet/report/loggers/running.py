@@ -24,6 +24,7 @@ from typing import Any
 from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
+from yolofleet.parallel.world import World
 from yolofleet.redaction import Redaction
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import RunFolder
@@ -223,10 +224,10 @@ def check_installed(config: TrainConfig) -> None:
 
 @contextmanager
 def started_loggers(
-    config: TrainConfig, folder: RunFolder, console: NullConsole, *, is_main: bool, resumed: bool, epoch: int
+    config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, *, resumed: bool
 ) -> Iterator[Loggers]:
     """Start the loggers of rank 0 for the block, which is the training; see :func:`check_installed`."""
-    names = logger_names(config) if is_main else []
+    names = logger_names(config) if world.is_main else []
     without_secrets = Redaction(os.environ)
     settings = {k: without_secrets(v) if isinstance(v, str) else v for k, v in _scalars(config).items()}
     path = folder.path.resolve()
@@ -235,7 +236,6 @@ def started_loggers(
         "project": path.parent.name,
         "settings": settings,
         "resumed": resumed,
-        "epoch": epoch,
     }
     loggers = Loggers(names, servers_of(config.log_server), path, run, console.warn)
     finished = False
@@ -243,7 +243,8 @@ def started_loggers(
         yield loggers
         finished = True
     finally:
-        loggers.close(finished)
+        with world.activity.doing("loggers"):
+            loggers.close(finished)
 
 
 def _scalars(config: TrainConfig) -> dict[str, Any]:
