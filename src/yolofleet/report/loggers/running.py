@@ -33,10 +33,8 @@ from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import screen_line
 
 MOST_WAITING = 1000  # rows of a logger; more are dropped
-FINISH_S, STOP_S = (
-    15.0,
-    3.0,
-)  # longest wait for all loggers at the end of a run, and of a run that stops or fails
+FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
+STOP_S = 3.0  # the same for a run that stops or fails: its machine may be about to go
 MOST_STARTS = 3  # of a child that dies
 
 
