@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def main(name: str) -> None:
     without_secrets = Redaction(os.environ, home=str(Path.home()), user=_user())
     values = json.loads(sys.stdin.readline())
     run = LoggedRun(**{**values, "folder": Path(values["folder"])})
+    if not run.resumed:
+        run.forget_id()
     logger: Logger | None = None
     for line in sys.stdin:
         message, problem = json.loads(line), ""
@@ -53,6 +56,9 @@ def main(name: str) -> None:
                     logger = getattr(import_module(f"yolofleet.report.loggers.{module}"), kind)(run)
                 logger.row(message)
         except (Exception, SystemExit) as failure:
+            run = replace(
+                run, resumed=True
+            )  # the next attempt continues what this one has begun in the store
             text = " ".join(str(failure).split()) or type(failure).__name__
             problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")

@@ -51,6 +51,11 @@ class LoggedRun:
                     return str(stored["id"])
         return ""
 
+    def forget_id(self) -> None:
+        """Remove the identifier of an earlier run in the same folder."""
+        with suppress(OSError):
+            self._id_file.unlink()
+
     def keep_id(self, identifier: str) -> None:
         """Store the identifier for a resumed run."""
         write_json(self._id_file, {"server": self.server, "id": identifier})

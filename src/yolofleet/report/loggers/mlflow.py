@@ -34,10 +34,10 @@ class MlflowLogger(Logger):
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name, artifacts)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        run.keep_id(self._id)
         settings = [Param(k, str(v)[:MOST_CHARACTERS]) for k, v in run.settings.items() if v != ""]
         for first in range(0, len(settings), 100):  # MLflow's limit for a request
             self._client.log_batch(self._id, params=settings[first : first + 100])
-        run.keep_id(self._id)
 
     def row(self, row: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

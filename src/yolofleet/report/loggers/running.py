@@ -48,7 +48,7 @@ class LoggerProcess:
 
     def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
         self.name, self._run, self._lines = name, run, lines
-        self.dropped = 0
+        self.dropped, self.timed_out = 0, False
         self._sent = self._done = self._starts = 0
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._child: subprocess.Popen[str] | None = None
@@ -74,7 +74,8 @@ class LoggerProcess:
         self._thread.join(wait_s)
         with self._may_start:
             self._starts = MOST_STARTS
-            if self._child is not None and self._thread.is_alive():
+            self.timed_out = self._thread.is_alive()
+            if self._child is not None and self.timed_out:
                 _kill(self._child)
         self._thread.join()
         self.dropped += self._sent - self._done
@@ -94,7 +95,7 @@ class LoggerProcess:
                     self._done += 1
             if is_end:
                 problem = self._ask(text) or problem
-            if problem and not warned:
+            if problem and not warned and not self.timed_out:
                 warned = True
                 self._lines.put(
                     f"--log {self.name}: {problem}; the training goes on, and later rows try again"
@@ -141,7 +142,8 @@ class LoggerProcess:
                 start_new_session=True,  # Ctrl-C in a terminal reaches the run, not its loggers
             )
             assert self._child.stdin is not None
-            self._child.stdin.write(json.dumps(self._run) + "\n")
+            resumed = self._run["resumed"] or self._starts > 1
+            self._child.stdin.write(json.dumps({**self._run, "resumed": resumed}) + "\n")
             return self._child
 
 
@@ -198,6 +200,8 @@ class Loggers:
             if process.dropped:
                 rows = "1 row" if process.dropped == 1 else f"{process.dropped} rows"
                 self._warn(f"--log {process.name}: {rows} of the run not stored there; results.csv has all")
+            elif process.timed_out:
+                self._warn(f"--log {process.name}: not closed in time; the last rows may be missing there")
 
     def _tell(self) -> None:
         while not self._lines.empty():
