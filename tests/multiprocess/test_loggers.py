@@ -193,7 +193,8 @@ def comet_rows(run: Path) -> Rows:
         with zipfile.ZipFile(archive) as content:
             messages = [json.loads(line) for line in content.read("messages.json").decode().splitlines()]
         for metric in (m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"):
-            found.setdefault(metric["epoch"], {})[metric["metricName"]] = metric["metricValue"]
+            if metric["metricName"] != "process duration":  # Comet's own
+                found.setdefault(metric["epoch"], {})[metric["metricName"]] = metric["metricValue"]
     return found
 
 

@@ -91,3 +91,24 @@ def test_the_run_of_an_earlier_version_goes_on_with_tensorboard() -> None:
     config, _ = load_config_yaml(Path(__file__).parents[2] / "golden" / "run" / "exp" / "config.yaml")
     assert config.value.log == "" and running.logger_names(config.value) == []
     assert running.logger_names(config.value.model_copy(update={"tensorboard": True})) == ["tensorboard"]
+
+
+def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from yolofleet.report.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(LoggedRun(tmp_path, "exp", "train", {}, "", False))
+    for row in (
+        {"epoch": 1, "a": 1.0},
+        {"epoch": 1, "a": 1.5, "b": 5.0},
+        {"epoch": 2, "a": 2.0},
+        {"epoch": 3, "a": 3.0},
+    ):
+        logger.row(row)
+    logger.row({"epoch": 2, "a": 2.5})  # after a rollback
+    logger.close(finished=True)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = {name: [(s.step, s.value) for s in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found == {"a": [(1, 1.5), (2, 2.5)], "b": [(1, 5.0)]}
