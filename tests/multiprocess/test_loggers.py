@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from commands import called, small_shapes, train_args, working_in
@@ -51,8 +51,9 @@ class Receiver(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append((self.path, self.headers.get("Authorization"), body))
-        self.server.may_answer.wait(60)
+        server: Any = self.server
+        server.asked.append((self.path, self.headers.get("Authorization"), body))
+        server.may_answer.wait(60)
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -132,7 +133,7 @@ def tensorboard_rows(run: Path) -> Rows:
 
 def wandb_rows(run: Path) -> Rows:
     """Read the files for `wandb sync`: LevelDB's log format with W&B's messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
 
     found: Rows = {}
     files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
@@ -147,7 +148,7 @@ def wandb_rows(run: Path) -> Rows:
             message += content[at + 7 : at + 7 + size]
             at += 7 + size
             if kind in (1, 4):
-                record = Record.FromString(message)
+                record = cast(Any, wandb_internal_pb2).Record.FromString(message)
                 message = b""
                 items = {
                     "/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item
@@ -158,16 +159,25 @@ def wandb_rows(run: Path) -> Rows:
     return found
 
 
-def mlflow_rows(run: Path, server: str = "") -> Rows:
-    from mlflow import MlflowClient
+READ_MLFLOW = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+(run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+metrics = [(m.timestamp, m.step, m.key, m.value) for k in run.data.metrics for m in client.get_metric_history(run.info.run_id, k)]
+print(json.dumps({"status": run.info.status, "params": run.data.params, "metrics": sorted(metrics)}))
+"""
 
-    client = MlflowClient(server or f"sqlite:///{run / 'mlflow' / 'mlflow.db'}")
-    (stored,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert stored.info.status == "FINISHED" and stored.data.params["img"] == "64"
+
+def mlflow_rows(run: Path, server: str = "") -> Rows:
+    """Read in a child process: the client leaves files and sockets open."""
+    store = server or f"sqlite:///{run / 'mlflow' / 'mlflow.db'}"
+    command = [sys.executable, "-c", READ_MLFLOW, store]
+    stored = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert stored["status"] == "FINISHED" and stored["params"]["img"] == "64"
     found: Rows = {}
-    for name in stored.data.metrics:
-        for metric in sorted(client.get_metric_history(stored.info.run_id, name), key=lambda m: m.timestamp):
-            found.setdefault(metric.step, {})[name] = metric.value
+    for _, epoch, name, value in stored["metrics"]:
+        found.setdefault(epoch, {})[name] = value
     return found
 
 
@@ -207,6 +217,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 def agree(found: Rows, expected: Rows) -> None:
     assert found.keys() == expected.keys()
     for epoch, row in expected.items():
+        assert found[epoch].keys() == row.keys(), f"epoch {epoch}"
         assert found[epoch] == pytest.approx(row, rel=1e-5), f"epoch {epoch}"  # of 6 digits
 
 
@@ -233,7 +244,9 @@ def test_the_events_and_the_http_server_have_the_rows_of_results_csv(
                 for k, v in event.items()
                 if k in (run / "results.csv").read_text().splitlines()[0].split(",")
             }
-            rows.setdefault(event["epoch"], {}).update({k: v for k, v in figures.items() if k != "epoch"})
+            rows.setdefault(event["epoch"], {}).update(
+                {k: v for k, v in figures.items() if k != "epoch" and v is not None}
+            )
     agree(rows, table(run))
 
 

@@ -21,12 +21,16 @@ class ClearmlLogger(Logger):
         os.chdir(run.folder)  # the package would store the git state of the working folder
         os.environ |= {
             **{"CLEARML_CACHE_DIR": str(run.folder), "CLEARML_OFFLINE_MODE": "0" if run.server else "1"},
-            **{"CLEARML_SUPPRESS_UPDATE_MESSAGE": "1", "CLEARML_LOG_ENVIRONMENT": ""},
+            "CLEARML_LOG_ENVIRONMENT": "",
             **{"CLEARML_VCS_REPO_URL": "none", "CLEARML_VCS_COMMIT_ID": "none", "CLEARML_VCS_BRANCH": "none"},
             **({"CLEARML_API_HOST": run.server} if run.server else {"CLEARML_NO_DEFAULT_SERVER": "1"}),
         }
         from clearml import Task
+        from clearml.utilities.check_updates import CheckPackageUpdates
 
+        CheckPackageUpdates._package_version_checked = (
+            True  # its variable only hides the answer of its server
+        )
         known = run.known_id() if run.server else ""
         self._task: Any = Task.init(
             project_name=os.environ.get("CLEARML_PROJECT", run.project),

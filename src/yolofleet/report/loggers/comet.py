@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 
@@ -30,10 +31,13 @@ class CometLogger(Logger):
         run.folder.mkdir(parents=True, exist_ok=True)
         known = run.known_id()
         identifier = known or secrets.token_hex(16)
-        parts = (
-            *("code", "graph", "git_metadata", "git_patch", "env_details"),
-            *("env_gpu", "env_host", "env_cpu", "env_network", "env_disk"),
-        )
+        off: dict[str, Any] = {
+            f"log_{part}": False
+            for part in (
+                *("code", "graph", "git_metadata", "git_patch", "env_details"),
+                *("env_gpu", "env_host", "env_cpu", "env_network", "env_disk"),
+            )
+        }
         self._experiment = comet_ml.start(
             project_name=os.environ.get("COMET_PROJECT_NAME", run.project),
             experiment_key=identifier,
@@ -48,7 +52,7 @@ class CometLogger(Logger):
                 auto_metric_logging=False,
                 auto_log_co2=False,
                 display_summary_level=0,
-                **{f"log_{part}": False for part in parts},
+                **off,
             ),
         )
         self._experiment.log_parameters(dict(run.settings))
