@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster soak contract fuzz lint bench bench-gpu clean
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster soak contract fuzz lint bench bench-gpu clean
 
 env: $(VENV)/.made
 
@@ -65,6 +65,13 @@ soak: env
 # converters that need environments of their own (TensorFlow Lite, Core ML): built in a temporary folder, gigabytes
 test-export: env
 	OMP_NUM_THREADS=1 $(PY) tests/export/environments.py tflite coreml
+
+# loggers with their packages, in an environment of their own: 1.5 GB
+test-loggers:
+	test -x build/loggers/bin/python || $(PYTHON) -m venv build/loggers
+	build/loggers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  pytest pytest-timeout -e ".[tensorboard,wandb,mlflow,clearml,comet]"
+	OMP_NUM_THREADS=1 build/loggers/bin/python -m pytest tests/multiprocess/test_loggers.py
 
 # one hash for every fleet: the whole matrix
 contract: env

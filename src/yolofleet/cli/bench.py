@@ -32,6 +32,7 @@ WITHOUT_GROUPS = ("after a failure", "saved files")
 WITHOUT = {
     "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
     "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok", "callbacks",
+    "log", "log_server",
     *(name for name, field in TrainConfig.model_fields.items() if group_of(field) in WITHOUT_GROUPS),
 }  # fmt: skip
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.

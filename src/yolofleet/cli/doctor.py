@@ -27,6 +27,12 @@ def run(given: dict[str, Any], config_file: str) -> int:
     check_target(json_out)
     findings = examine(resolved)
     tell(findings, stream_for(json_out))
+    if resolved.value.support:
+        from yolofleet.fleet.doctor.probes import run_probe
+        from yolofleet.fleet.doctor.support import write_support
+
+        facts = run_probe("facts", {"folders": ["."], "quick": True, "count_gpus": True})
+        write_support(findings, facts, resolved.value.log, stream_for(json_out))
     write(json_out, as_json(findings))
     return exit_code(findings)
 

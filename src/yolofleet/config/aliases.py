@@ -118,7 +118,6 @@ def _paddle_config(values: list[str]) -> list[str]:
     return [f"--model={family}-{match[2]}", f"--recipe={recipe}", f"--epochs={match[3]}", "--data=coco.yaml"]
 
 
-NOT_YET = "is not available yet"
 EVOLVE = Spelling(
     "maybe",
     lambda given: [f"--evolve={(given or ['300'])[0]}"],
@@ -206,9 +205,13 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--bucket": refused(
             "results go to a folder, not to a bucket", "--project FOLDER, then copy the folder", "maybe"
         ),
-        "--entity": refused(f"logging to Weights & Biases {NOT_YET}", "--tensorboard", "one"),
+        "--entity": refused(
+            "Weights & Biases reads its entity from a variable", "--log wandb and WANDB_ENTITY=NAME", "one"
+        ),
         "--upload-dataset": refused("data sets are not uploaded", "leave it out", "maybe"),
-        "--bbox-interval": refused(f"logging to Weights & Biases {NOT_YET}", "--tensorboard", "one"),
+        "--bbox-interval": refused(
+            "pictures are not sent to Weights & Biases", "--log wandb for figures", "one"
+        ),
     },
     "val": {
         **MACHINES,

@@ -7,8 +7,10 @@ import shlex
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, TypeVar
 
+from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
@@ -22,6 +24,7 @@ from yolofleet.config.schema import (
     ValConfig,
 )
 from yolofleet.errors import ConfigError
+from yolofleet.text import shown
 from yolofleet.user_code import split_name
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
@@ -108,6 +111,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_code(c.recipe_class, *c.callbacks)
+    check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
             "no model: expected one of --weights, --model and --cfg",
@@ -389,11 +393,18 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
 
 def check_doctor(config: Resolved[DoctorConfig]) -> None:
     """Check as :func:`check_train`."""
+    log = config.value.log
+    if config.value.support and log and not Path(log).is_dir():
+        raise ConfigError(
+            f"--support with --log {shown(log)}: not the folder of a run",
+            source=config.sources["log"],
+            hint="--support --log runs/train/exp",
+        )
     if config.value.hosts and config.value.fleet:
         raise _clash(config, "hosts", "fleet", "both choose the hosts", "leave one out")
     if config.value.log:
         for name in type(config.value).model_fields:
-            if name not in ("log", "json_out") and config.is_given(name):
+            if name not in ("log", "json_out", "support") and config.is_given(name):
                 raise _clash(
                     config, name, "log", "the doctor reads a log without other checks", "leave one out"
                 )

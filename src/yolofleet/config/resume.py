@@ -32,7 +32,12 @@ from yolofleet.text import listed, shown
 FIXED_GROUPS = ("input", "length and batch size", "method")
 VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
 MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan", "recipe_class")
-REPEATED = ("preempt_notice", "recipe_class", "callbacks")  # options of a resume, if the run has them
+REPEATED = (
+    "preempt_notice",
+    "recipe_class",
+    "callbacks",
+    "log_server",
+)  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
@@ -212,6 +217,9 @@ def continue_run(
             if name == "callbacks" and values[name] and not new.callbacks:
                 again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
                 notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
+            if name == "log_server" and values[name] and not new.log_server:
+                again = " ".join(f"--log-server {shown(server)}" for server in values[name])
+                notes.append(f"figures are not sent to the server of the run; to send them: {again}")
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT
@@ -254,7 +262,7 @@ def continue_run(
 
 
 def options_to_repeat(settings: TrainConfig | ValConfig) -> list[str]:
-    """Return the options that the command which resumes a run must repeat: no file may choose programs to run."""
+    """Return the options that the command which resumes a run must repeat: no file may choose programs or servers."""
     options = []
     for name in REPEATED:
         value = getattr(settings, name, ())

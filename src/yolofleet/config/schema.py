@@ -458,9 +458,19 @@ class TrainConfig(FleetSettings):
         in_files=False,
     )
     plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
-    tensorboard: bool = setting(
-        False, "write TensorBoard events (extra: yolofleet[tensorboard])", group="reports and display"
+    log: str = setting(
+        "",
+        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet, prometheus, http; several "
+        "with commas; sends nothing without --log-server (docs/loggers.md)",
+        group="reports and display",
     )
+    log_server: Texts = setting(
+        (),
+        "NAME=ADDRESS: a logger of --log sends the figures to this server, instead of writing files; may be repeated",
+        group="reports and display",
+        in_files=False,
+    )
+    tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
     verbose: bool = setting(False, "show metrics of each class", group="reports and display")
 
 
@@ -945,6 +955,13 @@ class DoctorConfig(Frozen):
         "",
         "explain the errors in a log of NCCL, gloo or torchrun: a file, a run folder, or - for standard input",
         group="input",
+    )
+    support: bool = setting(
+        False,
+        "write yolofleet-support.zip for an issue report: findings, facts and versions, with --log RUN also the "
+        "configuration and logs of that run; without secrets; sends nothing",
+        group="saved files",
+        in_files=False,
     )
     data: str = setting(
         "", "data set of the run; the doctor checks that it is the same on all hosts", group="input"

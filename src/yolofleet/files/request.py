@@ -31,11 +31,13 @@ class Transient(Exception):
 
 
 class Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows at most ten redirects, to http and https only, and never from https to http."""
+    """Follows at most ten redirects, to http and https only, never from https to http, and none of a POST request."""
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
+        if req.data is not None:
+            raise Refused("it redirects a POST request")
         old, new = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
         if new not in ("http", "https") or (old == "https" and new == "http"):
             raise Refused(f"it redirects from {old} to {newurl[:200]!r}")
@@ -117,16 +119,18 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
+def open_url(url: str, headers: dict[str, str], timeout_s: float, *, body: bytes | None = None) -> Any:
     """Return an open response with a status below 300, or 416 (no such range).
 
+    Args:
+        body: of a POST request; None: a GET request.
     Raises:
         Transient, Refused: the request failed.
     """
     try:
         if urlsplit(url).scheme not in ("http", "https"):
             raise Refused("only http and https are supported")
-        return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
+        return _opener().open(urllib.request.Request(url, body, headers), timeout=timeout_s)
     except urllib.error.HTTPError as problem:
         if problem.code == 416:
             return problem

@@ -75,6 +75,7 @@ SETTINGS: dict[str, Any] = {  # of a run that only measures
     "save_steps": 0,
     "plots": False,
     "tensorboard": False,
+    "log": "",
     "restarts": 0,
     "preempt_notice": "",
     "resume": "",

@@ -53,6 +53,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.loggers.running import check_installed, started_loggers
 from yolofleet.runs.autobatch import with_measured_batch
 from yolofleet.runs.folder import file_writers, write_config
 from yolofleet.runs.memory import (
@@ -168,6 +169,8 @@ def built_run(
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     callbacks = Callbacks(config.callbacks, world)
+    if world.is_main:
+        check_installed(config)
     code = {"callbacks": callbacks.identity()}
     if config.recipe_class:
         code["recipe_class"] = identity_of(config.recipe_class, "--recipe-class")
@@ -196,6 +199,9 @@ def built_run(
         if memory is not None:
             caches.callback(memory.close)
         cache, val_cache = _caches(config, data, network.img, world, caches, console)
+        loggers = caches.enter_context(
+            started_loggers(config, folder, console, world, resumed=snapshot is not None)
+        )
         report = TrainReport(
             folder,
             console,
@@ -208,6 +214,7 @@ def built_run(
             dataset_images=len(data.train),
             is_writer=is_writer,
             callbacks=callbacks,
+            loggers=loggers,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing

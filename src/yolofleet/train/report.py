@@ -31,10 +31,10 @@ from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.loggers.running import Loggers
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable
-from yolofleet.report.tensorboard import TensorboardLog
 from yolofleet.train.agreement import kernels
 from yolofleet.train.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
@@ -64,6 +64,7 @@ class TrainReport:
         dataset_images: images of an epoch.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
         callbacks: of this rank.
+        loggers: of this rank; only rank 0 has any.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class TrainReport:
         dataset_images: int,
         is_writer: bool,
         callbacks: Callbacks,
+        loggers: Loggers,
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = (
             folder,
@@ -90,10 +92,8 @@ class TrainReport:
         )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
         self.clock, self.is_writer, self.callbacks = clock, is_writer, callbacks
+        self.loggers = loggers
         self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
-        self.tensorboard = (
-            TensorboardLog(folder.path / "tensorboard") if config.tensorboard and world.is_main else None
-        )
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
         self._refused: set[str] = set()  # what the disk refused when it was last tried
@@ -361,8 +361,7 @@ class TrainReport:
         if self.is_writer:
             self._rows.append(self._row)
             self._write_unwritten()
-        if self.tensorboard:
-            self.tensorboard.write(self._row)
+        self.loggers.row(self._row)
 
     def ended_before(self, evaluation: Evaluation) -> None:
         """Report that the resumed run had already ended."""
@@ -380,8 +379,6 @@ class TrainReport:
         sample = shared_sample(evaluation, self.world) if evaluation else None
         if not self.is_writer:
             return
-        if self.tensorboard:
-            self.tensorboard.close()
         if self.draws:
             draw_results(self.folder.results_csv, self.folder.plots, self.console.note)
             if self.last_evaluation is not None:

@@ -583,7 +583,8 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
 
 LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True,
              "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
-             "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",)}  # fmt: skip
+             "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",),
+             "log_server": ("http=http://a.b",)}  # fmt: skip
 
 
 def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
@@ -593,7 +594,7 @@ def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
     resumed = resolve_train({"resume": str(folder)})[0].value
     assert all(getattr(resumed, name) == TrainConfig.model_fields[name].default for name in LINE_ONLY)
     for name, value in LINE_ONLY.items():
-        more = {"hosts": "a:1"} if name == "sync_code" else {}
+        more = {"sync_code": {"hosts": "a:1"}, "log_server": {"log": "http"}}.get(name, {})
         config, _ = resolve_train({"resume": str(folder), name: value, **more})
         assert (getattr(config.value, name), config.sources[name]) == (value, "command line")
 

@@ -4,10 +4,8 @@ import warnings
 
 import cv2
 import numpy as np
-import pytest
 import torch
 
-from yolofleet.errors import ConfigError
 from yolofleet.evaluate.precision_recall import precision_recall
 from yolofleet.report import plots
 from yolofleet.report.plots import (
@@ -20,7 +18,6 @@ from yolofleet.report.plots import (
     training_pictures,
 )
 from yolofleet.report.results import ResultsTable
-from yolofleet.report.tensorboard import TensorboardLog
 
 ODD_NAMES = ("$5_bill", "_under$core^2", "人")  # mathematics for matplotlib, and a letter it has no font for
 
@@ -108,24 +105,6 @@ def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
     assert second.image[0, 0].tolist() == [0, 0, 200]  # BGR
     plot_pictures([first, second], ("a", "b", "c"), tmp_path / "train_batch0.jpg")
     picture(tmp_path / "train_batch0.jpg")
-
-
-def test_tensorboard_that_is_not_installed_is_said_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'yolofleet\[tensorboard\]'"):
-        TensorboardLog(tmp_path)
-
-
-def test_tensorboard_gets_every_finite_figure(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = TensorboardLog(tmp_path)
-    log.write({"epoch": 3, "metrics/mAP50": 0.5, "images_per_s": float("nan")})
-    log.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["scalars"] == ["metrics/mAP50"]
-    assert events.Scalars("metrics/mAP50")[0].step == 3
 
 
 def test_fonts_for_other_scripts_are_used_only_where_installed():

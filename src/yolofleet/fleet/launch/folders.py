@@ -41,11 +41,17 @@ FETCHED = tuple(
         (r"plots/[A-Za-z0-9_]{1,100}\.(png|jpg)", 1 << 30),
         (r"labels/[^/]{1,255}\.txt", 64 << 20),
         (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
+        (r"prometheus/metrics\.prom|mlflow/mlflow\.db", 4 << 30),
+        (
+            r"(comet|clearml/offline)/[\w-]{1,100}\.zip|wandb/offline-run-[\w-]{1,100}/run-\w{1,64}\.wandb",
+            4 << 30,
+        ),
     )
 )
 NAMED = 5  # names in a message about files that stay on a host
 LEFT_THERE = re.compile(
-    r"config\.yaml|report\.html|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
+    r"config\.yaml|report\.html|(wandb|mlflow|clearml|comet)/.*"
+    r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
 )  # every run has them; no message
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name

@@ -1,0 +1,75 @@
+"""The values of ``--log`` and ``--log-server``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.text import did_you_mean, shown
+
+FILES_ONLY = ("tensorboard", "prometheus")
+SENDS = ("wandb", "mlflow", "clearml", "comet", "http")  # if the user names a server
+ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
+
+
+def logger_names(config: TrainConfig) -> list[str]:
+    """Return the names of the loggers of a run; ``--tensorboard`` is the same as ``--log tensorboard``."""
+    named = (name.strip() for name in config.log.split(","))
+    return list(dict.fromkeys([*(["tensorboard"] if config.tensorboard else []), *filter(None, named)]))
+
+
+def servers_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return the address of each logger in values NAME=ADDRESS."""
+    return {name: address for name, _, address in (text.partition("=") for text in texts)}
+
+
+def check_loggers(config: Resolved[TrainConfig]) -> None:
+    """Raise if ``--log`` or ``--log-server`` has an unknown name, or an address that cannot be used.
+
+    Raises:
+        ConfigError: names the value.
+    """
+    names, servers = logger_names(config.value), config.value.log_server
+    known = (*FILES_ONLY, *SENDS)
+    for name in names:
+        if name in ALWAYS:
+            hint = f"leave it out: every run writes {ALWAYS[name]}"
+        else:
+            hint = did_you_mean(name, known) or f"one or more of {', '.join(known)}, with commas"
+        if name not in known:
+            raise ConfigError(f"--log {shown(name)} is not a logger", source=config.sources["log"], hint=hint)
+    for text in servers:
+        name, _, address = text.partition("=")
+        try:
+            url = urlsplit(address)
+            is_usable = url.scheme in ("http", "https") and bool(url.hostname) and address.isprintable()
+            has_secret = url.username is not None or bool(url.query or url.fragment)
+        except ValueError:
+            is_usable = has_secret = False
+        if has_secret:  # not shown: it would reach logs
+            raise ConfigError(
+                f"--log-server {name}=... has a user, a query or a fragment, which may hold a secret",
+                source=config.sources["log_server"],
+                hint="give the address alone; docs/loggers.md names the variable for the key of each server",
+            )
+        if name not in SENDS or not is_usable:
+            raise ConfigError(
+                f"--log-server {shown(text)}: expected NAME=ADDRESS, with NAME one of {', '.join(SENDS)}",
+                source=config.sources["log_server"],
+                hint="--log-server mlflow=http://127.0.0.1:5000",
+            )
+        if name not in names:
+            raise ConfigError(
+                f"--log-server {name}=... has no effect without --log {name}",
+                source=config.sources["log_server"],
+                hint=f"--log {','.join([*names, name])}",
+            )
+    if "http" in names and "http" not in servers_of(servers):
+        raise ConfigError(
+            "--log http needs an address",
+            source=config.sources["log"],
+            hint="--log-server http=http://127.0.0.1:8080/rows",
+        )

@@ -1,0 +1,82 @@
+"""Remove secrets and personal names from text that leaves the machine or a trusted process.
+
+No rule recognises every secret. These rules prefer to remove too much: values with a telling name, values that the
+environment stores under such a name, the formats of well-known tokens, and user data and queries of URLs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+REMOVED = "[removed]"
+_SECRET = r"(?:secret|token|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key|account[\s_-]?key|credential|auth(?!or)|cookie|signature)"
+_REST = r"[\w.-]{0,60}"  # of the name
+SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+SHORTEST = 4  # characters of a value of the environment; shorter ones would remove parts of words
+_RULES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
+        (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/@\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
+        (r"(?i)(\bhttps?://[^\s?#\"'<>]{1,4096})[?#][^\s\"'<>,)\]}]{1,4096}", rf"\1?{REMOVED}"),
+        (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
+        (r"(?i)\b((?:set-)?cookie\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
+        (
+            r"([\s\"'](?:-u|--user)[\s,=\"']{1,4})[^\s\"',:]{1,64}:[^\s\"',]+",
+            rf"\1{REMOVED}",
+        ),  # curl -u NAME:PASSWORD
+        # NAME=value, NAME: value, "NAME": "value", also inside a JSON string; the quotes stay, so JSON stays JSON
+        (
+            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})(\\?[\"'])(?:(?!\2)[^\n])*\2",
+            rf"\1\2{REMOVED}\2",
+        ),
+        (rf"(?i)({_SECRET}{_REST}\"\s{{0,3}}:\s{{0,3}})[^\s\"'\[{{,}}\]\\]+", rf'\1"{REMOVED}"'),
+        (
+            rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}})(?!\[removed\])[^\s\"'\[{{,;}}\])\\]+",
+            rf"\1{REMOVED}",
+        ),
+        # --name value, also as neighbours in a list of arguments
+        (
+            rf"(?i)(--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
+            rf"\1{REMOVED}",
+        ),
+        (
+            r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
+            r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}\.[\w-]{4,}\.[\w-]*"
+            r"|\b(?:local-)?[0-9a-f]{40}\b",  # Weights & Biases; also a commit, which is no loss
+            REMOVED,
+        ),
+        (r"[\w.+-]{1,64}@[\w-]{1,63}\.[\w.-]{1,190}\w", REMOVED),  # addresses of mail
+        (r"((?:/home|/Users|[A-Za-z]:\\Users)[/\\])[^/\\\s\"':,;]{1,64}", r"\1[user]"),
+    )
+)
+
+
+class Redaction:
+    """Removes what the environment and the account of this process tell.
+
+    Args:
+        environment: its values with a telling name (token, password, ...) are removed wherever they occur.
+        home: becomes ``~``. user: becomes ``[user]`` where it stands alone; "root" stays, it names nobody.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, home: str = "", user: str = "") -> None:
+        values = {v for k, v in environment.items() if SECRET_NAME.search(k) and len(v) >= SHORTEST}
+        words = [re.escape(value) for value in sorted(values, key=len, reverse=True)]
+        self._values = re.compile("|".join(words)) if words else None
+        home = home.rstrip("/\\")
+        self._home = home if Path(home) != Path(home).parent else ""
+        alone = len(user) >= 3 and user != "root"
+        self._user = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])") if alone else None
+
+    def __call__(self, text: str) -> str:
+        """Return ``text`` without secrets."""
+        if self._values is not None:
+            text = self._values.sub(REMOVED, text)
+        if self._home:
+            text = text.replace(self._home, "~")
+        for pattern, replacement in _RULES:
+            text = pattern.sub(replacement, text)
+        return self._user.sub("[user]", text) if self._user is not None else text

@@ -1,0 +1,93 @@
+"""The process of one logger: ``python -m yolofleet.report.loggers.child NAME``. ``running.py`` starts it.
+
+Standard input has lines of JSON: a :class:`LoggedRun`, then rows, then true or false for the end of the run. Each row
+and the end are answered by a line: "" or the text of the failure. The packages of loggers patch modules, start threads
+and processes, print, and install handlers of signals and exits; here that harms nobody.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from yolofleet.redaction import Redaction
+from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.report.loggers.table import KINDS
+from yolofleet.system.children import die_with_parent, name_process
+
+MOST_TEXT = 300  # characters of a failure
+NICE = 10  # the training has priority on a busy host
+
+
+def main(name: str) -> None:
+    parent = os.getppid()
+    _end_only_with(parent)
+    name_process(f"yolofleet-{name}")
+    if hasattr(os, "nice"):
+        os.nice(NICE)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_RDWR)  # what the packages print would disturb the screen of the run
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    sys.argv = ["yolofleet"]  # some packages store the command line
+
+    without_secrets = Redaction(os.environ, home=str(Path.home()), user=_user())
+    values = json.loads(sys.stdin.readline())
+    run = LoggedRun(**{**values, "folder": Path(values["folder"])})
+    if not run.resumed:
+        run.forget_id()
+    logger: Logger | None = None
+    for line in sys.stdin:
+        message, problem = json.loads(line), ""
+        try:
+            if isinstance(message, bool):
+                if logger is not None:
+                    logger.close(message)
+            else:
+                if logger is None:
+                    module, kind = KINDS[name].target.split(":")
+                    logger = getattr(import_module(f"yolofleet.report.loggers.{module}"), kind)(run)
+                logger.row(message)
+        except (Exception, SystemExit) as failure:
+            run = replace(
+                run, resumed=True
+            )  # the next attempt continues what this one has begun in the store
+            text = " ".join(str(failure).split()) or type(failure).__name__
+            problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+        if isinstance(message, bool):
+            break
+    os._exit(0)  # at exit, packages wait for their servers
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # an account without a name, as in containers
+        return ""
+
+
+def _end_only_with(parent: int) -> None:
+    """Ignore the signals that stop a run, which still sends its last rows, but end with the parent."""
+
+    def on_signal(*_: Any) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), on_signal)
+    die_with_parent()
+    on_signal()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,90 @@
+"""The interface between a run and a logger. ``child.py`` runs each logger in a process of its own.
+
+A new logger is a subclass of :class:`Logger` in a module of this folder and a row in ``table.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.files.atomic import write_json
+from yolofleet.files.foreign import read_foreign_text
+
+MAX_ID_BYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a logger knows of the run.
+
+    Attributes:
+        folder: for the files of this logger, inside the run folder. The logger creates it.
+        name, project: of the run: the names of its folder and of the folder above.
+        settings: by name, as numbers and text, without secrets.
+        server: address of ``--log-server``; "" = write files, and send nothing.
+        resumed: the run continues from a checkpoint.
+    """
+
+    folder: Path
+    name: str
+    project: str
+    settings: Mapping[str, Any]
+    server: str
+    resumed: bool
+
+    @property
+    def _id_file(self) -> Path:
+        return self.folder / "run-id.json"
+
+    def known_id(self) -> str:
+        """Return the identifier of this run in the store, if the run is resumed and has used the same server; else ""."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if self.resumed:
+                stored = json.loads(read_foreign_text(self._id_file, limit_bytes=MAX_ID_BYTES, follow=False))
+                if stored["server"] == self.server and re.fullmatch(r"[\w-]{1,64}", stored["id"]):
+                    return str(stored["id"])
+        return ""
+
+    def forget_id(self) -> None:
+        """Remove the identifier of an earlier run in the same folder."""
+        with suppress(OSError):
+            self._id_file.unlink()
+
+    def keep_id(self, identifier: str) -> None:
+        """Store the identifier for a resumed run."""
+        write_json(self._id_file, {"server": self.server, "id": identifier})
+
+
+class Logger:
+    """Base of loggers: a store outside of ``results.csv``. Every method may block or raise: the training does not wait.
+
+    After an exception of ``__init__`` or :meth:`row`, both are tried again with the next row. So ``__init__`` must
+    be able to run twice.
+
+    Args:
+        run: see :class:`LoggedRun`.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.run = run
+
+    def row(self, row: Mapping[str, float]) -> None:
+        """Store a row of ``results.csv``; every value is finite.
+
+        The row of an epoch comes again with more columns if its validation ends later, and after a resume or a
+        rollback: it replaces the earlier row of this epoch.
+        """
+        raise NotImplementedError
+
+    def close(self, finished: bool) -> None:
+        """Flush and close the store. Not called after a kill.
+
+        Args:
+            finished: False if the run was stopped or failed.
+        """

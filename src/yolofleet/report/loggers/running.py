@@ -1,0 +1,255 @@
+"""Rank 0's side of the loggers. Each has a thread and a child process, so that no logger can stop or slow the training.
+
+The training thread only puts a row into a queue. The thread of the logger sends it to the child and waits for the
+answer. A row that the child could not store is sent again before the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.loggers import logger_names, servers_of
+from yolofleet.config.schema import TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.parallel.world import World
+from yolofleet.redaction import Redaction
+from yolofleet.report.console import NullConsole
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.loggers.table import KINDS
+from yolofleet.system.children import module_argv, module_environment
+from yolofleet.text import screen_line
+
+MOST_WAITING = 1000  # rows of a logger; more are dropped
+FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
+STOP_S = 3.0  # the same for a run that stops or fails: its machine may be about to go
+MOST_STARTS = 3  # of a child that dies
+
+
+class LoggerProcess:
+    """One logger, seen from rank 0.
+
+    Args:
+        run: the attributes of :class:`LoggedRun`.
+        lines: gets one line when the logger fails for the first time.
+    """
+
+    def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
+        self.name, self._run, self._lines = name, run, lines
+        self.dropped, self.timed_out = 0, False
+        self._sent = self._done = self._starts = 0
+        self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._child: subprocess.Popen[str] | None = None
+        self._may_start = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def row(self, text: str) -> None:
+        """Send a row, as JSON. Never waits."""
+        if self._sent - self._done >= MOST_WAITING:
+            self.dropped += 1
+        else:
+            self._sent += 1
+            self._messages.put(text)
+
+    def end(self, finished: bool) -> None:
+        """Send the end of the run."""
+        self._messages.put(json.dumps(finished))
+        self._messages.put(None)
+
+    def close(self, wait_s: float) -> None:
+        """Wait for the child; then kill it, and count the rows that it has not stored."""
+        self._thread.join(wait_s)
+        with self._may_start:
+            self._starts = MOST_STARTS
+            self.timed_out = self._thread.is_alive()
+            if self._child is not None and self.timed_out:
+                _kill(self._child)
+        self._thread.join()
+        self.dropped += self._sent - self._done
+
+    def _work(self) -> None:
+        waiting: deque[str] = deque()
+        warned = False
+        while (text := self._messages.get()) is not None:
+            is_end = text in ("true", "false")
+            if not is_end:
+                waiting.append(text)
+            problem = ""
+            while waiting and not problem:
+                problem = self._ask(waiting[0])
+                if not problem:
+                    waiting.popleft()
+                    self._done += 1
+            if is_end:
+                problem = self._ask(text) or problem
+            if problem and not warned and not self.timed_out:
+                warned = True
+                self._lines.put(
+                    f"--log {self.name}: {problem}; the training goes on, and later rows try again"
+                )
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.__exit__(None, None, None)  # closes the pipes and waits
+
+    def _ask(self, text: str) -> str:
+        """Send a message to the child and return its answer: "" or what failed."""
+        try:
+            child = self._running()
+            if child is None:
+                return "its process has ended"
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(text + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+            if answer:
+                return screen_line(json.loads(answer))
+        except (OSError, ValueError) as problem:
+            return f"its process failed: {problem}"
+        return "its process has ended"
+
+    def _running(self) -> subprocess.Popen[str] | None:
+        """Return the child, started again if it has died; None if that has happened too often."""
+        with self._may_start:
+            if self._child is not None and self._child.poll() is None:
+                return self._child
+            if self._starts >= MOST_STARTS:
+                return None
+            self._starts += 1
+            if self._child is not None:
+                with suppress(OSError):
+                    self._child.__exit__(None, None, None)
+            self._child = subprocess.Popen(
+                module_argv("yolofleet.report.loggers.child", self.name),
+                env=module_environment(os.environ),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C in a terminal reaches the run, not its loggers
+            )
+            assert self._child.stdin is not None
+            resumed = self._run["resumed"] or self._starts > 1
+            self._child.stdin.write(json.dumps({**self._run, "resumed": resumed}) + "\n")
+            return self._child
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """Kill a child and the processes that its package has started."""
+    if hasattr(os, "killpg"):
+        with suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+
+
+class Loggers:
+    """The loggers of a run; none on ranks other than 0.
+
+    Args:
+        run: the attributes of :class:`LoggedRun`, without those of one logger.
+        warn: gets one line for each logger that fails, and one at the end for each that lost rows.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        servers: Mapping[str, str],
+        folder: Path,
+        run: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._warn = warn
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # printed by the training thread
+        self._processes = [
+            LoggerProcess(
+                name, {**run, "folder": str(folder / name), "server": servers.get(name, "")}, self._lines
+            )
+            for name in names
+        ]
+
+    def row(self, row: Mapping[str, float]) -> None:
+        """Send a row of ``results.ResultsTable.write`` to every logger. Never waits."""
+        if self._processes:
+            text = json.dumps({name: value for name, value in row.items() if math.isfinite(value)})
+            for process in self._processes:
+                process.row(text)
+            self._tell()
+
+    def close(self, finished: bool) -> None:
+        """End all loggers within some seconds, and tell which lost rows."""
+        until_s = time.monotonic() + (FINISH_S if finished else STOP_S)
+        for process in self._processes:
+            process.end(finished)
+        for process in self._processes:
+            process.close(max(until_s - time.monotonic(), 0.0))
+        self._tell()
+        for process in self._processes:
+            if process.dropped:
+                rows = "1 row" if process.dropped == 1 else f"{process.dropped} rows"
+                self._warn(f"--log {process.name}: {rows} of the run not stored there; results.csv has all")
+            elif process.timed_out:
+                self._warn(f"--log {process.name}: not closed in time; the last rows may be missing there")
+
+    def _tell(self) -> None:
+        while not self._lines.empty():
+            self._warn(self._lines.get())
+
+
+def check_installed(config: TrainConfig) -> None:
+    """Raise if the package of a logger is not installed. Imports no package.
+
+    Raises:
+        ConfigError: names the extra.
+    """
+    for name in logger_names(config):
+        package = KINDS[name].package
+        found = find_spec(package) if package else None
+        if package and (found is None or found.origin is None):  # a folder of that name is not a package
+            raise ConfigError(
+                f"--log {name} needs the package {package}, which is not installed",
+                hint=f"pip install 'yolofleet[{name}]'",
+            )
+
+
+@contextmanager
+def started_loggers(
+    config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, *, resumed: bool
+) -> Iterator[Loggers]:
+    """Start the loggers of rank 0 for the block, which is the training; see :func:`check_installed`."""
+    names = logger_names(config) if world.is_main else []
+    without_secrets = Redaction(os.environ)
+    settings = {k: without_secrets(v) if isinstance(v, str) else v for k, v in _scalars(config).items()}
+    path = folder.path.resolve()
+    run = {
+        "name": path.name,
+        "project": path.parent.name,
+        "settings": settings,
+        "resumed": resumed,
+    }
+    loggers = Loggers(names, servers_of(config.log_server), path, run, console.warn)
+    finished = False
+    try:
+        yield loggers
+        finished = True
+    finally:
+        with world.activity.doing("loggers"):
+            loggers.close(finished)
+
+
+def _scalars(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings as numbers and text."""
+    values = config.model_dump(mode="json", exclude={"log_server"})
+    return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}

@@ -1,0 +1,29 @@
+"""The loggers that ``--log`` names, and what each needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table.
+
+    Attributes:
+        target: ``module:class`` in this folder.
+        package: that must be installed; "" = none. The extra of ``pyproject.toml`` has the name of the logger.
+    """
+
+    target: str
+    package: str = ""
+
+
+KINDS = {
+    "tensorboard": Kind("tensorboard:TensorboardLogger", "tensorboard"),
+    "wandb": Kind("wandb:WandbLogger", "wandb"),
+    "mlflow": Kind("mlflow:MlflowLogger", "mlflow"),
+    "clearml": Kind("clearml:ClearmlLogger", "clearml"),
+    "comet": Kind("comet:CometLogger", "comet_ml"),
+    "prometheus": Kind("prometheus:PrometheusLogger"),
+    "http": Kind("http:HttpLogger"),
+}

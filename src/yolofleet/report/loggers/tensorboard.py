@@ -1,0 +1,39 @@
+"""TensorBoard: event files in ``tensorboard/`` of the run folder (extra: ``yolofleet[tensorboard]``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from yolofleet.report.loggers.logger import LoggedRun, Logger
+
+
+class TensorboardLogger(Logger):
+    """Writes curves with the package's own writer, which does not import torch.
+
+    A resumed run adds a file. TensorBoard shows both as one run, without the epochs that are trained again.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        super().__init__(run)
+        self._writer: Any = EventFileWriter(str(run.folder))
+        self._next_epoch = 0 if run.resumed else 1  # the first row of a resumed run replaces later ones
+
+    def row(self, row: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        epoch, now = int(row["epoch"]), time.time()
+        if epoch != self._next_epoch:  # rows of this epoch and later ones are replaced
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items() if k != "epoch"]
+        self._writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
+        self._writer.flush()
+        self._next_epoch = epoch + 1
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()

@@ -1,0 +1,64 @@
+"""Weights & Biases: a folder for ``wandb sync`` in ``wandb/`` of the run folder, or a server (extra: ``yolofleet[wandb]``)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from yolofleet.report.loggers.logger import LoggedRun, Logger
+
+
+class WandbLogger(Logger):
+    """Stores rows and settings; neither code, git state, command line, console nor facts of the host.
+
+    A resumed run goes on with the same identifier: on a server as one run, offline as a further folder.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # crashes, to its maker
+        import wandb
+
+        super().__init__(run)
+        identifier = run.known_id() or secrets.token_hex(4)
+        quiet: dict[str, Any] = {
+            **{
+                "console": "off",
+                "silent": True,
+                "disable_code": True,
+                "disable_git": True,
+                "save_code": False,
+            },
+            **{"disable_job_creation": True, "x_disable_meta": True, "x_disable_stats": True},
+            **{
+                "x_disable_machine_info": True,
+                "x_save_requirements": False,
+                "host": "",
+                "init_timeout": 10.0,
+            },
+        }
+        if run.server:
+            quiet["base_url"] = run.server
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            dir=str(run.folder.parent),
+            project=os.environ.get("WANDB_PROJECT", run.project),
+            name=run.name,
+            id=identifier,
+            resume="allow" if run.server else None,
+            mode="online" if run.server else "offline",
+            config=dict(run.settings),
+            settings=wandb.Settings(**quiet),
+        )
+        self._run.define_metric("*", step_metric="epoch")  # its own steps cannot be repeated
+        run.keep_id(identifier)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row))
+
+    def close(self, finished: bool) -> None:
+        import wandb
+
+        self._run.finish(exit_code=0 if finished else 1)
+        wandb.teardown()

@@ -1,0 +1,466 @@
+"""Loggers for real: one run with all that are installed, its stores read back and compared with results.csv.
+
+`make test-loggers` installs the packages that `make test` does without.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from commands import called, small_shapes, train_args, working_in
+
+from yolofleet.report.loggers.running import MOST_WAITING, Loggers
+from yolofleet.report.loggers.table import KINDS
+
+SECRET = "k3y-that-nobody-may-see-0123456789"
+KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "MY_TOKEN")
+Rows = dict[int, dict[str, float]]  # by epoch
+
+
+def is_installed(name: str) -> bool:
+    package = KINDS[name].package
+    found = find_spec(package) if package else None
+    return not package or (found is not None and found.origin is not None)
+
+
+HERE = [name for name in KINDS if is_installed(name)]
+
+
+def needs(name: str) -> None:
+    if name not in HERE:
+        pytest.skip(f"{KINDS[name].package} is not installed: make test-loggers")
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Keeps the rows that are posted, after waiting for ``server.may_answer``."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        server: Any = self.server
+        server.asked.append((self.path, self.headers.get("Authorization"), body))
+        server.may_answer.wait(60)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_CONNECT = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def receiver() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    server.asked, server.may_answer = [], threading.Event()
+    server.may_answer.set()
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.may_answer.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def table(run: Path) -> Rows:
+    with (run / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {int(r["epoch"]): {k: float(v) for k, v in r.items() if v and k != "epoch"} for r in rows}
+
+
+def posted(asked: list[tuple[str, str | None, bytes]]) -> Rows:
+    rows = [json.loads(body)["row"] for _, _, body in asked]
+    return {r["epoch"]: {k: v for k, v in r.items() if k != "epoch"} for r in rows}
+
+
+# -- one run with all loggers: two processes, then resumed with one ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Any], list[Any], str]]:
+    """The run folder, what the HTTP logger sent, what anyone sent elsewhere, and what the runs printed."""
+    folder = tmp_path_factory.mktemp("logged")
+    data = small_shapes(folder, images=8, val_images=4)
+    with receiver() as rows, receiver() as elsewhere:
+        variables = {
+            **{name: SECRET for name in KEYS},
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), elsewhere.address),
+            **{"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "YOLOFLEET_LOG_TOKEN": SECRET},
+            **{"HOME": str(folder), "WANDB_MODE": "online"},
+        }
+        variables.pop("CLEARML_API_SECRET_KEY")  # with half of its keys the package refuses to start
+        server = ["--log-server", f"http={rows.address}/rows"]
+        args = train_args(data, "--log", ",".join(HERE), *server, "--device", "cpu:2", "--val-overlap")
+        with working_in(folder, **variables):
+            first = called(*args)
+            run = folder / "runs" / "train" / "exp"
+            assert first.code == 0, first.out + first.err
+            again = called("train", "--resume", run, "--epochs", "3", "--device", "cpu", *server)
+            assert again.code == 0, again.out + again.err
+        yield run, rows.asked, elsewhere.asked, first.out + first.err + again.out + again.err
+
+
+def tensorboard_rows(run: Path) -> Rows:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    found: Rows = {}
+    for name in events.Tags()["scalars"]:
+        for scalar in events.Scalars(name):
+            assert name not in found.get(scalar.step, {}), "an epoch occurs twice"
+            found.setdefault(scalar.step, {})[name] = scalar.value
+    return found
+
+
+def wandb_rows(run: Path) -> Rows:
+    """Read the files for `wandb sync`: LevelDB's log format with W&B's messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: Rows = {}
+    files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "a resumed run keeps its identifier"
+    for content in (file.read_bytes() for file in files):
+        at, message = 7, b""
+        while at < len(content):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+            message += content[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):
+                record = cast(Any, wandb_internal_pb2).Record.FromString(message)
+                message = b""
+                items = {
+                    "/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item
+                }
+                if items:
+                    values = {k: v for k, v in items.items() if not k.startswith("_") and k != "epoch"}
+                    found.setdefault(items["epoch"], {}).update(values)
+    return found
+
+
+READ_MLFLOW = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+(run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+metrics = [(m.timestamp, m.step, m.key, m.value) for k in run.data.metrics for m in client.get_metric_history(run.info.run_id, k)]
+print(json.dumps({"status": run.info.status, "params": run.data.params, "metrics": sorted(metrics)}))
+"""
+
+
+def mlflow_rows(run: Path, server: str = "") -> Rows:
+    """Read in a child process: the client leaves files and sockets open."""
+    store = server or f"sqlite:///{run / 'mlflow' / 'mlflow.db'}"
+    command = [sys.executable, "-c", READ_MLFLOW, store]
+    stored = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert stored["status"] == "FINISHED" and stored["params"]["img"] == "64"
+    found: Rows = {}
+    for _, epoch, name, value in stored["metrics"]:
+        found.setdefault(epoch, {})[name] = value
+    return found
+
+
+def clearml_rows(run: Path) -> Rows:
+    found: Rows = {}
+    archives = sorted(run.glob("clearml/offline/*.zip"), key=lambda file: file.stat().st_mtime)
+    assert len(archives) == 2
+    for archive in archives:
+        with zipfile.ZipFile(archive) as content:
+            lines = content.read("metrics.jsonl").decode().splitlines()
+        for event in (event for line in lines for event in json.loads(line)):
+            title, series = event["metric"], event["variant"]
+            name = title if title == series else f"{title}/{series}"
+            found.setdefault(event["iter"], {})[name] = event["value"]
+    return found
+
+
+def comet_rows(run: Path) -> Rows:
+    found: Rows = {}
+    archives = sorted(run.glob("comet/*.zip"), key=lambda file: file.stat().st_mtime)
+    assert len(archives) == 2
+    for archive in archives:
+        with zipfile.ZipFile(archive) as content:
+            messages = [json.loads(line) for line in content.read("messages.json").decode().splitlines()]
+        for metric in (m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"):
+            if metric["metricName"] != "process duration":  # Comet's own
+                found.setdefault(metric["epoch"], {})[metric["metricName"]] = metric["metricValue"]
+    return found
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    **{"tensorboard": tensorboard_rows, "wandb": wandb_rows, "mlflow": mlflow_rows},
+    **{"clearml": clearml_rows, "comet": comet_rows},
+}
+
+
+def agree(found: Rows, expected: Rows) -> None:
+    assert found.keys() == expected.keys()
+    for epoch, row in expected.items():
+        assert found[epoch].keys() == row.keys(), f"epoch {epoch}"
+        assert found[epoch] == pytest.approx(row, rel=1e-5), f"epoch {epoch}"  # of 6 digits
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_store_has_the_rows_of_results_csv(logged: tuple[Path, Any, Any, str], name: str) -> None:
+    needs(name)
+    run, *_ = logged
+    assert len(table(run)) == 3
+    agree(READERS[name](run), table(run))
+
+
+def test_the_events_and_the_http_server_have_the_rows_of_results_csv(
+    logged: tuple[Path, Any, Any, str],
+) -> None:
+    run, asked, *_ = logged
+    agree(posted(asked), table(run))
+    assert {(path, token) for path, token, _ in asked} == {("/rows", f"Bearer {SECRET}")}
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    rows: Rows = {}
+    for event in events:
+        if event["kind"] in ("epoch", "validation"):
+            figures = {
+                k: v
+                for k, v in event.items()
+                if k in (run / "results.csv").read_text().splitlines()[0].split(",")
+            }
+            rows.setdefault(event["epoch"], {}).update(
+                {k: v for k, v in figures.items() if k != "epoch" and v is not None}
+            )
+    agree(rows, table(run))
+
+
+def test_the_prometheus_file_has_the_last_row(logged: tuple[Path, Any, Any, str]) -> None:
+    run, *_ = logged
+    lines = (run / "prometheus" / "metrics.prom").read_text().splitlines()
+    found = {name: float(value) for name, value in (line.split(" ") for line in lines if line[0] != "#")}
+    assert found['yolofleet_epoch{run="exp"}'] == 3
+    assert found['yolofleet_metrics_mAP50_95{run="exp"}'] == pytest.approx(
+        table(run)[3]["metrics/mAP50-95"], rel=1e-5
+    )
+
+
+def test_loggers_send_nothing_elsewhere_and_store_no_key(logged: tuple[Path, Any, Any, str]) -> None:
+    run, _, elsewhere, said = logged
+    assert elsewhere == []
+    assert SECRET not in said and "not stored" not in said, said
+    assert "figures are not sent" not in said
+    for file in (file for file in run.rglob("*") if file.is_file()):
+        contents = [file.read_bytes()]
+        if file.suffix == ".zip":
+            with zipfile.ZipFile(file) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        assert not any(SECRET.encode() in content for content in contents), file
+
+
+# -- servers that are slow or gone ---------------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_wait_for_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=8, val_images=4)
+    run = tmp_path / "runs" / "train" / "exp"
+    asked: list[int] = []
+    with receiver() as server:
+        server.may_answer.clear()
+
+        def answer_when_trained() -> None:
+            until(lambda: (run / "results.json").exists() or ended.is_set())
+            asked.append(len(server.asked))
+            server.may_answer.set()
+
+        ended = threading.Event()
+        answering = threading.Thread(target=answer_when_trained)
+        answering.start()
+        with working_in(tmp_path):
+            more = ["--log", "http", "--log-server", f"http={server.address}", "--device", "cpu"]
+            done = called(*train_args(data, *more))
+        ended.set()
+        answering.join()
+    assert done.code == 0 and asked[0] <= 1, done.err  # until the end, all rows but one waited
+    agree(posted(server.asked), table(run))
+
+
+RUN: Mapping[str, Any] = {"name": "exp", "project": "train", "settings": {}, "resumed": False}
+
+
+def row(epoch: int) -> dict[str, float]:
+    return {"epoch": epoch, "step": 2 * epoch, "train/box_loss": 1 / epoch, "metrics/mAP50": float("nan")}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.02)
+
+
+def test_rows_wait_for_a_server_that_comes_back_and_one_line_tells(tmp_path: Path) -> None:
+    said: list[str] = []
+    with receiver() as server:
+        port = server.server_port
+        loggers = Loggers(["http"], {"http": server.address}, tmp_path, RUN, said.append)
+        loggers.row(row(1))
+        until(lambda: len(server.asked) == 1)
+    for epoch in (2, 3):  # refused: nobody listens
+        loggers.row(row(epoch))
+    process = loggers._processes[0]
+    until(lambda: process._lines.qsize() > 0)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Receiver)
+    server.asked, server.may_answer = [], threading.Event()  # type: ignore[attr-defined]
+    server.may_answer.set()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    loggers.row(row(4))
+    loggers.close(finished=True)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert sorted(posted(server.asked)) == [2, 3, 4]  # type: ignore[attr-defined]
+    assert len(said) == 1 and "--log http: " in said[0] and "not reachable" in said[0]
+
+
+def test_rows_that_are_too_many_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yolofleet.report.loggers.running.STOP_S", 0.0)
+    said: list[str] = []
+    with receiver() as server:
+        server.may_answer.clear()
+        loggers = Loggers(["http"], {"http": server.address}, tmp_path, RUN, said.append)
+        for epoch in range(1, MOST_WAITING + 8):
+            loggers.row(row(epoch))
+        assert loggers._processes[0].dropped == 7
+        loggers.close(finished=False)
+    assert said[-1:] == [
+        f"--log http: {MOST_WAITING + 7} rows of the run not stored there; results.csv has all"
+    ]
+
+
+def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    loggers = Loggers(["prometheus"], {}, tmp_path, RUN, said.append)
+    loggers.row(row(1))
+    file = tmp_path / "prometheus" / "metrics.prom"
+    until(file.exists)
+    child = loggers._processes[0]._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    loggers.row(row(2))
+    loggers.close(finished=True)
+    assert 'yolofleet_epoch{run="exp"} 2' in file.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "http"])
+def test_a_full_disk_does_not_stop_the_rows(tmp_path: Path, name: str) -> None:
+    needs(name)
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
+        pytest.skip(f"this container may not mount: {done.stderr.strip()}")
+    try:
+        (folder / "full").write_bytes(bytes(60 << 10))
+        with pytest.raises(OSError), (folder / "fuller").open("wb") as file:
+            file.write(bytes(60 << 10))
+        said: list[str] = []
+        with working_in(tmp_path, HOME=str(tmp_path)):
+            loggers = Loggers([name], {}, folder, RUN, said.append)
+            for epoch in (1, 2, 3):
+                loggers.row(row(epoch))
+            loggers.close(finished=True)
+        assert len(said) <= 2, said
+        if name in ("tensorboard", "prometheus", "mlflow"):  # the others write behind their caller's back
+            assert f"--log {name}: 3 rows of the run not stored there; results.csv has all" in said
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    needs("mlflow")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as taken:
+        port = taken.server_port
+    store = f"sqlite:///{tmp_path / 'server.db'}"
+    options = ["--backend-store-uri", store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    options += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *options],
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert server.poll() is None, (tmp_path / "server.log").read_text()
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    try:
+        until(answers)
+        yield address, server
+    finally:
+        kill_group(server)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def test_an_mlflow_server_has_the_rows_and_a_resumed_run_continues_there(
+    tmp_path: Path, mlflow_server: tuple[str, Any]
+) -> None:
+    address, _ = mlflow_server
+    data = small_shapes(tmp_path, images=8, val_images=4)
+    server = ["--log-server", f"mlflow={address}"]
+    run = tmp_path / "runs" / "train" / "exp"
+    with working_in(tmp_path):
+        first = called(*train_args(data, "--log", "mlflow", *server, "--device", "cpu"))
+        again = called("train", "--resume", run, "--epochs", "3", *server)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    agree(mlflow_rows(run, address), table(run))
+    assert not (run / "mlflow" / "mlflow.db").exists()
+
+
+def test_a_killed_mlflow_server_costs_its_rows_alone(tmp_path: Path, mlflow_server: tuple[str, Any]) -> None:
+    address, server = mlflow_server
+    said: list[str] = []
+    loggers = Loggers(["mlflow"], {"mlflow": address}, tmp_path, RUN, said.append)
+    loggers.row(row(1))
+    until(lambda: loggers._processes[0]._done == 1)
+    kill_group(server)
+    for epoch in (2, 3):
+        loggers.row(row(epoch))
+    loggers.close(finished=True)
+    assert len(said) == 2 and said[1].startswith("--log mlflow: 2 rows of the run not stored there"), said

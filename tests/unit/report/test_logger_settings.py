@@ -1,0 +1,114 @@
+"""What --log and --log-server accept, and what a run says when a logger cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from yolofleet.config.load import load_config_yaml, resolve_train
+from yolofleet.errors import ConfigError
+from yolofleet.report.loggers import running
+from yolofleet.report.loggers.logger import LoggedRun
+from yolofleet.runs.on_hosts import resume_options
+
+TRAIN = {"data": "shapes", "model": "yolov5n"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "hint"),
+    [
+        ({"log": "tensorbord"}, "tensorbord'? is not a logger", "tensorboard"),
+        ({"log": "csv,wandb"}, "csv'? is not a logger", "every run writes results.csv"),
+        ({"log": "http"}, "--log http needs an address", "--log-server http="),
+        ({"log": "mlflow", "log_server": "wandb=https://a.b"}, "no effect without --log wandb", "--log mlflow,wandb"),
+        ({"log": "mlflow", "log_server": "mlflow=ftp://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
+        ({"log": "prometheus", "log_server": "prometheus=http://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
+    ],
+)  # fmt: skip
+def test_a_logger_that_cannot_be_is_refused(settings: dict[str, str], what: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        resolve_train({**TRAIN, **settings})
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "address", ["https://user:pa55word@a.b", "https://a.b/x?key=pa55word", "http://a.b#pa55word"]
+)
+def test_an_address_with_a_secret_is_refused_without_showing_it(address: str) -> None:
+    with pytest.raises(ConfigError, match="may hold a secret") as caught:
+        resolve_train({**TRAIN, "log": "http", "log_server": f"http={address}"})
+    assert "pa55word" not in caught.value.render()
+
+
+def test_a_file_may_choose_loggers_but_no_server(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("log: mlflow\n")
+    config, _ = resolve_train(TRAIN, config_file=str(file))
+    assert config.value.log == "mlflow"
+    file.write_text("log: mlflow\nlog_server: mlflow=http://a.b\n")
+    with pytest.raises(ConfigError, match="cannot be set in a file"):
+        resolve_train(TRAIN, config_file=str(file))
+
+
+def test_the_resume_command_of_a_fleet_names_the_server() -> None:
+    config, _ = resolve_train({**TRAIN, "log": "http", "log_server": "http=http://a.b", "hosts": "n0:1"})
+    options = resume_options(config.value)
+    assert options[options.index("--log-server") + 1] == "http=http://a.b"
+
+
+def test_a_missing_package_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config, _ = resolve_train({**TRAIN, "log": "comet", "tensorboard": True})
+    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--log tensorboard needs the package") as caught:
+        running.check_installed(config.value)
+    assert caught.value.hint == "pip install 'yolofleet[tensorboard]'"
+    monkeypatch.undo()
+    (tmp_path / "comet_ml").mkdir()  # a folder is no package
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tensorboard", pytest)
+    if running.find_spec("comet_ml").origin is None:  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match="--log comet needs the package comet_ml"):
+            running.check_installed(config.value.model_copy(update={"tensorboard": False}))
+
+
+def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tmp_path: Path) -> None:
+    def run(server: str = "", resumed: bool = True) -> LoggedRun:
+        return LoggedRun(tmp_path, "exp", "train", {}, server, resumed)
+
+    assert run().known_id() == ""
+    run().keep_id("a1b2")
+    assert run().known_id() == "a1b2"
+    assert run(resumed=False).known_id() == "" and run(server="http://a.b").known_id() == ""
+    run().keep_id("../../evil")
+    assert run().known_id() == ""
+    (tmp_path / "run-id.json").write_text("[]")
+    assert run().known_id() == ""
+
+
+def test_the_run_of_an_earlier_version_goes_on_with_tensorboard() -> None:
+    config, _ = load_config_yaml(Path(__file__).parents[2] / "golden" / "run" / "exp" / "config.yaml")
+    assert config.value.log == "" and running.logger_names(config.value) == []
+    assert running.logger_names(config.value.model_copy(update={"tensorboard": True})) == ["tensorboard"]
+
+
+def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from yolofleet.report.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(LoggedRun(tmp_path, "exp", "train", {}, "", False))
+    for row in (
+        {"epoch": 1, "a": 1.0},
+        {"epoch": 1, "a": 1.5, "b": 5.0},
+        {"epoch": 2, "a": 2.0},
+        {"epoch": 3, "a": 3.0},
+    ):
+        logger.row(row)
+    logger.row({"epoch": 2, "a": 2.5})  # after a rollback
+    logger.close(finished=True)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = {name: [(s.step, s.value) for s in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found == {"a": [(1, 1.5), (2, 2.5)], "b": [(1, 5.0)]}
