@@ -29,7 +29,8 @@ def main(format: str) -> int:
         with TemporaryDirectory() as folder:
             out = Path(folder, "model" + FORMATS[format].suffix)
             figures = export(model, FORMATS[format], metadata_of(model), SIZE_HW, out)
-            if FORMATS[format].quantizes:
+            quantizes = bool(FORMATS[format].quantizes) and model.description.family != "darknet"
+            if quantizes:
                 data = str(yolo_set(Path(folder, "set"), {f"{i}": "0 0.5 0.5 0.4 0.4\n" for i in range(6)}))
                 int8 = dataclasses.replace(metadata_of(model), int8=True)
                 small = export(model, FORMATS[format], int8, SIZE_HW, out, data=data, calibration_images=4)
@@ -38,7 +39,7 @@ def main(format: str) -> int:
             if figures["verified"]
             else f"written, not run: {figures['why_not']}"
         )
-        if FORMATS[format].quantizes:
+        if quantizes:
             result += f", 8 bits: {small['mib']} instead of {figures['mib']} MiB, {small['agreement']:.0%} of the boxes agree"
         print(f"{format} {name}: {result}, {time.monotonic() - began_s:.0f} s", flush=True)
         if not figures["verified"] and not RUNS_ELSEWHERE.get(format):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yolofleet.errors import CheckpointError
+from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
 from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.atomic import write_bytes
@@ -31,9 +31,19 @@ MAGIC = b"TFL3"  # at byte 4
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write one file, and its metadata beside it."""
+    """Write one file, and its metadata beside it.
+
+    Raises:
+        ConfigError: the runtime cannot open the 8-bit form of the network.
+    """
     import litert_torch
 
+    if job.metadata.int8 and job.metadata.family == "darknet":
+        raise ConfigError(
+            f"--int8 cannot write a tflite file of a network from a Darknet cfg ({job.metadata.model}): LiteRT 2.3 ends "
+            "the process that opens it",
+            hint="--format onnx or openvino, or leave out --int8",
+        )
     program = job.exported()
     _square_by_product(program)
     made = litert_torch.convert(program.module(), (job.example(),))
