@@ -1,0 +1,115 @@
+"""What is trained, as far as it decides the time: a value for the formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+BUCKET_BYTES = 4 << 20  # as parallel/buckets.py, which needs torch; a test compares them
+FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # of an element in a message
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, as far as it decides the time of a step.
+
+    Attributes:
+        parameters: that are trained.
+        gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
+        ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
+            gradients come first; a share is one of operations.
+    """
+
+    name: str
+    parameters: int
+    gflops: float
+    ready: tuple[float, ...]
+
+    def ready_at(self, share: float) -> float:
+        """Return the share of the backward pass after which ``share`` of the gradients is final; both 0..1."""
+        curve = (0.0, *self.ready)
+        at = share * (len(curve) - 1)
+        below = min(int(at), len(curve) - 2)
+        return curve[below] + (at - below) * (curve[below + 1] - curve[below])
+
+    def gflops_at(self, img: int) -> float:
+        return self.gflops * (img / 640) ** 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Attributes:
+        img: pixels.
+        images, val_images: of an epoch and of a validation.
+        image_bytes: mean size of an image file.
+        step_images: images of a step, over all ranks, after the warm-up.
+        micro_batch: images; per_pass: micro-batches that pass the network together.
+        workers: loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores.
+        cache: where decoded images are kept.
+        shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
+        hierarchical: gloo sums inside each host first.
+        val_period: epochs between validations; 0: only after the last one.
+        val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
+        save_s: seconds between saves that make the training stand still; 0: only at ends of epochs.
+    """
+
+    network: Network
+    img: int
+    images: int
+    val_images: int
+    image_bytes: float
+    epochs: int
+    step_images: int
+    micro_batch: int
+    per_pass: int = 1
+    workers: int = -1
+    cache: Literal["none", "ram", "disk"] = "none"
+    reduce: Literal["fast", "fast16", "exact"] = "fast"
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    shares: tuple[float, ...] = ()
+    auto_shares: bool = False
+    hierarchical: bool = True
+    val_period: int = 1
+    val_on: Literal["all", "one"] = "all"
+    save_s: float = 0.0
+
+    @property
+    def steps(self) -> float:
+        """Steps of an epoch: a step may hold images of two epochs."""
+        return self.images / self.step_images
+
+    @property
+    def validations(self) -> int:
+        """Validations of the whole run; the last epoch has one."""
+        return math.ceil(self.epochs / self.val_period) if self.val_period else 1
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of all decoded images, as if each filled the square; most fill less."""
+        return self.images * 3 * self.img**2
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[int, float], ...]:
+        """(bytes of the message, share of the backward pass after which it is complete) of each bucket, in order.
+
+        The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
+        """
+        gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 16
+        left = gradient
+        while left > 0:
+            sizes.append(min(limit, left))
+            left -= sizes[-1]
+            limit = min(2 * limit, BUCKET_BYTES)
+        ends = [0]
+        for size in reversed(sizes):
+            ends.append(ends[-1] + size)
+        factor = FORMAT_BYTES[self.reduce] / 4
+        return tuple(
+            (round((end - start) * factor), self.network.ready_at(end / gradient))
+            for start, end in pairwise(ends)
+        )
