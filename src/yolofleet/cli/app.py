@@ -105,6 +105,19 @@ BENCH = Verbs(
     default="inference",
     help="Measure speed on this machine.",
 )
+PLAN = Verbs(
+    "plan",
+    {
+        "fleets": (
+            "yolofleet.cli.plan:fleets_command",
+            "predict a training on fleets; `yolofleet plan --machine ...` is the same",
+        ),
+        "probe": ("yolofleet.cli.plan:probe_command", "measure this machine, or hosts, for predictions"),
+        "compare": ("yolofleet.cli.plan:compare_command", "compare the prediction for a run with what happened"),
+    },
+    default="fleets",
+    help="Predict the speed, the time and the cost of a training.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -114,6 +127,7 @@ APP = Verbs(
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
+        "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
         "lr-find": ("yolofleet.cli.lr_find:command", "find a learning rate for a training"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from yolofleet.parallel.partition import Partition
-from yolofleet.plan.job import Job
+from yolofleet.plan.workload import Workload
 from yolofleet.plan.machine import RAM_SHARE, Link, Machine
 
 BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
@@ -99,29 +99,29 @@ class Prediction:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def predict(job: Job, fleet: Sequence[Machine]) -> Prediction:
-    """Return the times of ``job`` on the machines of ``fleet``; the first one has rank 0."""
-    step, first = step_time(job, fleet), step_time(job, fleet, first_epoch=True)
-    validation = validation_s(job, fleet)
+def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
+    """Return the times of ``work`` on the machines of ``fleet``; the first one has rank 0."""
+    step, first = step_time(work, fleet), step_time(work, fleet, first_epoch=True)
+    validation = validation_s(work, fleet)
     checkpoint = fleet[0].save_s
-    saves = job.epochs + (job.steps * job.epochs * step.total / job.save_s if job.save_s else 0)
+    saves = work.epochs + (work.steps * work.epochs * step.total / work.save_s if work.save_s else 0)
     start = max(machine.start_s for machine in fleet)
-    later = job.steps * (job.epochs - 1)
+    later = work.steps * (work.epochs - 1)
     parts = {
-        name: job.steps * getattr(first, name) + later * getattr(step, name)
+        name: work.steps * getattr(first, name) + later * getattr(step, name)
         for name in ("network", "loader", "storage", "stragglers", "all_reduce")
     }
-    parts |= {"validation": job.validations * validation, "checkpoint": saves * checkpoint, "start": start}
-    val_share = job.validations / job.epochs
+    parts |= {"validation": work.validations * validation, "checkpoint": saves * checkpoint, "start": start}
+    val_share = work.validations / work.epochs
     return Prediction(
         step=step,
         first=first,
         validation=validation,
         checkpoint=checkpoint,
         start=start,
-        epoch=job.steps * step.total + val_share * validation + checkpoint,
+        epoch=work.steps * step.total + val_share * validation + checkpoint,
         run=sum(parts.values()),
-        rate_img_s=job.step_images / step.total,
+        rate_img_s=work.step_images / step.total,
         devices=sum(machine.devices for machine in fleet),
         price_hour=sum(machine.price_hour for machine in fleet),
         parts=parts,
@@ -129,7 +129,7 @@ def predict(job: Job, fleet: Sequence[Machine]) -> Prediction:
 
 
 @dataclass(frozen=True)
-class RankWork:
+class RankShare:
     """A rank's part of a step.
 
     Attributes:
@@ -152,63 +152,63 @@ class RankWork:
         return BACKWARD * (self.machine.pass_s + self.last * self.machine.image_s) if self.passes else 0.0
 
 
-def rank_works(job: Job, fleet: Sequence[Machine]) -> list[RankWork]:
-    """Return the work of each rank in a step, in rank order."""
+def rank_shares(work: Workload, fleet: Sequence[Machine]) -> list[RankShare]:
+    """Return the share of each rank in a step, in rank order."""
     machines = [machine for machine in fleet for _ in range(machine.devices)]
-    shares = job.shares or tuple(1 / m.image_s if job.auto_shares else 1.0 for m in machines)
-    works = []
+    shares = work.shares or tuple(1 / m.image_s if work.auto_shares else 1.0 for m in machines)
+    found = []
     for machine, mine in zip(
-        machines, Partition(shares).ranges(job.step_images // job.micro_batch), strict=True
+        machines, Partition(shares).ranges(work.step_images // work.micro_batch), strict=True
     ):
-        passes = math.ceil(len(mine) / job.per_pass)
-        last = len(mine) - (passes - 1) * job.per_pass if passes else 0
-        works.append(RankWork(machine, len(mine) * job.micro_batch, passes, last * job.micro_batch))
-    return works
+        passes = math.ceil(len(mine) / work.per_pass)
+        last = len(mine) - (passes - 1) * work.per_pass if passes else 0
+        found.append(RankShare(machine, len(mine) * work.micro_batch, passes, last * work.micro_batch))
+    return found
 
 
-def step_time(job: Job, fleet: Sequence[Machine], *, first_epoch: bool = False) -> StepTime:
+def step_time(work: Workload, fleet: Sequence[Machine], *, first_epoch: bool = False) -> StepTime:
     """Return the seconds of a step, by what causes them."""
-    works = rank_works(job, fleet)
-    times = [(work, *input_waits(job, work, first_epoch=first_epoch)) for work in works]
+    ranks = rank_shares(work, fleet)
+    times = [(part, *input_waits(work, part, first_epoch=first_epoch)) for part in ranks]
     slowest, loader, storage = max(times, key=lambda row: row[0].compute_s + row[1] + row[2])
     alone = slowest.compute_s + loader + storage
-    late = alone * slowest.machine.spread * largest_of(len(works))
-    return StepTime(slowest.compute_s, loader, storage, late, exposed_sum_s(job, fleet, slowest.backward_s))
+    late = alone * slowest.machine.spread * largest_of(len(ranks))
+    return StepTime(slowest.compute_s, loader, storage, late, exposed_sum_s(work, fleet, slowest.backward_s))
 
 
-def input_waits(job: Job, work: RankWork, *, first_epoch: bool) -> tuple[float, float]:
+def input_waits(work: Workload, part: RankShare, *, first_epoch: bool) -> tuple[float, float]:
     """Return the seconds that a rank waits for its loader and, beyond that, for the storage of its host, in a step."""
-    machine, compute = work.machine, work.compute_s
-    cached = 0.0 if first_epoch else cached_share(job, machine)
-    core_s = work.images * (cached * machine.cached_s + (1 - cached) * machine.load_s)
+    machine, compute = part.machine, part.compute_s
+    cached = 0.0 if first_epoch else cached_share(work, machine)
+    core_s = part.images * (cached * machine.cached_s + (1 - cached) * machine.load_s)
     cores = machine.cores / machine.devices
-    workers = loader_count(job, machine)
+    workers = loader_count(work, machine)
     if workers == 0:
         loader = core_s  # one after the other
     else:
         loader = max(core_s / min(workers, cores) - compute, 0.0)
         if machine.on_cpu:  # the network uses all cores
             loader = max(loader, core_s / cores)
-    in_memory = not first_epoch and job.images * job.image_bytes <= RAM_SHARE * machine.memory_bytes
-    read = 0.0 if in_memory else machine.devices * work.images * (1 - cached) * job.image_bytes
+    in_memory = not first_epoch and work.images * work.image_bytes <= RAM_SHARE * machine.memory_bytes
+    read = 0.0 if in_memory else machine.devices * part.images * (1 - cached) * work.image_bytes
     hidden = loader if workers == 0 else compute + loader
     return loader, max(read / machine.read_bytes_s - hidden, 0.0)
 
 
-def loader_count(job: Job, machine: Machine) -> int:
+def loader_count(work: Workload, machine: Machine) -> int:
     """Return the loader processes of a rank on this machine."""
-    if job.workers >= 0:
-        return job.workers
+    if work.workers >= 0:
+        return work.workers
     return 0 if machine.on_cpu else max(1, min(MOST_LOADERS, int(machine.cores / machine.devices) - 1))
 
 
-def cached_share(job: Job, machine: Machine) -> float:
+def cached_share(work: Workload, machine: Machine) -> float:
     """Return the share of the images that the image cache of a host holds, 0..1."""
-    if job.cache == "none":
+    if work.cache == "none":
         return 0.0
-    if job.cache == "disk":
+    if work.cache == "disk":
         return 1.0
-    return min(RAM_SHARE * machine.memory_bytes / job.cached_bytes, 1.0)
+    return min(RAM_SHARE * machine.memory_bytes / work.cached_bytes, 1.0)
 
 
 def largest_of(ranks: int) -> float:
@@ -219,7 +219,7 @@ def largest_of(ranks: int) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def exposed_sum_s(job: Job, fleet: Sequence[Machine], backward_s: float) -> float:
+def exposed_sum_s(work: Workload, fleet: Sequence[Machine], backward_s: float) -> float:
     """Return the seconds that the sums over ranks add to a step.
 
     Each bucket starts when it is full and the one before it is summed. Sums in stages overlap bucket by bucket, as in
@@ -231,20 +231,20 @@ def exposed_sum_s(job: Job, fleet: Sequence[Machine], backward_s: float) -> floa
     ranks = sum(machine.devices for machine in fleet)
     if ranks == 1:
         return 0.0
-    stages = sum_stages(job, fleet)
+    stages = sum_stages(work, fleet)
     ended = [0.0] * len(stages)
-    for count_bytes, ready in job.buckets:
+    for count_bytes, ready in work.buckets:
         at = ready * backward_s
         for number, (link, members, share) in enumerate(stages):
             at = ended[number] = max(ended[number], at) + share * link.all_reduce_s(count_bytes, members)
     counts = sum(share * link.all_reduce_s(SMALL_BYTES, members) for link, members, share in stages)
     busy = 0.0
     if any(machine.on_cpu for machine in fleet):  # gloo adds on the cores that compute
-        busy = sum(count_bytes for count_bytes, _ in job.buckets) / min(m.inside.bytes_s for m in fleet)
+        busy = sum(count_bytes for count_bytes, _ in work.buckets) / min(m.inside.bytes_s for m in fleet)
     return counts + busy + max(ended[-1] - backward_s, 0.0)
 
 
-def sum_stages(job: Job, fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:
+def sum_stages(work: Workload, fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:
     """Return (link, ranks, share of an all-reduce) of each stage of a sum: to the host's first rank, between hosts, back."""
     between = min((machine.between for machine in fleet), key=lambda link: link.bytes_s)
     most = max(fleet, key=lambda machine: machine.devices)
@@ -252,13 +252,13 @@ def sum_stages(job: Job, fleet: Sequence[Machine]) -> list[tuple[Link, int, floa
         return [(most.inside, most.devices, 1.0)]
     if most.devices == 1:
         return [(between, len(fleet), 1.0)]
-    if not (job.hierarchical or between.tree):
+    if not (work.hierarchical or between.tree):
         return [(between, sum(machine.devices for machine in fleet), 1.0)]
     return [(most.inside, most.devices, 0.5), (between, len(fleet), 1.0), (most.inside, most.devices, 0.5)]
 
 
-def validation_s(job: Job, fleet: Sequence[Machine]) -> float:
+def validation_s(work: Workload, fleet: Sequence[Machine]) -> float:
     """Return the seconds of a validation; equal numbers of images for all ranks, or all of them for rank 0."""
-    ranks = 1 if job.val_on == "one" else sum(machine.devices for machine in fleet)
-    slowest = max(machine.val_image_s for machine in (fleet[:1] if job.val_on == "one" else fleet))
-    return math.ceil(job.val_images / ranks) * slowest + fleet[0].val_end_s
+    ranks = 1 if work.val_on == "one" else sum(machine.devices for machine in fleet)
+    slowest = max(machine.val_image_s for machine in (fleet[:1] if work.val_on == "one" else fleet))
+    return math.ceil(work.val_images / ranks) * slowest + fleet[0].val_end_s

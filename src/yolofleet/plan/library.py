@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.models.description import describe
-from yolofleet.plan.job import Job, Network
+from yolofleet.plan.workload import Workload, Network
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.text import did_you_mean, shown
 
@@ -135,24 +135,24 @@ class Library:
             }
         )
 
-    def machine(self, text: str, job: Job) -> Machine:
-        """Return the machine of the formula that ``text`` names, for a job.
+    def machine(self, text: str, work: Workload) -> Machine:
+        """Return the machine of the formula that ``text`` names, for a work.
 
         Raises:
-            ConfigError: see :meth:`find`; the device cannot compute in the job's precision.
+            ConfigError: see :meth:`find`; the device cannot compute in that precision.
         """
         name, found = self.find(text)
         device = self.devices[found.device]
-        peak = getattr(device, job.precision)
+        peak = getattr(device, work.precision)
         if not peak:
-            raise ConfigError(f"{found.device} has no {job.precision}", hint="--precision fp16")
+            raise ConfigError(f"{found.device} has no {work.precision}", hint="--precision fp16")
         bytes_s = device.memory_gb_s * 1e9
-        in_16_bits = job.precision in ("fp16", "bf16")
+        in_16_bits = work.precision in ("fp16", "bf16")
         reached = OPERATIONS_A_BYTE * bytes_s / (1 if in_16_bits else 2)
-        if job.precision == "fp32":
+        if work.precision == "fp32":
             reached = min(reached, VECTOR_SHARE * peak * 1e12)
-        image_s = 3 * job.network.gflops_at(job.img) * 1e9 / min(reached, peak * 1e12)
-        area = (job.img / 640) ** 2
+        image_s = 3 * work.network.gflops_at(work.img) * 1e9 / min(reached, peak * 1e12)
+        area = (work.img / 640) ** 2
         inside = (
             Link(INSIDE_S, LINK_SHARE * device.link_gb_s * 1e9, tree=True) if found.devices > 1 else NO_LINK
         )
@@ -162,15 +162,15 @@ class Library:
             cores=found.vcpus / 2,
             pass_s=LAUNCH_S,
             image_s=image_s,
-            update_s=UPDATE_BYTES * job.network.parameters / bytes_s,
-            load_s=(LOAD_S - CACHED_S) * job.image_bytes / COCO_IMAGE_BYTES + CACHED_S * area,
+            update_s=UPDATE_BYTES * work.network.parameters / bytes_s,
+            load_s=(LOAD_S - CACHED_S) * work.image_bytes / COCO_IMAGE_BYTES + CACHED_S * area,
             cached_s=CACHED_S * area,
             read_bytes_s=READ_BYTES_S,
             inside=inside,
             between=Link(BETWEEN_S, LINK_SHARE * found.network_gbit * 1e9 / 8, tree=True),
             val_image_s=image_s,  # forward pass, suppression and matching take about as long as a training pass
             val_end_s=VAL_END_S,
-            save_s=12 * job.network.parameters / SAVE_BYTES_S,  # weights, momentum and average
+            save_s=12 * work.network.parameters / SAVE_BYTES_S,  # weights, momentum and average
             start_s=START_S,
             spread=SPREAD,
             memory_bytes=found.memory_gib * 2**30,

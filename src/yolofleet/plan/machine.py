@@ -1,4 +1,4 @@
-"""One machine of a fleet, as the formula sees it: seconds and rates for one job."""
+"""One machine of a fleet, as the formula sees it: seconds and rates for one work."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Machine:
-    """A host. Seconds are those of the job that is planned, on one of its devices alone.
+    """A host. Seconds are those of the workload, on one of its devices alone.
 
     Attributes:
         devices: ranks.

@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_json
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.plan.job import Job
+from yolofleet.plan.workload import Workload
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 
 VERSION = 1
 MAX_BYTES = 1 << 20
 MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
+LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
+PCIE = Link(5e-6, 8e9, tree=True)  # assumed between GPUs of a machine where only one was measured
 SCALED = 0.2  # more doubt about a network or a size that was not measured
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
@@ -129,35 +131,38 @@ def read_probe(path: Path) -> Probe:
         raise ConfigError(f"{path} is not a probe that can be used: {what}", hint=again) from None
 
 
-def machine_of(probe: Probe, job: Job, gflops: float) -> Machine:
-    """Return the machine of a probe for a job; another network, size or precision is scaled, with more doubt.
+def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) -> Machine:
+    """Return the machine of a probe for a workload; another network, size or precision is scaled, with more doubt.
 
     Args:
         gflops: of the probe's network at 640 px; a pass takes time in proportion to its operations.
+        devices: in use; 0 = all. Processes on CPUs share the cores, so fewer of them are faster.
     """
     pass_s, image_s = probe.pass_line()
-    area = (job.img / probe.img) ** 2
-    work = job.network.gflops / gflops * area
+    devices = devices or probe.devices
+    share = devices / probe.devices if probe.on_cpu else 1.0
+    area = (work.img / probe.img) ** 2
+    load = work.network.gflops / gflops * area * share
     doubt = MEASURED
-    if (job.network.name, job.img) != (probe.model, probe.img):
+    if (work.network.name, work.img) != (probe.model, probe.img):
         doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
     if past := [abs(e.predicted / e.happened - 1) for e in probe.errors]:
         doubt = replace(doubt, compute=max(doubt.compute, statistics.median(past)))
-    inside, between = link_of(probe.sums_inside, probe.on_cpu), link_of(probe.sums_between, probe.on_cpu)
+    inside = link_of(probe.sums_inside, probe.on_cpu) if probe.sums_inside else (LOOPBACK if probe.on_cpu else PCIE)
     return Machine(
         name=probe.host,
-        devices=probe.devices,
+        devices=devices,
         cores=probe.cores,
-        pass_s=pass_s,
-        image_s=image_s * work,
-        update_s=probe.update_s,
-        load_s=max(probe.load_s - probe.cached_s, 0.0) * job.image_bytes / probe.image_bytes
+        pass_s=pass_s * share,
+        image_s=image_s * load,
+        update_s=probe.update_s * share,
+        load_s=max(probe.load_s - probe.cached_s, 0.0) * work.image_bytes / probe.image_bytes
         + probe.cached_s * area,
         cached_s=probe.cached_s * area,
         read_bytes_s=probe.read_bytes_s,
         inside=inside,
-        between=between,
-        val_image_s=probe.val_image_s * work,
+        between=link_of(probe.sums_between, probe.on_cpu),
+        val_image_s=probe.val_image_s * load,
         val_end_s=probe.val_end_s,
         save_s=probe.save_s,
         start_s=probe.start_s,

@@ -8,6 +8,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+from yolofleet.config.checks import micro_batch_of, step_images_of
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.partition import Partition
+
 BUCKET_BYTES = 4 << 20  # as parallel/buckets.py, which needs torch; a test compares them
 FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # of an element in a message
 
@@ -40,7 +44,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """A training.
 
     Attributes:
@@ -113,3 +117,48 @@ class Job:
             (round((end - start) * factor), self.network.ready_at(end / gradient))
             for start, end in pairwise(ends)
         )
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set, as far as it decides the time: images of two splits, and the mean size of an image file."""
+
+    images: int
+    val_images: int
+    image_bytes: float
+
+
+def workload_of(config: TrainConfig, data: DataFacts, network: Network, *, on_cpu: bool, times: int = 1) -> Workload:
+    """Return the workload of a training's settings.
+
+    Args:
+        on_cpu: the devices are CPU cores, which decides the defaults of precision and passes.
+        times: of ``batch`` and ``nominal_batch``.
+    Raises:
+        ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
+    """
+    batch, nominal = config.batch * times, config.nominal_batch * times
+    step_images, micro_batch = step_images_of(batch, nominal), micro_batch_of(config)
+    fits_memory = on_cpu or config.reduce == "exact"
+    precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
+    shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, config.shares.count(",") + 1).shares
+    return Workload(
+        network=network,
+        img=config.img,
+        images=max(round(data.images * config.fraction), 1),
+        val_images=data.val_images,
+        image_bytes=data.image_bytes,
+        epochs=config.epochs,
+        step_images=step_images,
+        micro_batch=micro_batch,
+        # a GPU takes as many as fit into its memory, which is taken to be all of a rank's
+        per_pass=config.micro_batches_per_pass or (1 if fits_memory else step_images // micro_batch),
+        workers=config.workers,
+        cache={"auto": "ram", "jpeg": "ram"}.get(config.cache, config.cache),  # type: ignore[arg-type]
+        reduce=config.reduce,
+        precision=precision,
+        shares=shares,
+        auto_shares=config.shares == "auto",
+        hierarchical=config.hierarchical,
+        val_period=config.val_period,
+    )

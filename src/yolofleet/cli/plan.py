@@ -1,0 +1,123 @@
+"""`yolofleet plan`: predict the speed, the time and the cost of a training on fleets, and compare with what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import click
+
+from yolofleet.cli.bench import RECIPE, WITHOUT
+from yolofleet.cli.commands import Command, SchemaCommand, say
+from yolofleet.cli.data import JSON
+from yolofleet.config.load import resolve_train
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import PlanConfig, PlanProbeConfig
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.report.console import Console
+from yolofleet.text import size_text
+
+PER_FLEET = ("machine", "machines", "probe", "network", "prices", "per_device")
+
+
+def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
+    found, recipe = resolve_train(given, config_file=config_file, model=PlanConfig)
+    config = cast(Resolved[PlanConfig], found)
+    say([*config.notes, *recipe.notes])
+    from yolofleet.plan.candidates import forecasts, seconds_of
+    from yolofleet.plan.forecast import COLUMNS, another_machine, changes, choose
+
+    c = config.value
+    rows = forecasts(config)
+    deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
+    if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
+        raise ConfigError(
+            f"--budget {budget:g}: no price is known of these machines",
+            source=config.sources["budget"],
+            hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
+        )
+    best, why = rows[-1], ""
+    if math.isfinite(deadline_s) or math.isfinite(budget):
+        chosen, why = choose(rows, deadline_s, budget)
+        best = chosen or min(rows, key=lambda row: row.likely.run)
+        why = f"choose {best.name}: {why}" if chosen else f"none of these fleets fits: {why}"
+    work, machine = best.work, best.fleet[0]
+    helps = changes(work, best.fleet)
+    more = another_machine(work, best.fleet)
+    picture = _draw(c.picture, rows, work.network.name) if c.picture else ""
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header(
+            "yolofleet plan",
+            {
+                "training": f"{work.network.name}, {work.img} px, {work.images:,} images, {work.epochs} epochs",
+                "step": f"{work.step_images} images as micro-batches of {work.micro_batch}, {work.precision}, "
+                f"{work.reduce} sums",
+                "machine": f"{machine.name}: {machine.devices} device{'s' if machine.devices > 1 else ''}, "
+                f"{machine.cores:g} cores, {size_text(machine.memory_bytes)}",
+                "figures": machine.source,
+            },
+        )
+        console.table("predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows])
+        for text in best.notes():
+            console.note(text)
+        wasted = best.likely.wasted_share
+        facts = {change.text: f"{change.factor:.1f} x" for change in helps}
+        facts |= {more.text: more.text_of_worth()}
+        if picture:
+            facts["picture"] = picture
+        console.fact(
+            f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
+            "something else than steps"
+        )
+        if why:
+            console.fact(why)
+        console.summary(f"{best.binds} binds with {best.name}; what would help", facts)
+    emit_json(
+        {
+            "workload": asdict(work),
+            "source": machine.source,
+            "fleets": [row.figures() for row in rows],
+            "best": best.name,
+            "why": why,
+            "changes": [asdict(change) for change in (*helps, more)],
+        },
+        json_out,
+        indent=2,
+    )
+    return 0
+
+
+def _draw(path: Path, rows: list[Any], title: str) -> str:
+    from yolofleet.report.plots import attempt, plot_forecasts
+
+    likely = [row.likely for row in rows]
+    drawn = attempt(
+        lambda text: say([text]),
+        plot_forecasts,
+        [row.name for row in rows],
+        [(row.slow.rate_img_s, row.likely.rate_img_s, row.fast.rate_img_s) for row in rows],
+        {name: [one.parts[name] / 3600 for one in likely] for name in likely[0].parts},
+        f"Predicted: {title}",
+        path,
+    )
+    return str(path) if drawn else ""
+
+
+fleets_command = SchemaCommand(
+    "fleets",
+    PlanConfig,
+    run,
+    spelled_as="train",
+    without=(WITHOUT - {"hosts", "fleet", "val_period"}) | {"max_steps", "name", "project"},
+    extra_options=[JSON],
+    help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
+    "Say what binds, and which changes would help most. Nothing runs.",
+    epilog="The other settings are those of `yolofleet train`.",
+)
