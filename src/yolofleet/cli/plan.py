@@ -64,7 +64,9 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
                 "figures": machine.source,
             },
         )
-        console.table("predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows])
+        console.table(
+            "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
+        )
         for text in best.notes():
             console.note(text)
         wasted = best.likely.wasted_share
@@ -120,4 +122,96 @@ fleets_command = SchemaCommand(
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. Nothing runs.",
     epilog="The other settings are those of `yolofleet train`.",
+)
+
+
+def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
+    from yolofleet.plan.candidates import probe_path
+    from yolofleet.plan.probe import probe_of
+    from yolofleet.runs.plan import is_worker, plan_run
+    from yolofleet.runs.start import start
+
+    if is_worker():
+        raise ConfigError("plan probe starts its processes itself", hint="start it without torchrun")
+    given = {**given, "set": (*given.get("set", ()), *RECIPE)}
+    config, recipe = resolve_train(given, config_file=config_file, model=PlanProbeConfig)
+    say([*config.notes, *recipe.notes])
+    started_at = time.time()
+    folder = Path(config.value.project or ".").absolute()
+    disk = next(above for above in (folder, *folder.parents) if above.is_dir())
+    try:
+        made = TemporaryDirectory(prefix="yolofleet-probe-", dir=disk, ignore_cleanup_errors=True)
+    except OSError as refusal:
+        raise storage_error(refusal, disk) from None
+    with made as temporary:
+        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
+        value = cast(PlanProbeConfig, config.value).model_copy(update=own)
+        code, run_folder = start(plan_run(replace(config, value=value), recipe))
+        if code:
+            return code
+        figures = json.loads(run_folder.results_json.read_text(encoding="utf-8"))
+    start_s = min(max(figures["ready_at"] - started_at, 0.0), 3600.0)
+    probes = [probe_of({**values, "start_s": start_s}) for values in figures["probes"]]
+    if out and len(probes) > 1:
+        raise ConfigError(f"--out {out}: there are {len(probes)} hosts", hint="leave out --out")
+    with Console() as console:
+        console.header("yolofleet plan probe", {})
+        for probe in probes:
+            path = Path(out) if out else probe_path(probe.host)
+            probe.write(path)
+            pass_s, image_s = probe.pass_line()
+            console.fact(
+                f"{probe.host}: {probe.devices} x {probe.device}, {probe.model} at {probe.img} px: {1000 * image_s:.3g} ms an "
+                f"image and {1000 * pass_s:.3g} ms a pass; loading takes a core {1000 * probe.load_s:.3g} ms, from a cache "
+                f"{1000 * probe.cached_s:.3g} ms; the probe is in {path}"
+            )
+    return 0
+
+
+probe_command = SchemaCommand(
+    "probe",
+    PlanProbeConfig,
+    run_probe,
+    spelled_as="train",
+    without=(WITHOUT - {"hosts", "fleet", "sync_code"}) | {"epochs", "max_steps", "name"},
+    extra_options=[
+        click.Option(
+            ["--out"], default="", metavar="FILE", help="write the probe there; default: the cache folder"
+        )
+    ],
+    help="Measure for about a minute, with these settings, what a prediction needs: passes, loader, storage, sums over "
+    "processes, a validation, a checkpoint and the start. With --hosts on all of them, and the link between them.",
+    epilog="The other settings are those of `yolofleet train`.",
+)
+
+
+def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> int:
+    from yolofleet.plan.compare import COLUMNS, compare
+
+    found = compare(Path(run), [Path(path) for path in probe], keep=keep)
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
+        console.table("predicted and happened", COLUMNS, found.rows())
+        console.fact(f"predicted to bind: {found.predicted_binds}; did bind: {found.binds}")
+        if found.kept:
+            console.fact(f"the error is kept in {', '.join(found.kept)}: later ranges will have it")
+    emit_json(found.figures(), json_out, indent=2)
+    return 0
+
+
+compare_command = Command(
+    "compare",
+    params=[
+        click.Argument(["run"], metavar="RUN"),
+        click.Option(
+            ["--probe"], multiple=True, metavar="FILE", help="probe of each host; default: the stored ones"
+        ),
+        click.Option(
+            ["--keep/--no-keep"], default=True, help="keep the error in the probe, for later ranges  [on]"
+        ),
+        JSON,
+    ],
+    callback=run_compare,
+    help="Predict a finished run from its settings and the probes of its hosts, and compare with what happened. RUN is its "
+    "folder.",
 )

@@ -533,7 +533,9 @@ class PlanConfig(TrainConfig):
     prices: Path | None = setting(
         None, "YAML file with prices and further machines (docs/plan.md)", group="input", in_files=False
     )
-    images: int = setting(0, "training images, in place of those of --data; 0 = count them", ge=0, group="input")
+    images: int = setting(
+        0, "training images, in place of those of --data; 0 = count them", ge=0, group="input"
+    )
     val_images: int = setting(
         0, "validation images, in place of those of --data; 0 = count them", ge=0, group="input"
     )

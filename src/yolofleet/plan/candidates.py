@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +51,9 @@ def data_facts(config: TrainConfig, images: int = 0, val_images: int = 0) -> Dat
     spec = load_dataset(config.data)
     files = [path for reader in spec.readers("train") for path in reader.images]
     found = len(files)
-    sizes = [os.stat(path).st_size for path in files[:: max(found // SIZED_FILES, 1)] if Path(path).is_file()]
+    sizes = [
+        Path(path).stat().st_size for path in files[:: max(found // SIZED_FILES, 1)] if Path(path).is_file()
+    ]
     val = val_images or sum(len(reader.images) for reader in spec.readers("val"))
     return DataFacts(images or found, val, float(np.mean(sizes)) if sizes else COCO_IMAGE_BYTES)
 
@@ -69,7 +70,8 @@ def counts_of(text: str) -> list[int]:
         counts.update(range(int(low), int(high or low) + 1))
     if not 0 < len(counts) <= MOST_FLEETS:
         raise ConfigError(
-            f"--machines {text} has {len(counts)} numbers; the most are {MOST_FLEETS}", hint="--machines 1,2,4,8"
+            f"--machines {text} has {len(counts)} numbers; the most are {MOST_FLEETS}",
+            hint="--machines 1,2,4,8",
         )
     return sorted(counts)
 
@@ -120,7 +122,8 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
         named = config.is_given("device") and c.device != "auto"
         devices = processes_of(c.device) if named else probe.devices
         found += [
-            planned.measured(f"{count} x {probe.host}", [(probe, devices)] * count) for count in counts_of(c.machines)
+            planned.measured(f"{count} x {probe.host}", [(probe, devices)] * count)
+            for count in counts_of(c.machines)
         ]
     return found
 
@@ -129,18 +132,20 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
 class Planned:
     """A training on measured or published machines."""
 
-    config: PlanConfig
+    config: TrainConfig
     data: DataFacts
     network: Network
 
     def workload(self, ranks: int, *, on_cpu: bool) -> Workload:
         """Return the workload on so many ranks."""
-        times = ranks if self.config.per_device else 1
-        return workload_of(self.config, self.data, self.network, on_cpu=on_cpu, times=times)
+        is_per_device = isinstance(self.config, PlanConfig) and self.config.per_device
+        return workload_of(
+            self.config, self.data, self.network, on_cpu=on_cpu, times=ranks if is_per_device else 1
+        )
 
     def linked(self, machine: Machine) -> Machine:
         """Return the machine with the link of ``--network``, if that is set."""
-        text = self.config.network
+        text = self.config.network if isinstance(self.config, PlanConfig) else ""
         return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
 
     def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:
@@ -151,7 +156,8 @@ class Planned:
         """
         work = self.workload(sum(devices for _, devices in measured), on_cpu=measured[0][0].on_cpu)
         machines = [
-            self.linked(machine_of(probe, work, network_of(probe.model).gflops, devices)) for probe, devices in measured
+            self.linked(machine_of(probe, work, network_of(probe.model).gflops, devices))
+            for probe, devices in measured
         ]
         if len(machines) > 1 and all(machine.between == NO_LINK for machine in machines):
             raise ConfigError(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from yolofleet.plan.formula import Prediction, cached_share, loader_count, predict, rank_shares
-from yolofleet.plan.workload import Workload
 from yolofleet.plan.machine import RAM_SHARE, Link, Machine
+from yolofleet.plan.workload import Workload
 from yolofleet.report.console import duration
 
 Fleet = Sequence[Machine]
@@ -133,13 +133,19 @@ def _possible(work: Workload, fleet: Fleet) -> Iterator[tuple[str, tuple[Workloa
     doubled = replace(work, step_images=2 * work.step_images)
     yield f"--nominal-batch {2 * work.step_images} (half as many updates an image)", (doubled, fleet)
     if work.step_images // (2 * work.micro_batch) >= ranks and work.per_pass == 1:
-        yield f"--micro-batch {2 * work.micro_batch}", (replace(work, micro_batch=2 * work.micro_batch), fleet)
+        yield (
+            f"--micro-batch {2 * work.micro_batch}",
+            (replace(work, micro_batch=2 * work.micro_batch), fleet),
+        )
     if work.val_period == 1 and work.epochs > 5:
         yield "--val-period 5", (replace(work, val_period=5), fleet)
     if len({machine.image_s for machine in fleet}) > 1 and not work.auto_shares:
         yield "--shares auto", (replace(work, auto_shares=True, shares=()), fleet)
     if len(fleet) > 1:
-        faster = [replace(m, between=Link(m.between.latency_s, 10 * m.between.bytes_s, m.between.tree)) for m in fleet]
+        faster = [
+            replace(m, between=Link(m.between.latency_s, 10 * m.between.bytes_s, m.between.tree))
+            for m in fleet
+        ]
         yield "a link between the machines that is ten times as fast", (work, faster)
     more = [replace(machine, cores=2 * machine.cores) for machine in fleet]
     if not fleet[0].on_cpu:
@@ -201,5 +207,7 @@ def span(low: float, high: float) -> str:
 
 def duration_span(low_s: float, high_s: float) -> str:
     """Return a range of durations in one unit, such as ``5.1-7.4 h``."""
-    unit, name = next((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if high_s >= 2 * u or u == 1)
+    unit, name = next(
+        (u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if high_s >= 2 * u or u == 1
+    )
     return f"{span(low_s / unit, high_s / unit)} {name}"

@@ -13,13 +13,14 @@ network, and the all-reduce adds what the backward pass does not hide.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from yolofleet.parallel.partition import Partition
-from yolofleet.plan.workload import Workload
 from yolofleet.plan.machine import RAM_SHARE, Link, Machine
+from yolofleet.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # the sum of the loss counts
@@ -58,6 +59,8 @@ class Prediction:
         epoch: with validation and checkpoint; run: all of it.
         rate_img_s: images/s of training, as ``images_per_s`` of results.csv.
         devices: of the fleet. price_hour: of the fleet, NaN = unknown.
+        parts: seconds of the run that each part adds.
+        busy: mean compute of all ranks in a step, as a share of the longest one.
     """
 
     step: StepTime
@@ -71,6 +74,7 @@ class Prediction:
     devices: int
     price_hour: float
     parts: dict[str, float]
+    busy: float
 
     @property
     def cost(self) -> float:
@@ -83,7 +87,7 @@ class Prediction:
     @property
     def wasted_share(self) -> float:
         """Return the share of the device hours in which the devices do not compute steps."""
-        return 1 - self.parts["network"] / self.run
+        return 1 - self.busy * self.parts["network"] / self.run
 
     @property
     def binds(self) -> str:
@@ -102,7 +106,7 @@ class Prediction:
 def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
     """Return the times of ``work`` on the machines of ``fleet``; the first one has rank 0."""
     step, first = step_time(work, fleet), step_time(work, fleet, first_epoch=True)
-    validation = validation_s(work, fleet)
+    validation, shares = validation_s(work, fleet), rank_shares(work, fleet)
     checkpoint = fleet[0].save_s
     saves = work.epochs + (work.steps * work.epochs * step.total / work.save_s if work.save_s else 0)
     start = max(machine.start_s for machine in fleet)
@@ -125,6 +129,7 @@ def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
         devices=sum(machine.devices for machine in fleet),
         price_hour=sum(machine.price_hour for machine in fleet),
         parts=parts,
+        busy=statistics.mean(s.compute_s if s.images else 0.0 for s in shares) / step.network,
     )
 
 

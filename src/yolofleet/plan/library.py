@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.models.description import describe
-from yolofleet.plan.workload import Workload, Network
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.workload import Network, Workload
 from yolofleet.text import did_you_mean, shown
 
 HERE = Path(__file__).parent

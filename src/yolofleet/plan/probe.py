@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_json
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.plan.workload import Workload
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.workload import Workload
 
 VERSION = 1
 MAX_BYTES = 1 << 20
+MOST_ERRORS = 100  # of past predictions; the oldest go
+AGAIN = "measure again: yolofleet plan probe --data DATA --model MODEL"
 MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
 LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
 PCIE = Link(5e-6, 8e9, tree=True)  # assumed between GPUs of a machine where only one was measured
@@ -96,7 +98,7 @@ class Probe(Measured):
     val_end_s: Seconds
     save_s: Seconds
     start_s: Seconds
-    errors: Annotated[tuple[PastError, ...], Field(max_length=1000, strict=False)] = ()
+    errors: Annotated[tuple[PastError, ...], Field(max_length=MOST_ERRORS, strict=False)] = ()
 
     def pass_line(self) -> tuple[float, float]:
         """Return (seconds of a pass besides its images, seconds of an image), by least squares."""
@@ -107,28 +109,43 @@ class Probe(Measured):
         write_json(path, self.model_dump())
 
 
+def probe_of(values: Mapping[str, Any]) -> Probe:
+    """Return the probe of measured values.
+
+    Raises:
+        ConfigError: a value is not possible, such as a rate of 0.
+    """
+    try:
+        return Probe.model_validate(values)
+    except ValidationError as problem:
+        raise ConfigError(f"the measurement failed: {_first(problem)}", hint=AGAIN) from None
+
+
 def read_probe(path: Path) -> Probe:
     """Read and check a probe.
 
     Raises:
         ConfigError: the file is missing, is not a probe, or has a value that no machine can have.
     """
-    again = "measure again: yolofleet plan probe --data DATA --model MODEL"
     try:
         text = read_foreign_text(path, limit_bytes=MAX_BYTES)
     except FileNotFoundError:
-        raise ConfigError(f"the probe {path} does not exist", hint=again) from None
+        raise ConfigError(f"the probe {path} does not exist", hint=AGAIN) from None
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"the probe {path} cannot be read: {problem}", hint=again) from None
+        raise ConfigError(f"the probe {path} cannot be read: {problem}", hint=AGAIN) from None
     try:
         return Probe.model_validate_json(text)
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = f"{where}: {first['msg']}" if where else first["msg"]
-        if where == "version":
-            what = f"it has another version than {VERSION}"
-        raise ConfigError(f"{path} is not a probe that can be used: {what}", hint=again) from None
+        raise ConfigError(f"{path} is not a probe that can be used: {_first(problem)}", hint=AGAIN) from None
+
+
+def _first(problem: ValidationError) -> str:
+    """Return the first error of a probe, with its place."""
+    first = problem.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if where == "version":
+        return f"version: expected {VERSION}"
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
 def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) -> Machine:
@@ -148,7 +165,11 @@ def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) ->
         doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
     if past := [abs(e.predicted / e.happened - 1) for e in probe.errors]:
         doubt = replace(doubt, compute=max(doubt.compute, statistics.median(past)))
-    inside = link_of(probe.sums_inside, probe.on_cpu) if probe.sums_inside else (LOOPBACK if probe.on_cpu else PCIE)
+    inside = (
+        link_of(probe.sums_inside, probe.on_cpu)
+        if probe.sums_inside
+        else (LOOPBACK if probe.on_cpu else PCIE)
+    )
     return Machine(
         name=probe.host,
         devices=devices,

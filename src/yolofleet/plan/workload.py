@@ -128,7 +128,9 @@ class DataFacts:
     image_bytes: float
 
 
-def workload_of(config: TrainConfig, data: DataFacts, network: Network, *, on_cpu: bool, times: int = 1) -> Workload:
+def workload_of(
+    config: TrainConfig, data: DataFacts, network: Network, *, on_cpu: bool, times: int = 1
+) -> Workload:
     """Return the workload of a training's settings.
 
     Args:
@@ -141,7 +143,11 @@ def workload_of(config: TrainConfig, data: DataFacts, network: Network, *, on_cp
     step_images, micro_batch = step_images_of(batch, nominal), micro_batch_of(config)
     fits_memory = on_cpu or config.reduce == "exact"
     precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
-    shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, config.shares.count(",") + 1).shares
+    shares = (
+        ()
+        if config.shares in ("", "auto")
+        else Partition.parse(config.shares, config.shares.count(",") + 1).shares
+    )
     return Workload(
         network=network,
         img=config.img,
