@@ -16,7 +16,7 @@ Fleet = Sequence[Machine]
 WORTH = 1.05  # a change that helps less is not shown
 SHOWN_CHANGES = 3
 WORTH_A_MACHINE = 1.2
-COLUMNS = ("fleet", "devices", "images/s", "speed-up", "epoch", "run", "cost, $", "binds")
+COLUMNS = ("fleet", "ranks", "images/s", "speed-up", "epoch", "run", "$", "binds")
 NAMES = {"all_reduce": "all-reduce"}
 
 

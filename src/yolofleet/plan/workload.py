@@ -103,7 +103,7 @@ class Workload:
 
         The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
         """
-        gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 16
+        gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 8
         left = gradient
         while left > 0:
             sizes.append(min(limit, left))
