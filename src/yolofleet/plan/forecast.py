@@ -16,7 +16,7 @@ Fleet = Sequence[Machine]
 WORTH = 1.05  # a change that helps less is not shown
 SHOWN_CHANGES = 3
 WORTH_A_MACHINE = 1.2
-COLUMNS = ("fleet", "ranks", "images/s", "speed-up", "epoch", "run", "$", "binds")
+COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
 NAMES = {"all_reduce": "all-reduce"}
 
 
@@ -53,7 +53,7 @@ class Forecast:
         return found
 
     def row(self, first: Forecast) -> list[str]:
-        """Return the cells under ``COLUMNS``; speed-ups are relative to ``first``."""
+        """Return the cells under ``COLUMNS``; the gain is the speed-up over ``first``."""
         likely, priced = self.likely, not math.isnan(self.likely.price_hour)
         return [
             self.name,
@@ -208,6 +208,6 @@ def span(low: float, high: float) -> str:
 def duration_span(low_s: float, high_s: float) -> str:
     """Return a range of durations in one unit, such as ``5.1-7.4 h``."""
     unit, name = next(
-        (u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if high_s >= 2 * u or u == 1
+        (u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "m"), (1, "s")) if high_s >= 2 * u or u == 1
     )
     return f"{span(low_s / unit, high_s / unit)} {name}"

@@ -22,7 +22,15 @@ GPU = Machine(
     spread=0.0, memory_bytes=1e12, device_bytes=1e10, on_cpu=False, doubt=Doubt(0.1, 0.1, 0.1), price_hour=3.0,
 )  # fmt: skip
 WORK = Workload(
-    network=TINY, img=640, images=6400, val_images=1000, image_bytes=1e5, epochs=10, step_images=64, micro_batch=8, workers=4
+    network=TINY,
+    img=640,
+    images=6400,
+    val_images=1000,
+    image_bytes=1e5,
+    epochs=10,
+    step_images=64,
+    micro_batch=8,
+    workers=4,
 )
 
 
@@ -89,7 +97,9 @@ def test_idle_ranks_have_no_passes_and_are_wasted():
     assert found.wasted_share > 0.5
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(2, 0.564), (4, 1.029), (8, 1.424), (16, 1.766), (1000, 3.241)])
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(2, 0.564), (4, 1.029), (8, 1.424), (16, 1.766), (1000, 3.241)]
+)
 def test_expected_maximum_of_normal_numbers(ranks, expected):
     """Harter (1961), table of expected values of normal order statistics."""
     assert largest_of(ranks) == pytest.approx(expected, rel=0.05)

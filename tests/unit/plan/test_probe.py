@@ -24,7 +24,14 @@ VALUES: dict[str, Any] = {
     "val_image_s": 0.02, "val_end_s": 0.1, "save_s": 0.02, "start_s": 7.0,
 }  # fmt: skip
 WORK = Workload(
-    network=network_of("yolov5n"), img=320, images=640, val_images=64, image_bytes=1e5, epochs=3, step_images=64, micro_batch=8
+    network=network_of("yolov5n"),
+    img=320,
+    images=640,
+    val_images=64,
+    image_bytes=1e5,
+    epochs=3,
+    step_images=64,
+    micro_batch=8,
 )
 
 
