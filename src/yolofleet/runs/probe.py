@@ -23,6 +23,7 @@ import torch
 from yolofleet import devices
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import train_loader
+from yolofleet.files.foreign import open_foreign
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
@@ -247,7 +248,7 @@ def _reading(run: BuiltRun) -> float:
     """Return the bytes/s of image files that are not in memory; an upper estimate where the system keeps them there."""
     count, began_s = 0, time.perf_counter()
     for path in _some_files(run):
-        with open(path, "rb", buffering=0) as file:
+        with open_foreign(path, buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             count += len(file.read())
