@@ -106,7 +106,7 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a host: the medians of its ranks."""
 
     def median(name: str) -> float:
-        return statistics.median(rank[name] for rank in ranks)
+        return float(statistics.median(rank[name] for rank in ranks))
 
     first, passes = ranks[0], [dict(rank["passes"]) for rank in ranks]
     return {
