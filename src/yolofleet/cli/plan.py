@@ -115,7 +115,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         facts = {change.text: f"{change.factor:.1f} x" for change in helps}
         facts |= {more.text: more.text_of_worth()}
         if picture:
-            facts["picture"] = picture
+            console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
             "something else than steps"
