@@ -24,42 +24,10 @@ from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
-USED = (  # settings that change a prediction
-    *(
-        "data",
-        "model",
-        "cfg",
-        "img",
-        "fraction",
-        "epochs",
-        "batch",
-        "nominal_batch",
-        "micro_batch",
-        "per_device",
-    ),
-    *(
-        "machine",
-        "machines",
-        "hosts",
-        "fleet",
-        "probe",
-        "device",
-        "network",
-        "prices",
-        "images",
-        "val_images",
-    ),
-    *(
-        "workers",
-        "cache",
-        "reduce",
-        "hierarchical",
-        "precision",
-        "shares",
-        "micro_batches_per_pass",
-        "val_period",
-    ),
-    *("deadline", "budget", "picture"),
+USED = set(  # settings that change a prediction
+    "data model cfg img fraction epochs batch nominal_batch micro_batch per_device machine machines hosts fleet probe device "
+    "network prices images val_images workers cache reduce hierarchical precision shares micro_batches_per_pass val_period "
+    "deadline budget picture".split()
 )
 
 
@@ -159,7 +127,7 @@ fleets_command = SchemaCommand(
     PlanConfig,
     run,
     spelled_as="train",
-    without=set(PlanConfig.model_fields) - set(USED),
+    without=set(PlanConfig.model_fields) - USED,
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. Nothing runs.",
