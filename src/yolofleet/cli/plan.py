@@ -24,11 +24,11 @@ from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
-USED = set(  # settings that change a prediction
-    "data model cfg img fraction epochs batch nominal_batch micro_batch per_device machine machines hosts fleet probe device "
-    "network prices images val_images workers cache reduce hierarchical precision shares micro_batches_per_pass val_period "
-    "deadline budget picture".split()
-)
+USED = {  # settings that change a prediction
+    "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
+    "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
+    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+}  # fmt: skip
 
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
