@@ -22,7 +22,14 @@ from typing import Any, cast
 
 from yolofleet.config.load import Resolved, load_job
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import BenchTrainConfig, LrFindConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import (
+    BenchTrainConfig,
+    LrFindConfig,
+    PlanProbeConfig,
+    Recipe,
+    TrainConfig,
+    ValConfig,
+)
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -44,6 +51,7 @@ from yolofleet.runs.bench import measure
 from yolofleet.runs.folder import shared_folder, write_config
 from yolofleet.runs.lr_find import find_rate
 from yolofleet.runs.memory import is_out_of_memory, out_of_memory
+from yolofleet.runs.probe import probe_figures
 from yolofleet.runs.train import train
 from yolofleet.runs.val import validate
 from yolofleet.system.children import die_with_parent, name_process
@@ -134,7 +142,9 @@ def _run(
                     raise
                 if isinstance(settings, BenchTrainConfig):
                     assert recipe is not None and clock is not None
-                    measure(cast(Resolved[BenchTrainConfig], config), recipe, world, clock, run_folder)
+                    measured = probe_figures if isinstance(settings, PlanProbeConfig) else None
+                    bench = cast(Resolved[BenchTrainConfig], config)
+                    measure(bench, recipe, world, clock, run_folder, measured)
                 elif isinstance(settings, LrFindConfig):
                     assert recipe is not None and clock is not None
                     find_rate(cast(Resolved[LrFindConfig], config), recipe, world, clock, run_folder)

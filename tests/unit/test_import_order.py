@@ -36,8 +36,9 @@ ORDER = (  # a module imports its own part and earlier ones
     ("report",),
     ("train",),
     ("export",),
-    ("predict", "plan", "tune"),
+    ("predict", "tune"),
     ("fleet",),
+    ("plan",),
     ("runs",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
@@ -52,6 +53,7 @@ WITHOUT_TORCH = (
     "user_code",
     "config",
     "fleet",
+    "plan",
     "cli",
     "__init__",
     "__main__",

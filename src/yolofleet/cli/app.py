@@ -118,6 +118,22 @@ REPORT = Verbs(
     default_takes_arguments=True,
     help="Show runs as HTML pages that need no network: `yolofleet report runs/train/exp`.",
 )
+PLAN = Verbs(
+    "plan",
+    {
+        "fleets": (
+            "yolofleet.cli.plan:fleets_command",
+            "predict a training on fleets; `yolofleet plan --machine ...` is the same",
+        ),
+        "probe": ("yolofleet.cli.plan:probe_command", "measure this machine, or hosts, for predictions"),
+        "compare": (
+            "yolofleet.cli.plan:compare_command",
+            "compare the prediction for a run with what happened",
+        ),
+    },
+    default="fleets",
+    help="Predict the speed, the time and the cost of a training.",
+)
 APP = Verbs(
     "yolofleet",
     {
@@ -128,6 +144,7 @@ APP = Verbs(
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
+        "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
         "lr-find": ("yolofleet.cli.lr_find:command", "find a learning rate for a training"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),

@@ -33,6 +33,7 @@ from yolofleet.config.schema import (
     ExecutionSettings,
     ExportConfig,
     LrFindConfig,
+    PlanProbeConfig,
     PredictConfig,
     Recipe,
     SelftestConfig,
@@ -69,6 +70,7 @@ T = TypeVar("T", bound=BaseModel)
 MODELS: dict[str, type[ExecutionSettings]] = {
     "train": TrainConfig,
     "bench train": BenchTrainConfig,
+    "plan probe": PlanProbeConfig,
     "tune": TuneConfig,
     "val": ValConfig,
     "predict": PredictConfig,

@@ -1,8 +1,9 @@
-"""Count the floating-point operations of a forward pass without running it."""
+"""Count the floating-point operations of a network without running it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +23,55 @@ def gflops(model: Detector, img: int = 640) -> float:
 
     def count(module: nn.Module, _inputs: Any, output: Tensor) -> None:
         nonlocal total
-        if isinstance(module, nn.Conv2d):
-            total += output.numel() * module.weight[0].numel()
-        else:
-            total += output.numel() * (4 if isinstance(module, nn.BatchNorm2d) else 1)
+        total += _operations(module, output)
 
+    _watch(model, img, count)
+    return 2 * total / 1e9
+
+
+def ready_shares(model: Detector, points: int = 8) -> tuple[float, ...]:
+    """Return the shares of the backward pass, in operations, after which 1/points ... of the gradients are final.
+
+    Gradients count in the order of the buckets: the last parameters first. A bucket waits for its latest gradient.
+    """
+    order: list[nn.Module] = []
+    operations: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        order.append(module)
+        operations[module] = operations.get(module, 0) + _operations(module, output)
+
+    shadow = _watch(model, 640, count)
+    total, done = sum(operations.values()), 0
+    ready: dict[nn.Module, float] = {}
+    for module in reversed(list(dict.fromkeys(order))):
+        done += operations[module]
+        ready[module] = done / total
+    of_parameter = {p: ready[m] for m in ready for p in m.parameters(recurse=False)}
+    trained = [p for p in shadow.parameters() if p.requires_grad]
+    size, filled, latest = sum(p.numel() for p in trained), 0, 0.0
+    shares: list[float] = []
+    for p in reversed(trained):
+        latest = max(latest, of_parameter.get(p, 0.0))
+        filled += p.numel()
+        while len(shares) < points and filled * points >= (len(shares) + 1) * size:
+            shares.append(latest)
+    return tuple(shares)
+
+
+def _operations(module: nn.Module, output: Tensor) -> int:
+    """Return the multiply-adds of a layer that makes ``output`` of one image."""
+    if isinstance(module, nn.Conv2d):
+        return output.numel() * module.weight[0].numel()
+    return output.numel() * (4 if isinstance(module, nn.BatchNorm2d) else 1)
+
+
+def _watch(model: Detector, img: int, count: Callable[[nn.Module, Any, Tensor], None]) -> nn.Module:
+    """Call ``count`` for each layer that is counted, in the order of a forward pass; return the copy that it sees."""
     shadow = copy.deepcopy(model).to("meta")  # shapes only
     for module in shadow.modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, Upsample)):
             module.register_forward_hook(count)
     with torch.no_grad():
         shadow(torch.zeros(1, 3, img, img, device="meta"))
-    return 2 * total / 1e9
+    return shadow

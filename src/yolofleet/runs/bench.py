@@ -111,9 +111,12 @@ def measure(
     world: World,
     clock: Clock,
     folder: RunFolder,
+    figures_of: Callable[[BuiltRun, int, World], Mapping[str, Any]] | None = None,
 ) -> None:
     """Measure all parts; rank 0 writes the figures to ``results.json``. Collective: every rank.
 
+    Args:
+        figures_of: measures the built run, with so many steps of each part; default: the parts of ``bench train``.
     Raises:
         YolofleetError: any expected failure.
     """
@@ -128,7 +131,7 @@ def measure(
     ):
         is_writer = world.rank in file_writers(world, folder, 1, lock)
         with built_run(config, recipe, world, clock, folder, console, events, is_writer=is_writer) as run:
-            figures = _figures(run, steps, world)
+            figures = (figures_of or _figures)(run, steps, world)
     if world.is_main:
         write_json(folder.results_json, figures)
 
@@ -139,19 +142,19 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     workers, on_cpu = loader_processes(config.workers, world), devices.is_host(world.device)
     images = training.schedule.step_images
     before = training.state.snapshot({})
-    with _part("step", world):
+    with part("step", world):
         step = _step(run, steps)
     reduced = None
     if world.size > 1:
-        with _part("all-reduce", world):
+        with part("all-reduce", world):
             reduced = _all_reduce(training, steps)
     training.state.restore(before)
-    with _part("loader", world):
+    with part("loader", world):
         loaded = _loader(run, workers, steps)
-    with _part("checkpoint", world):
-        saved = _checkpoint(training)
-    with _part("whole run", world):
-        ran = _whole_run(run, step.network, workers)
+    with part("checkpoint", world):
+        saved = checkpoint_cost(training)
+    with part("whole run", world):
+        ran = whole_run(run, step.network, workers)
 
     # on a shared machine CPU seconds compare better, where this process does all the work
     by_cpu = on_cpu and workers == 0
@@ -240,7 +243,7 @@ def _parts(
 
 
 @contextmanager
-def _part(name: str, world: World) -> Iterator[None]:
+def part(name: str, world: World) -> Iterator[None]:
     """Show the part that is measured now, and tell it to the watchdog."""
     if world.is_main:
         echo(f"measuring: {name}", to=sys.stderr)
@@ -312,12 +315,12 @@ class ReadySteps:
         self.training = run.training
         self.plan = next(self.training.schedule.steps())
         keys = self.training.splitter.keys(self.plan)
-        made = {n: self._micro_batch(run, n) for n in {len(key.samples) for key in keys}}
+        made = {n: self.micro_batch(run, n) for n in {len(key.samples) for key in keys}}
         mine = [replace(made[len(key.samples)], ordinal=key.ordinal) for key in keys]
         self.shares = self.training.splitter.by_replica(self.plan, mine)
         self.passes = [len(key.samples) for key in keys]
 
-    def _micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
+    def micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
         rng, img = np.random.default_rng(images), run.network.img
         pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
         labels = np.zeros((LABELS * images, 6), np.float32)
@@ -616,7 +619,7 @@ class Saved:
     limit: float
 
 
-def _checkpoint(training: TrainingRun) -> Saved:
+def checkpoint_cost(training: TrainingRun) -> Saved:
     """Measure on rank 0. Collective: every rank."""
     world, rows = training.world, []
     if training.report.is_writer and world.is_main:
@@ -706,7 +709,7 @@ class Interleaved:
         return Turns({name: rows[WARM_UP:] for name, rows in self.rows.items()})
 
 
-def _whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun:
+def whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun:
     """Train to the end of the run, with its validation. Collective: every rank."""
     training, world = run.training, run.training.world
     if bare is not None and workers == 0 and world.size == 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -43,6 +44,8 @@ from yolofleet.train.state import TrainState
 
 PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
+MEASURED_STEPS = 100  # of this process, after which the end of the run is predicted
+WRONG_END = 0.1  # of the time that is left: a larger change of the predicted end is told
 PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
@@ -100,6 +103,7 @@ class TrainReport:
         self._unwritten: dict[str, Weights] = {}  # weights to write when the disk works again, by name
         self._rows: list[dict[str, float]] = []  # rows of results.csv, likewise
         self._row: dict[str, float] = {}  # of the last epoch
+        self._ends_at_s = 0.0  # predicted; 0 = not yet
 
     def begin(
         self,
@@ -180,6 +184,8 @@ class TrainReport:
         if self.draws and plan.step < PICTURED_STEPS and mine:
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images)
+        if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
+            self._tell_end(plan)
 
         def view() -> StepView:
             # an estimate from this rank's part: all ranks get random samples of one shuffled stream
@@ -189,6 +195,29 @@ class TrainReport:
         self.console.step(tally_images, view)
         done = StepEnd(plan.step + 1, plan.end_image, plan.lr, lambda: view().losses)
         self.callbacks.step(done, self.state)
+
+    def _tell_end(self, plan: StepPlan) -> None:
+        """Tell when the run will end at its present rate, if that is new or has changed; ``plan`` is the last step.
+
+        Each epoch that is left costs as much besides its steps as the last ones: validation and checkpoint.
+        """
+        times, c = self.clock.run_so_far(), self.config
+        images = c.epochs * self.dataset_images - plan.end_image
+        if c.max_steps:
+            images = min(images, (c.max_steps - plan.step - 1) * plan.images)
+        if images <= 0 or c.minutes or not times.rate_img_s > 0:
+            return
+        rest = (times.seconds["evaluate"] + times.seconds["checkpoint"]) / max(times.images, 1)
+        left_s = images * (1 / times.rate_img_s + rest)
+        ends_at_s = time.time() + left_s
+        if abs(ends_at_s - self._ends_at_s) <= WRONG_END * left_s:
+            return
+        words = "the run will end" if not self._ends_at_s else "corrected: the run will end"
+        self._ends_at_s = ends_at_s
+        self.console.fact(
+            f"{words} in about {duration(left_s)}, {time.strftime('%a %H:%M', time.localtime(ends_at_s))}"
+        )
+        self.events.write("predicted_end", step=plan.step, seconds=left_s)
 
     def unreadable(self, why: str, count: int, most: int) -> None:
         """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
@@ -320,6 +349,8 @@ class TrainReport:
         self.callbacks.call("epoch", epoch, dict(row))
         if evaluation is not None:
             self._tell_validation(epoch, evaluation)
+        if self._ends_at_s:
+            self._tell_end(plan)
         self._open_epoch(epoch + 1)
 
     def validated(self, epoch: int, evaluation: Evaluation) -> None:

@@ -1,0 +1,227 @@
+"""`yolofleet plan`: predict the speed, the time and the cost of a training on fleets, and compare with what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import click
+
+from yolofleet.cli.bench import RECIPE, WITHOUT
+from yolofleet.cli.commands import Command, SchemaCommand, say
+from yolofleet.cli.data import JSON
+from yolofleet.config.load import resolve_train
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import PlanConfig, PlanProbeConfig
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.report.console import Console
+from yolofleet.text import size_text
+
+USED = {  # settings that change a prediction
+    "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
+    "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
+    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+}  # fmt: skip
+
+
+def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
+    found, recipe = resolve_train(given, config_file=config_file, model=PlanConfig)
+    config = cast(Resolved[PlanConfig], found)
+    say([*config.notes, *recipe.notes])
+    from yolofleet.plan.candidates import forecasts, seconds_of
+    from yolofleet.plan.forecast import COLUMNS, another_machine, changes, choose
+
+    c = config.value
+    if not (c.model or c.cfg):
+        raise ConfigError(
+            "the network must be named to predict its speed", hint="--model yolov5s, or --cfg FILE"
+        )
+    if c.batch < 0:
+        raise ConfigError("--batch auto needs the devices of the run", hint="--batch 64")
+    rows = forecasts(config)
+    deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
+    if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
+        raise ConfigError(
+            f"--budget {budget:g}: no price is known of these machines",
+            source=config.sources["budget"],
+            hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
+        )
+    best, why = rows[-1], ""
+    if math.isfinite(deadline_s) or math.isfinite(budget):
+        chosen, why = choose(rows, deadline_s, budget)
+        best = chosen or min(rows, key=lambda row: row.likely.run)
+        why = f"choose {best.name}: {why}" if chosen else f"none of these fleets fits: {why}"
+    work, machine = best.work, best.fleet[0]
+    helps = changes(work, best.fleet)
+    more = another_machine(work, best.fleet)
+    picture = _draw(c.picture, rows, work.network.name) if c.picture else ""
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header(
+            "yolofleet plan",
+            {
+                "training": f"{work.network.name}, {work.img} px, {work.images:,} images, {work.epochs} epochs",
+                "step": f"{work.step_images} images as micro-batches of {work.micro_batch}, {work.precision}, "
+                f"{work.reduce} sums",
+                "machine": f"{machine.name}: {machine.devices} device{'s' if machine.devices > 1 else ''}, "
+                f"{machine.cores:g} cores, {size_text(machine.memory_bytes)}",
+                "figures": machine.source,
+            },
+        )
+        console.table(
+            "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
+        )
+        for text in best.notes():
+            console.note(text)
+        wasted = best.likely.wasted_share
+        facts = {change.text: f"{change.factor:.1f} x" for change in helps}
+        facts |= {more.text: more.text_of_worth()}
+        if picture:
+            console.fact(f"the picture is in {picture}")
+        console.fact(
+            f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
+            "something else than steps"
+        )
+        if why:
+            console.fact(why)
+        console.summary(f"{best.binds} binds with {best.name}; what would help", facts)
+    emit_json(
+        {
+            "workload": asdict(work),
+            "source": machine.source,
+            "fleets": [row.figures() for row in rows],
+            "best": best.name,
+            "why": why,
+            "changes": [asdict(change) for change in (*helps, more)],
+        },
+        json_out,
+        indent=2,
+    )
+    return 0
+
+
+def _draw(path: Path, rows: list[Any], title: str) -> str:
+    from yolofleet.report.plots import attempt, plot_forecasts
+
+    likely = [row.likely for row in rows]
+    drawn = attempt(
+        lambda text: say([text]),
+        plot_forecasts,
+        [row.name for row in rows],
+        [(row.slow.rate_img_s, row.likely.rate_img_s, row.fast.rate_img_s) for row in rows],
+        {name: [one.parts[name] / 3600 for one in likely] for name in likely[0].parts},
+        f"Predicted: {title}",
+        path,
+    )
+    return str(path) if drawn else ""
+
+
+fleets_command = SchemaCommand(
+    "fleets",
+    PlanConfig,
+    run,
+    spelled_as="train",
+    without=set(PlanConfig.model_fields) - USED,
+    extra_options=[JSON],
+    help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
+    "Say what binds, and which changes would help most. Nothing runs.",
+    epilog="The settings without a line here do not change the prediction; --config with the config.yaml of a run has them.",
+)
+
+
+def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
+    from yolofleet.plan.candidates import probe_path
+    from yolofleet.plan.probe import probe_of
+    from yolofleet.runs.plan import is_worker, plan_run
+    from yolofleet.runs.start import start
+
+    if is_worker():
+        raise ConfigError("plan probe starts its processes itself", hint="start it without torchrun")
+    given = {**given, "set": (*given.get("set", ()), *RECIPE)}
+    config, recipe = resolve_train(given, config_file=config_file, model=PlanProbeConfig)
+    say([*config.notes, *recipe.notes])
+    started_at = time.time()
+    folder = Path(config.value.project or ".").absolute()
+    disk = next(above for above in (folder, *folder.parents) if above.is_dir())
+    try:
+        made = TemporaryDirectory(prefix="yolofleet-probe-", dir=disk, ignore_cleanup_errors=True)
+    except OSError as refusal:
+        raise storage_error(refusal, disk) from None
+    with made as temporary:
+        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
+        value = cast(PlanProbeConfig, config.value).model_copy(update=own)
+        code, run_folder = start(plan_run(replace(config, value=value), recipe))
+        if code:
+            return code
+        figures = json.loads(run_folder.results_json.read_text(encoding="utf-8"))
+    start_s = min(max(figures["ready_at"] - started_at, 0.0), 3600.0)
+    probes = [probe_of({**values, "start_s": start_s}) for values in figures["probes"]]
+    if out and len(probes) > 1:
+        raise ConfigError(f"--out {out}: there are {len(probes)} hosts", hint="leave out --out")
+    with Console() as console:
+        console.header("yolofleet plan probe", {})
+        for probe in probes:
+            path = Path(out) if out else probe_path(probe.host)
+            probe.write(path)
+            pass_s, image_s = probe.pass_line()
+            console.fact(
+                f"{probe.host}: {probe.devices} x {probe.device}, {probe.model} at {probe.img} px: {1000 * image_s:.3g} ms an "
+                f"image and {1000 * pass_s:.3g} ms a pass; loading takes a core {1000 * probe.load_s:.3g} ms, from a cache "
+                f"{1000 * probe.cached_s:.3g} ms; the probe is in {path}"
+            )
+    return 0
+
+
+probe_command = SchemaCommand(
+    "probe",
+    PlanProbeConfig,
+    run_probe,
+    spelled_as="train",
+    without=(WITHOUT - {"hosts", "fleet", "sync_code"}) | {"epochs", "max_steps", "name"},
+    extra_options=[
+        click.Option(
+            ["--out"], default="", metavar="FILE", help="write the probe there; default: the cache folder"
+        )
+    ],
+    help="Measure for about a minute, with these settings, what a prediction needs: passes, loader, storage, sums over "
+    "processes, a validation, a checkpoint and the start. With --hosts on all of them, and the link between them.",
+    epilog="The other settings are those of `yolofleet train`.",
+)
+
+
+def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> int:
+    from yolofleet.plan.compare import COLUMNS, compare
+
+    found = compare(Path(run), [Path(path) for path in probe], keep=keep)
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
+        console.table("predicted and happened", COLUMNS, found.rows())
+        console.fact(f"predicted to bind: {found.predicted_binds}; did bind: {found.binds}")
+        if found.kept:
+            console.fact(f"the error is kept in {', '.join(found.kept)}: later ranges will have it")
+    emit_json(found.figures(), json_out, indent=2)
+    return 0
+
+
+compare_command = Command(
+    "compare",
+    params=[
+        click.Argument(["run"], metavar="RUN"),
+        click.Option(
+            ["--probe"], multiple=True, metavar="FILE", help="probe of each host; default: the stored ones"
+        ),
+        click.Option(
+            ["--keep/--no-keep"], default=True, help="keep the error in the probe, for later ranges  [on]"
+        ),
+        JSON,
+    ],
+    callback=run_compare,
+    help="Predict a finished run from its settings and the probes of its hosts, and compare with what happened. RUN is its "
+    "folder.",
+)

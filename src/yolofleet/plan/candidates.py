@@ -1,0 +1,205 @@
+"""The fleets that the settings of ``yolofleet plan`` name, as machines of the formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import PlanConfig, TrainConfig
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError
+from yolofleet.files.caches import cache_root
+from yolofleet.fleet.description import named_fleet
+from yolofleet.plan.forecast import Forecast, forecast
+from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
+from yolofleet.plan.machine import NO_LINK, Link, Machine
+from yolofleet.plan.probe import Probe, machine_of, read_probe
+from yolofleet.plan.workload import DataFacts, Network, Workload, workload_of
+from yolofleet.text import listed
+
+MOST_FLEETS = 64
+SIZED_FILES = 200  # whose size is looked up
+TCP_SHARE = 0.94  # of a link's rate that is left for data
+LATENCY_S = 1e-4  # of a message over TCP
+UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+
+
+def probes_folder() -> Path:
+    """Return the folder of the probes that were measured from this machine."""
+    return cache_root() / "probes"
+
+
+def probe_path(host: str) -> Path:
+    """Return the file of a host's probe."""
+    return probes_folder() / f"{host.rpartition('@')[2]}.json"
+
+
+def data_facts(config: TrainConfig, images: int = 0, val_images: int = 0) -> DataFacts:
+    """Count the images of ``--data``; numbers that are not 0 replace the counts, and then the data need not be here.
+
+    Raises:
+        ConfigError, DataError: the data set cannot be read.
+    """
+    if images and val_images:
+        return DataFacts(images, val_images, COCO_IMAGE_BYTES)
+    spec = load_dataset(config.data)
+    files = [path for reader in spec.readers("train") for path in reader.images]
+    found = len(files)
+    sizes = [
+        Path(path).stat().st_size for path in files[:: max(found // SIZED_FILES, 1)] if Path(path).is_file()
+    ]
+    val = val_images or sum(len(reader.images) for reader in spec.readers("val"))
+    return DataFacts(images or found, val, float(np.mean(sizes)) if sizes else COCO_IMAGE_BYTES)
+
+
+def counts_of(text: str) -> list[int]:
+    """Return the numbers of ``--machines``, ascending: ``1..4,8`` is 1, 2, 3, 4, 8.
+
+    Raises:
+        ConfigError: more than ``MOST_FLEETS``, or an empty range.
+    """
+    counts: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("..")
+        counts.update(range(int(low), int(high or low) + 1))
+    if not 0 < len(counts) <= MOST_FLEETS:
+        raise ConfigError(
+            f"--machines {text} has {len(counts)} numbers; the most are {MOST_FLEETS}",
+            hint="--machines 1,2,4,8",
+        )
+    return sorted(counts)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a duration such as ``6h``; infinity for ""."""
+    return float(text[:-1]) * UNITS_S[text[-1]] if text else math.inf
+
+
+def link_of_text(text: str, *, tree: bool) -> Link:
+    """Return the link that ``--network`` names."""
+    unit = 1e9 if text.endswith("gbit") else 1e6
+    return Link(LATENCY_S, TCP_SHARE * int(text[:-4]) * unit / 8, tree)
+
+
+def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
+    """Return what each fleet will bring that the settings name.
+
+    Raises:
+        ConfigError: no probe, no such machine, or settings that contradict each other.
+    """
+    c = config.value
+    if c.machine and (c.hosts or c.fleet or c.probe):
+        raise ConfigError(
+            f"--machine {c.machine} names published machines, but --hosts, --fleet and --probe name measured ones",
+            hint="leave out one of them",
+        )
+    data, network = data_facts(c, c.images, c.val_images), network_of(c.cfg or c.model)
+    planned = Planned(c, data, network)
+    if c.machine:
+        library, found = Library(c.prices), []
+        for name in c.machine.split(","):
+            devices = library.find(name)[1].devices
+            for count in counts_of(c.machines):
+                work = planned.workload(devices * count, on_cpu=False)
+                machine = planned.linked(library.machine(name, work))
+                found.append(forecast(f"{count} x {name}", work, [machine] * count))
+        return found
+    given = [read_probe(Path(path)) for path in c.probe]
+    hosts = named_fleet(
+        c.hosts if config.is_given("hosts") else None, c.fleet if config.is_given("fleet") else None, c.device
+    )
+    if hosts is not None:
+        measured = [(probe_of_host(host.name, given), host.processes) for host in hosts.hosts]
+        return [planned.measured(listed([host.name for host in hosts.hosts], most=2), measured)]
+    found = []
+    for probe in given or [newest_probe()]:
+        named = config.is_given("device") and c.device != "auto"
+        devices = processes_of(c.device) if named else probe.devices
+        found += [
+            planned.measured(f"{count} x {probe.host}", [(probe, devices)] * count)
+            for count in counts_of(c.machines)
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training on measured or published machines."""
+
+    config: TrainConfig
+    data: DataFacts
+    network: Network
+
+    def workload(self, ranks: int, *, on_cpu: bool) -> Workload:
+        """Return the workload on so many ranks."""
+        is_per_device = isinstance(self.config, PlanConfig) and self.config.per_device
+        return workload_of(
+            self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu, per_device=is_per_device
+        )
+
+    def linked(self, machine: Machine) -> Machine:
+        """Return the machine with the link of ``--network``, if that is set."""
+        text = self.config.network if isinstance(self.config, PlanConfig) else ""
+        return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
+
+    def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:
+        """Return the forecast of probed machines with so many devices each.
+
+        Raises:
+            ConfigError: there are several machines, and nobody measured or named the link between them.
+        """
+        work = self.workload(sum(devices for _, devices in measured), on_cpu=measured[0][0].on_cpu)
+        machines = [
+            self.linked(machine_of(probe, work, network_of(probe.model).gflops, devices))
+            for probe, devices in measured
+        ]
+        if len(machines) > 1 and all(machine.between == NO_LINK for machine in machines):
+            raise ConfigError(
+                f"no probe has the link between these {len(machines)} machines",
+                source=f"probe of {measured[0][0].host}",
+                hint="--network 10gbit, or yolofleet plan probe --hosts A,B",
+            )
+        return forecast(name, work, machines)
+
+
+def probe_of_host(host: str, given: Sequence[Probe]) -> Probe:
+    """Return the probe of a host: one of ``given`` with its name, the only one of ``given``, or the stored one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = host.rpartition("@")[2]
+    for probe in given:
+        if probe.host == name or len(given) == 1:
+            return probe
+    path = probe_path(host)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no probe of host {name}",
+            source=str(path),
+            hint="yolofleet plan probe --hosts A,B --data DATA --model MODEL, or --probe FILE",
+        )
+    return read_probe(path)
+
+
+def newest_probe() -> Probe:
+    """Return the stored probe that was written last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = probes_folder()
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(
+            "there is no probe of this machine, and --machine names no published one",
+            source=str(folder),
+            hint="yolofleet plan probe --data DATA --model MODEL takes a minute; or --machine 8xA100",
+        )
+    return read_probe(files[-1])

@@ -1,0 +1,272 @@
+"""Published machines and built-in networks, and the machine of the formula that follows from published figures.
+
+Published figures are peaks. What a training reaches of them is assumed: the constants below, with their sources, and
+``PUBLISHED`` says how much they are doubted. A probe replaces all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.errors import ConfigError
+from yolofleet.models.description import describe
+from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.workload import Network, Workload
+from yolofleet.text import did_you_mean, shown
+
+HERE = Path(__file__).parent
+PUBLISHED = Doubt(compute=0.4, load=0.4, link=0.4)
+# Operations for each byte of memory bandwidth that a training in 16 bits reaches; half of it in 32 bits. The one constant
+# fitted to a run: YOLOv5l at 640 px on one A100, 16 images, needs 0.1676 s a step (docs/plan.md).
+OPERATIONS_A_BYTE = 21.5
+VECTOR_SHARE = 0.4  # of the peak in fp32, which has no matrix units
+LAUNCH_S = 0.01  # of a pass: about 1,500 kernels, 7 us each
+UPDATE_BYTES = (
+    40  # of memory traffic for each parameter: gradient, momentum, weight, average, each read and written
+)
+LINK_SHARE = 0.7  # of the peak that NCCL reaches with buckets of 4 MiB
+INSIDE_S, BETWEEN_S = 5e-6, 25e-6  # latency of a message
+LOAD_S, CACHED_S = 0.022, 0.004  # of one core for an image of COCO at 640 px: benchmarks/README.md
+COCO_IMAGE_BYTES = 163_000
+READ_BYTES_S = 500e6  # of cloud block storage
+SPREAD = 0.1  # of the time of a step; of large trainings at ByteDance 42.5 % lose 10 % or more to stragglers (arXiv:2505.05713)
+SAVE_BYTES_S, START_S, VAL_END_S = 5e9, 30.0, 5.0
+
+Amount = Annotated[float, Field(gt=0, le=1e9)]
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Name = re.compile(r"(?:(\d{1,2})x)?([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Entry(BaseModel):
+    """Base of the entries of a library: numbers are numbers, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class Device(Entry):
+    """A kind of device: 10^12 operations/s by number format (0 = it has none), memory, and its link inside a machine."""
+
+    fp32: Amount
+    tf32: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    fp16: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    bf16: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    memory_gib: Amount
+    memory_gb_s: Amount
+    link_gb_s: Amount
+    source: Text
+
+
+class CloudMachine(Entry):
+    """A kind of machine. ``vcpus``: hardware threads, two to a core. ``price_hour``: US dollars."""
+
+    device: Text
+    devices: Annotated[int, Field(ge=1, le=64)]
+    vcpus: Annotated[int, Field(ge=1, le=4096)]
+    memory_gib: Amount
+    network_gbit: Amount
+    price_hour: Amount
+    source: Text
+
+
+class Library:
+    """All known devices and machines; ``prices`` is a file of the same form, whose values replace those of the library."""
+
+    def __init__(self, prices: Path | None = None) -> None:
+        paths = [HERE / "machines.yaml", *([prices] if prices else [])]
+        files = [_read(path) for path in paths]
+        self.devices = _entries(Device, files, "devices")
+        self.machines = _entries(CloudMachine, files, "machines")
+        self.sources: dict[str, str] = {
+            name: text for file in files for name, text in file["sources"].items()
+        }
+        for name, machine in self.machines.items():
+            if machine.device not in self.devices:
+                raise ConfigError(
+                    f"the machine {name} has the unknown device {shown(machine.device)}",
+                    source=str(paths[-1]),
+                    hint=did_you_mean(machine.device, self.devices),
+                )
+
+    def find(self, text: str) -> tuple[str, CloudMachine]:
+        """Return the machine that ``8xA100``, ``A100`` or ``p4d.24xlarge`` names. A part of a machine has its part of all.
+
+        Raises:
+            ConfigError: no such machine, or none with so many devices.
+        """
+        match = Name.fullmatch(text)
+        count, name = (int(match[1]) if match[1] else 0, match[2]) if match else (0, text)
+        known = [*self.devices, *self.machines]
+        if match and name in self.machines and not match[1]:
+            return name, self.machines[name]
+        if not match or name not in self.devices or (match[1] and not count):
+            raise ConfigError(
+                f"--machine {shown(text)} is no machine of the library",
+                hint=did_you_mean(name, known)
+                or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
+            )
+        fitting = [
+            (n, m) for n, m in self.machines.items() if m.device == name and m.devices >= max(count, 1)
+        ]
+        if not fitting:
+            most = max((m.devices for m in self.machines.values() if m.device == name), default=0)
+            raise ConfigError(
+                f"--machine {shown(text)}: the largest machine with {name} has {most}",
+                hint=f"--machine {most}x{name}, and more machines"
+                if most
+                else "--prices with such a machine",
+            )
+        count = count or 1
+        whole_name, whole = min(fitting, key=lambda found: found[1].devices)
+        part = count / whole.devices
+        return whole_name, whole.model_copy(
+            update={
+                "devices": count,
+                "vcpus": max(round(whole.vcpus * part), 1),
+                "memory_gib": whole.memory_gib * part,
+                "price_hour": whole.price_hour * part,
+            }
+        )
+
+    def machine(self, text: str, work: Workload) -> Machine:
+        """Return the machine of the formula that ``text`` names, for a work.
+
+        Raises:
+            ConfigError: see :meth:`find`; the device cannot compute in that precision.
+        """
+        name, found = self.find(text)
+        device = self.devices[found.device]
+        peak = getattr(device, work.precision)
+        if not peak:
+            raise ConfigError(f"{found.device} has no {work.precision}", hint="--precision fp16")
+        bytes_s = device.memory_gb_s * 1e9
+        in_16_bits = work.precision in ("fp16", "bf16")
+        reached = OPERATIONS_A_BYTE * bytes_s / (1 if in_16_bits else 2)
+        if work.precision == "fp32":
+            reached = min(reached, VECTOR_SHARE * peak * 1e12)
+        image_s = 3 * work.network.gflops_at(work.img) * 1e9 / min(reached, peak * 1e12)
+        area = (work.img / 640) ** 2
+        inside = (
+            Link(INSIDE_S, LINK_SHARE * device.link_gb_s * 1e9, tree=True) if found.devices > 1 else NO_LINK
+        )
+        return Machine(
+            name=text if text in (name, found.device) else f"{text} ({name})",
+            devices=found.devices,
+            cores=found.vcpus / 2,
+            pass_s=LAUNCH_S,
+            image_s=image_s,
+            update_s=UPDATE_BYTES * work.network.parameters / bytes_s,
+            load_s=(LOAD_S - CACHED_S) * work.image_bytes / COCO_IMAGE_BYTES + CACHED_S * area,
+            cached_s=CACHED_S * area,
+            read_bytes_s=READ_BYTES_S,
+            inside=inside,
+            between=Link(BETWEEN_S, LINK_SHARE * found.network_gbit * 1e9 / 8, tree=True),
+            val_image_s=image_s,  # forward pass, suppression and matching take about as long as a training pass
+            val_end_s=VAL_END_S,
+            save_s=12 * work.network.parameters / SAVE_BYTES_S,  # weights, momentum and average
+            start_s=START_S,
+            spread=SPREAD,
+            memory_bytes=found.memory_gib * 2**30,
+            device_bytes=device.memory_gib * 2**30,
+            on_cpu=False,
+            doubt=PUBLISHED,
+            price_hour=found.price_hour,
+            source=self.sources.get(found.source, found.source),
+        )
+
+
+@cache
+def networks() -> dict[str, Network]:
+    """Return the built-in networks by name."""
+    found = {}
+    for name, row in read_yaml(HERE / "networks.yaml").items():
+        values = {key: located.value for key, located in row.value.items()}
+        found[name] = Network(name, values["parameters"], values["gflops"], tuple(values["ready"]))
+    return found
+
+
+def network_of(name: str) -> Network:
+    """Return a network by its name, or by the file of its description, which needs torch.
+
+    Raises:
+        ConfigError: the name is unknown, or the file is not valid.
+    """
+    description = describe(name)
+    known = networks().get(description.name)
+    if known is not None and not Path(name).is_file():
+        return known
+    from yolofleet.families import build_model
+    from yolofleet.models.cost import gflops, ready_shares
+
+    model = build_model(description, 80)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Network(description.name, trained, gflops(model), ready_shares(model))
+
+
+SECTIONS = ("devices", "machines", "sources")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of each section of a library.
+
+    Raises:
+        ConfigError: the file has another form.
+    """
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name, section in read_yaml(path).items():
+        if name not in SECTIONS or not isinstance(section.value, Mapping):
+            raise ConfigError(
+                f"{shown(name)} is not a section of a machine library",
+                source=f"{path}:{section.line}",
+                hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
+            )
+        for key, entry in section.value.items():
+            is_entry = isinstance(entry.value, Mapping)
+            if is_entry == (name == "sources"):
+                raise ConfigError(
+                    f"{name}: {key}: {shown(entry.value)} is not {'a text' if is_entry else 'a mapping'}",
+                    source=f"{path}:{entry.line}",
+                    hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
+                )
+            sections[name][key] = (
+                {k: v.value for k, v in entry.value.items()} | {"at": f"{path}:{entry.line}"}
+                if is_entry
+                else entry.value
+            )
+    return sections
+
+
+def _entries(
+    model: type[Model], files: Sequence[Mapping[str, Mapping[str, Any]]], section: str
+) -> dict[str, Model]:
+    """Return the checked entries of a section; those of a later file replace single values.
+
+    Raises:
+        ConfigError: names the first wrong value and its line.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for name, values in file[section].items():
+            merged[name] = {**merged.get(name, {}), **values}
+    found = {}
+    for name, values in merged.items():
+        source = values.pop("at")
+        try:
+            found[name] = model.model_validate(values)
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+            raise ConfigError(
+                f"{section}: {name}: {key}: {first['msg'].lower()}{given}",
+                source=source,
+                hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
+            ) from None
+    return found

@@ -1,0 +1,118 @@
+"""One machine of a fleet, as the formula sees it: seconds and rates for one work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+AUTO_SHARE = 0.5  # of the memory that --cache auto fills at most, as data/cache.py
+RAM_SHARE = (
+    0.8  # of the memory that the image cache or the kernel's page cache fills at most, as data/cache.py
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between two ranks.
+
+    Attributes:
+        latency_s: of one message.
+        bytes_s: in one direction.
+        tree: latency grows with the logarithm of the ranks (NCCL), else with their number (gloo's ring).
+    """
+
+    latency_s: float
+    bytes_s: float
+    tree: bool = False
+
+    def all_reduce_s(self, count_bytes: float, ranks: int) -> float:
+        """Return the seconds of a sum over ``ranks`` ranks that each have such a link."""
+        if ranks <= 1:
+            return 0.0
+        hops = 2 * math.ceil(math.log2(ranks)) if self.tree else 2 * (ranks - 1)
+        return hops * self.latency_s + 2 * (ranks - 1) / ranks * count_bytes / self.bytes_s
+
+
+NO_LINK = Link(0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Relative errors that are plausible: 0.1 = the value may be 10 % smaller or larger."""
+
+    compute: float
+    load: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host. Seconds are those of the workload, on one of its devices alone.
+
+    Attributes:
+        devices: ranks.
+        cores: CPU cores that all ranks share.
+        pass_s: of a forward and backward pass, besides ``image_s`` for each of its images.
+        update_s: of a step, besides its passes: loss counts, clipping, optimizer, average.
+        load_s: seconds of one core to read, decode and augment an image; cached_s: from the image cache.
+        read_bytes_s: of the storage, for the whole host.
+        inside, between: links between its ranks, and to other hosts.
+        val_image_s: of a validation, for each image of a rank; val_end_s: gather, match and average, on any fleet.
+        save_s: that training stands still for a checkpoint.
+        start_s: from the command to the first step.
+        spread: relative standard deviation of the time of a step of one rank.
+        memory_bytes: of the host; device_bytes: of a device, 0 for a CPU.
+        on_cpu: loader processes take cores from the network.
+        price_hour: of the host, in US dollars; NaN = unknown.
+        source: where the figures come from.
+    """
+
+    name: str
+    devices: int
+    cores: float
+    pass_s: float
+    image_s: float
+    update_s: float
+    load_s: float
+    cached_s: float
+    read_bytes_s: float
+    inside: Link
+    between: Link
+    val_image_s: float
+    val_end_s: float
+    save_s: float
+    start_s: float
+    spread: float
+    memory_bytes: float
+    device_bytes: float
+    on_cpu: bool
+    doubt: Doubt
+    price_hour: float = math.nan
+    source: str = ""
+
+    def changed(self, direction: Literal[-1, 1]) -> Machine:
+        """Return the machine where all doubts come true: -1 the fast way, 1 the slow way."""
+
+        def factor(doubt: float) -> float:
+            return (1 + doubt) ** direction
+
+        compute, load, link = factor(self.doubt.compute), factor(self.doubt.load), factor(self.doubt.link)
+
+        def slower(way: Link) -> Link:
+            return replace(way, latency_s=way.latency_s * link, bytes_s=way.bytes_s / link)
+
+        return replace(
+            self,
+            pass_s=self.pass_s * compute,
+            image_s=self.image_s * compute,
+            update_s=self.update_s * compute,
+            load_s=self.load_s * load,
+            cached_s=self.cached_s * load,
+            read_bytes_s=self.read_bytes_s / load,
+            inside=slower(self.inside),
+            between=slower(self.between),
+            val_image_s=self.val_image_s * compute,
+            val_end_s=self.val_end_s * compute,
+            spread=self.spread * factor(0.5),
+        )

@@ -1,0 +1,222 @@
+"""A probe: figures of one machine, measured by ``yolofleet plan probe``, in a small JSON file that can be shared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import write_json
+from yolofleet.files.foreign import read_foreign_text
+from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.workload import Workload
+
+VERSION = 1
+MAX_BYTES = 1 << 20
+MOST_ERRORS = 100  # of past predictions; the oldest go
+AGAIN = "measure again: yolofleet plan probe --data DATA --model MODEL"
+MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
+LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
+PCIE = Link(5e-6, 8e9, tree=True)  # assumed between GPUs of a machine where only one was measured
+SCALED = 0.2  # more doubt about a network or a size that was not measured
+
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Positive = Annotated[float, Field(gt=0, le=1e18)]
+Count = Annotated[int, Field(ge=1, le=1 << 48)]
+Text = Annotated[str, Field(max_length=200)]
+
+
+class Measured(BaseModel):
+    """Base of the values of a probe: strict types, no infinity, no unknown keys."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PassTime(Measured):
+    """Seconds of a forward and backward pass of ``images`` images."""
+
+    images: Count
+    seconds: Positive
+
+
+class SumTime(Measured):
+    """Seconds of a sum of ``bytes`` over ``ranks`` ranks."""
+
+    ranks: Annotated[int, Field(ge=2, le=4096)]
+    bytes: Count
+    seconds: Positive
+
+
+class PastError(Measured):
+    """What a prediction with this probe said of a run, and what happened, in images/s."""
+
+    run: Text
+    predicted: Positive
+    happened: Positive
+
+
+class Probe(Measured):
+    """The figures of one machine for one network and image size. Seconds are those of one device.
+
+    Attributes:
+        device: its name. devices: that the machine has.
+        passes: forward and backward passes of the network, by their images.
+        update_s: the rest of a step. spread: relative standard deviation of the time of a step.
+        load_s: seconds of one core to read, decode and augment an image; cached_s: from the image cache.
+        sums_inside: between devices of this machine; sums_between: between machines, one rank each.
+        val_image_s: of a validation, for each image; val_end_s: the rest of it.
+        save_s: that training stands still for a checkpoint; start_s: from the command to the first step.
+        errors: of earlier predictions.
+    """
+
+    version: Literal[1]
+    host: Text
+    device: Text
+    on_cpu: bool
+    devices: Annotated[int, Field(ge=1, le=64)]
+    cores: Positive
+    memory_bytes: Positive
+    device_bytes: Annotated[float, Field(ge=0)]
+    model: Text
+    img: Annotated[int, Field(ge=32, le=8192)]
+    precision: Literal["fp32", "tf32", "fp16", "bf16"]
+    passes: Annotated[tuple[PassTime, ...], Field(min_length=1, max_length=100, strict=False)]
+    update_s: Seconds
+    spread: Annotated[float, Field(ge=0, le=10)]
+    load_s: Positive
+    cached_s: Positive
+    image_bytes: Positive
+    read_bytes_s: Positive
+    sums_inside: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
+    sums_between: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
+    val_image_s: Positive
+    val_end_s: Seconds
+    save_s: Seconds
+    start_s: Seconds
+    errors: Annotated[tuple[PastError, ...], Field(max_length=MOST_ERRORS, strict=False)] = ()
+
+    def pass_line(self) -> tuple[float, float]:
+        """Return (seconds of a pass besides its images, seconds of an image), by least squares."""
+        return _line([(p.images, p.seconds) for p in self.passes])
+
+    def write(self, path: Path) -> None:
+        """Raises StorageError: the disk refused."""
+        write_json(path, self.model_dump())
+
+
+def probe_of(values: Mapping[str, Any]) -> Probe:
+    """Return the probe of measured values.
+
+    Raises:
+        ConfigError: a value is not possible, such as a rate of 0.
+    """
+    try:
+        return Probe.model_validate(values)
+    except ValidationError as problem:
+        raise ConfigError(f"the measurement failed: {_first(problem)}", hint=AGAIN) from None
+
+
+def read_probe(path: Path) -> Probe:
+    """Read and check a probe.
+
+    Raises:
+        ConfigError: the file is missing, is not a probe, or has a value that no machine can have.
+    """
+    try:
+        text = read_foreign_text(path, limit_bytes=MAX_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"the probe {path} does not exist", hint=AGAIN) from None
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"the probe {path} cannot be read: {problem}", hint=AGAIN) from None
+    try:
+        return Probe.model_validate_json(text)
+    except ValidationError as problem:
+        raise ConfigError(f"{path} is not a probe that can be used: {_first(problem)}", hint=AGAIN) from None
+
+
+def _first(problem: ValidationError) -> str:
+    """Return the first error of a probe, with its place."""
+    first = problem.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if where == "version":
+        return f"version: expected {VERSION}"
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) -> Machine:
+    """Return the machine of a probe for a workload; another network, size or precision is scaled, with more doubt.
+
+    Args:
+        gflops: of the probe's network at 640 px; a pass takes time in proportion to its operations.
+        devices: in use; 0 = all. Processes on CPUs share the cores, so fewer of them are faster.
+    """
+    pass_s, image_s = probe.pass_line()
+    devices = devices or probe.devices
+    share = devices / probe.devices if probe.on_cpu else 1.0
+    area = (work.img / probe.img) ** 2
+    load = work.network.gflops / gflops * area * share
+    doubt = MEASURED
+    if (work.network.name, work.img) != (probe.model, probe.img):
+        doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
+    if past := [abs(e.predicted / e.happened - 1) for e in probe.errors]:
+        doubt = replace(doubt, compute=max(doubt.compute, statistics.median(past)))
+    inside = (
+        link_of(probe.sums_inside, probe.on_cpu)
+        if probe.sums_inside
+        else (LOOPBACK if probe.on_cpu else PCIE)
+    )
+    return Machine(
+        name=probe.host,
+        devices=devices,
+        cores=probe.cores,
+        pass_s=pass_s * share,
+        image_s=image_s * load,
+        update_s=probe.update_s * share,
+        load_s=max(probe.load_s - probe.cached_s, 0.0) * work.image_bytes / probe.image_bytes
+        + probe.cached_s * area,
+        cached_s=probe.cached_s * area,
+        read_bytes_s=probe.read_bytes_s,
+        inside=inside,
+        between=link_of(probe.sums_between, probe.on_cpu),
+        val_image_s=probe.val_image_s * load,
+        val_end_s=probe.val_end_s,
+        save_s=probe.save_s,
+        start_s=probe.start_s,
+        spread=probe.spread,
+        memory_bytes=probe.memory_bytes,
+        device_bytes=probe.device_bytes,
+        on_cpu=probe.on_cpu,
+        doubt=doubt,
+        source=f"probe of {probe.host}",
+    )
+
+
+def link_of(sums: Sequence[SumTime], on_cpu: bool) -> Link:
+    """Return the link that explains measured sums; one without limits if there are none."""
+    if not sums:
+        return NO_LINK
+    ranks = sums[0].ranks
+    start, per_byte = _line([(s.bytes, s.seconds) for s in sums])
+    share = 2 * (ranks - 1) / ranks
+    unit = Link(1.0, float("inf"), tree=not on_cpu).all_reduce_s(0, ranks)
+    return Link(start / unit, share / per_byte, tree=not on_cpu)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (value at 0, slope > 0) of a line through points; relative errors count equally, and neither is negative."""
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    through_0 = mean_y / mean_x
+    if not variance:
+        return 0.0, through_0
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / variance
+    start = mean_y - slope * mean_x
+    return (start, slope) if start >= 0 and slope > 0 else (0.0, through_0)

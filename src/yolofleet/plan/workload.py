@@ -1,0 +1,174 @@
+"""What is trained, as far as it decides the time: a value for the formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from yolofleet.config.checks import micro_batch_of, step_images_of
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.partition import Partition
+
+BUCKET_BYTES = 4 << 20  # as parallel/buckets.py, which needs torch; a test compares them
+FILLED = 0.75  # of the square: images of 640 x 480
+FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # of an element in a message
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, as far as it decides the time of a step.
+
+    Attributes:
+        parameters: that are trained.
+        gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
+        ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
+            gradients come first; a share is one of operations.
+    """
+
+    name: str
+    parameters: int
+    gflops: float
+    ready: tuple[float, ...]
+
+    def ready_at(self, share: float) -> float:
+        """Return the share of the backward pass after which ``share`` of the gradients is final; both 0..1."""
+        curve = (0.0, *self.ready)
+        at = share * (len(curve) - 1)
+        below = min(int(at), len(curve) - 2)
+        return curve[below] + (at - below) * (curve[below + 1] - curve[below])
+
+    def gflops_at(self, img: int) -> float:
+        return self.gflops * (img / 640) ** 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training.
+
+    Attributes:
+        img: pixels.
+        images, val_images: of an epoch and of a validation.
+        image_bytes: mean size of an image file.
+        step_images: images of a step, over all ranks, after the warm-up.
+        micro_batch: images; per_pass: micro-batches that pass the network together.
+        workers: loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores.
+        cache: where decoded images are kept; auto: in memory, if all fit into half of it.
+        shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
+        hierarchical: gloo sums inside each host first.
+        val_period: epochs between validations; 0: only after the last one.
+        val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
+        save_s: seconds between saves that make the training stand still; 0: only at ends of epochs.
+    """
+
+    network: Network
+    img: int
+    images: int
+    val_images: int
+    image_bytes: float
+    epochs: int
+    step_images: int
+    micro_batch: int
+    per_pass: int = 1
+    workers: int = -1
+    cache: Literal["none", "ram", "disk", "auto"] = "none"
+    reduce: Literal["fast", "fast16", "exact"] = "fast"
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    shares: tuple[float, ...] = ()
+    auto_shares: bool = False
+    hierarchical: bool = True
+    val_period: int = 1
+    val_on: Literal["all", "one"] = "all"
+    save_s: float = 0.0
+
+    @property
+    def steps(self) -> float:
+        """Steps of an epoch: a step may hold images of two epochs."""
+        return self.images / self.step_images
+
+    @property
+    def validations(self) -> int:
+        """Validations of the whole run; the last epoch has one."""
+        return math.ceil(self.epochs / self.val_period) if self.val_period else 1
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of all decoded images, if they fill as much of the square as those of COCO."""
+        return round(self.images * 3 * self.img**2 * FILLED)
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[int, float], ...]:
+        """(bytes of the message, share of the backward pass after which it is complete) of each bucket, in order.
+
+        The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
+        """
+        gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 8
+        left = gradient
+        while left > 0:
+            sizes.append(min(limit, left))
+            left -= sizes[-1]
+            limit = min(2 * limit, BUCKET_BYTES)
+        ends = [0]
+        for size in reversed(sizes):
+            ends.append(ends[-1] + size)
+        factor = FORMAT_BYTES[self.reduce] / 4
+        return tuple(
+            (round((end - start) * factor), self.network.ready_at(end / gradient))
+            for start, end in pairwise(ends)
+        )
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set, as far as it decides the time: images of two splits, and the mean size of an image file."""
+
+    images: int
+    val_images: int
+    image_bytes: float
+
+
+def workload_of(
+    config: TrainConfig,
+    data: DataFacts,
+    network: Network,
+    *,
+    ranks: int,
+    on_cpu: bool,
+    per_device: bool = False,
+) -> Workload:
+    """Return the workload of a training's settings.
+
+    Args:
+        on_cpu: the devices are CPU cores, which decides the defaults of precision and passes.
+        per_device: ``batch`` and ``nominal_batch`` count for each rank.
+    Raises:
+        ConfigError: ``--batch`` has no divisor that can be the default micro-batch; ``--shares`` does not fit the ranks.
+    """
+    times = ranks if per_device else 1
+    batch, nominal = config.batch * times, config.nominal_batch * times
+    step_images, micro_batch = step_images_of(batch, nominal), micro_batch_of(config)
+    is_one_by_one = on_cpu or config.reduce == "exact"
+    precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
+    shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares
+    return Workload(
+        network=network,
+        img=config.img,
+        images=max(round(data.images * config.fraction), 1),
+        val_images=data.val_images,
+        image_bytes=data.image_bytes,
+        epochs=config.epochs,
+        step_images=step_images,
+        micro_batch=micro_batch,
+        # a GPU takes as many as fit into its memory, which is taken to be all of a rank's
+        per_pass=config.micro_batches_per_pass or (1 if is_one_by_one else step_images // micro_batch),
+        workers=config.workers,
+        cache="ram" if config.cache == "jpeg" else config.cache,
+        reduce=config.reduce,
+        precision=precision,
+        shares=shares,
+        auto_shares=config.shares == "auto",
+        hierarchical=config.hierarchical,
+        val_period=config.val_period,
+    )

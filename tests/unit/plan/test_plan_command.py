@@ -1,0 +1,171 @@
+"""`yolofleet plan`: the answer without torch, the table, the choice, and one message for nonsense."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_probe import VALUES
+
+from yolofleet.cli import main
+from yolofleet.plan.candidates import counts_of, seconds_of
+from yolofleet.plan.forecast import duration_span, rounded, span
+from yolofleet.plan.probe import probe_of
+
+COCO = (
+    "--data",
+    "coco",
+    "--images",
+    "118287",
+    "--val-images",
+    "5000",
+    "--model",
+    "yolov5l",
+    "--batch",
+    "128",
+)
+
+
+def plan(tmp_path: Path, *words: str) -> dict[str, Any]:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *COCO, *words, "--json", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    path = tmp_path / "probe.json"
+    probe_of({**VALUES, "model": "yolov5l", "img": 640}).write(path)
+    return path
+
+
+def test_a_plan_from_a_probe_imports_no_torch(probe: Path) -> None:
+    code = (
+        "import sys; from yolofleet.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'cv2', 'matplotlib'} & set(sys.modules); print(heavy or '', file=sys.stderr);"
+        "sys.exit(bool(code or heavy))"
+    )
+    for words in (
+        ["--probe", str(probe), "--network", "1gbit", "--machines", "1..3"],
+        ["--machine", "8xA100"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan", *COCO, *words], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *COCO, "--machine", "8xA100", "--machines", "1..8", "--per-device"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith("  ") and "8xA100" in line and "network" in line]
+    assert len(table) == 8 and max(map(len, table)) <= 80
+
+
+def test_more_machines_are_faster_and_dearer(tmp_path: Path) -> None:
+    rows = plan(tmp_path, "--machine", "8xA100", "--machines", "1,2,4", "--per-device")["fleets"]
+    assert [row["devices"] for row in rows] == [8, 16, 32]
+    assert [row["run_s"] for row in rows] == sorted((row["run_s"] for row in rows), reverse=True)
+    assert [row["cost"] for row in rows] == sorted(row["cost"] for row in rows)
+    for row in rows:
+        assert row["fast"]["run_s"] < row["run_s"] < row["slow"]["run_s"]
+        assert sum(row["seconds"].values()) == pytest.approx(row["run_s"])
+
+
+def test_a_deadline_takes_the_cheapest_and_a_budget_the_fastest(tmp_path: Path) -> None:
+    words = ("--machine", "8xA100", "--machines", "1..4", "--per-device", "--epochs", "300")
+    rows = plan(tmp_path, *words)["fleets"]
+    in_time = plan(tmp_path, *words, "--deadline", f"{rows[1]['slow']['run_s'] / 3600 + 0.01:.2f}h")
+    assert in_time["best"] == rows[1]["fleet"]
+    paid = plan(tmp_path, *words, "--budget", str(math.ceil(rows[2]["slow"]["cost"])))
+    assert paid["best"] == rows[2]["fleet"]
+    none = plan(tmp_path, *words, "--deadline", "1m")
+    assert none["why"].startswith("none of these fleets fits")
+
+
+def test_what_helps_is_named_with_its_factor(tmp_path: Path) -> None:
+    slow_link = plan(tmp_path, "--machine", "4xL4", "--machines", "2", "--network", "100mbit", "--per-device")
+    changes = {change["text"]: change["factor"] for change in slow_link["changes"]}
+    assert slow_link["fleets"][0]["binds"] == "all-reduce"
+    assert changes["a link between the machines that is ten times as fast"] > 2
+    starved = plan(tmp_path, "--machine", "8xA100", "--model", "yolov5s", "--cache", "none", "--workers", "1")
+    assert starved["fleets"][0]["binds"] == "loader"
+    assert next(iter(starved["changes"]))["factor"] > 2
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    plan(tmp_path, "--machine", "8xA100", "--machines", "1..3", "--picture", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
+    values = {**VALUES, "model": "yolov5l", "img": 640}
+    slow = [{**row, "seconds": 3 * row["seconds"]} for row in VALUES["passes"]]
+    probe_of({**values, "host": "a"}).write(tmp_path / "probes" / "a.json")
+    probe_of({**values, "host": "b", "passes": slow}).write(tmp_path / "probes" / "b.json")
+    found = plan(tmp_path, "--hosts", "a:cpu:2,b:cpu:2")
+    assert found["fleets"][0]["devices"] == 4
+    assert "--shares auto" in {change["text"] for change in found["changes"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--machine", "8xA900"], "did you mean A100"),
+        (["--machine", "8xA100", "--machines", "0"], "--machines 0"),
+        (["--machine", "8xA100", "--machines", "3..1"], "has 0 numbers"),
+        (["--machine", "8xA100", "--machines", "1..999"], "the most are 64"),
+        (["--machine", "8xA100", "--budget", "-1"], "--budget -1 is below 0"),
+        (["--machine", "8xA100", "--deadline", "soon"], "--deadline soon"),
+        (["--machine", "8xA100", "--network", "fast"], "--network fast"),
+        (["--machine", "8xA100", "--probe", "p.json"], "leave out one"),
+        (["--machine", "8xA100", "--prices", "none.yaml"], "none.yaml does not exist"),
+        (["--machine", "8xA100", "--model", "yolov9"], "unknown model"),
+        (["--probe", "none.json"], "none.json does not exist"),
+        (["--machine", "8xA100", "--shares", "1,2"], "needs 8 numbers"),
+        (["--machine", "8xA100", "--batch", "auto"], "--batch auto"),
+        ([], "there is no probe of this machine"),
+        (["--hosts", "a:2,b:2"], "there is no probe of host a"),
+    ],
+)
+def test_nonsense_gets_one_message(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
+    assert main(["plan", *COCO, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_several_machines_need_a_link(probe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe_of({**VALUES, "sums_between": []}).write(probe)
+    assert main(["plan", *COCO, "--probe", str(probe), "--machines", "2"]) == 2
+    assert "--network 10gbit" in capsys.readouterr().err
+    assert main(["plan", *COCO, "--probe", str(probe), "--machines", "2", "--network", "10gbit"]) == 0
+
+
+def test_a_budget_needs_prices(probe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *COCO, "--probe", str(probe), "--budget", "10"]) == 2
+    assert "no price is known" in capsys.readouterr().err
+
+
+def test_numbers_and_ranges() -> None:
+    assert counts_of("1..4,8") == [1, 2, 3, 4, 8]
+    assert [seconds_of(text) for text in ("", "90m", "6h", "1.5d")] == [math.inf, 5400, 21600, 129600]
+    assert [rounded(value) for value in (0, 0.1234, 9.87, 12.3, 99.96, 123.4, 118287)] == [
+        "0", "0.12", "9.9", "12", "100", "123", "118,000",
+    ]  # fmt: skip
+    assert span(410.2, 597.8) == "410-598" and span(3.01, 3.02) == "3.0"
+    assert duration_span(4000, 9000) == "1.1-2.5 h"
