@@ -37,7 +37,7 @@ class Run:
         self.report = TrainReport(
             RunFolder(folder), self.console, EventLog(folder / "events", rank=0, warn=print), World.single(),
             TrainConfig(data="shapes", plots=False, **settings), self.clock, terms=["box"], header=cast(Any, None),
-            dataset_images=6400, is_writer=False, callbacks=Callbacks([], World.single()),
+            dataset_images=6400, is_writer=False, callbacks=Callbacks([], World.single()), loggers=cast(Any, None),
         )  # fmt: skip
         self.report.state = cast(Any, None)
         self.clock.training()
