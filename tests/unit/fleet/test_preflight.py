@@ -28,6 +28,7 @@ from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.remote import Refused, Remote
 from yolofleet.fleet.hosts.requests import hash_files
 from yolofleet.fleet.launch.preflight import Plan, enter_folders, files, free_port, inspect
+from yolofleet.system.signals import handling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 
@@ -117,7 +118,11 @@ class Comparing(Remote):
 
     def __init__(self, name: str) -> None:
         super().__init__(Host(name, "cpu"))
-        self.comparing, self.interrupted, self.over = threading.Event(), False, threading.Event()
+        self.comparing, self.interrupted, self.over = threading.Event(), threading.Event(), threading.Event()
+
+    def on_interrupt(self, *_: object) -> None:
+        self.interrupted.set()
+        raise KeyboardInterrupt
 
     def ask(self, request: str, timeout_s: float = 0, **_: Any) -> Any:
         if request == "reserve_port":
@@ -126,16 +131,16 @@ class Comparing(Remote):
             self.comparing.set()
         else:
             assert self.comparing.wait(DEADLINE_S)
-            if not self.interrupted:
-                self.interrupted = True
+            # again and again: a signal just before the main thread starts to wait does not wake it
+            while not self.interrupted.wait(0.2):
                 os.kill(os.getpid(), signal.SIGINT)
-        self.over.wait()
+        self.over.wait(DEADLINE_S)
         raise ClusterError(f"{self.name} is lost")
 
 
 def test_ctrl_c_does_not_wait_for_files_that_are_compared() -> None:
     host = Comparing("m1")
-    with pytest.raises(KeyboardInterrupt):
+    with handling(host.on_interrupt, [signal.SIGINT]), pytest.raises(KeyboardInterrupt):
         inspect(parse_hosts("m1:cpu"), [host], resources_of(TrainConfig()), ["a.pt"])
     assert not host.over.is_set()
     host.over.set()
