@@ -56,11 +56,26 @@ def test_two_hosts_train_what_one_process_trains(lab: Lab, folder: Path) -> None
     assert command.end() == 0 and "epoch 3/3" in command.said and "epoch 2/3" not in command.said
 
 
-@pytest.mark.parametrize("name", ["all_parts.py", "my_limit.py", "my_model.py", "labels.csv"])
-def test_a_host_without_a_file_is_named_before_the_run(lab: Lab, folder: Path, name: str) -> None:
-    lab.hosts[1].run("sh", "-c", f"cd '{folder}/own' && rm $(find . -name {name})")
+def without(lab: Lab, folder: Path, name: str) -> Command:
+    """Run the command to its end while m2 lacks a file."""
+    lab.hosts[1].run("sh", "-c", f"cd '{folder}/own' && find . -name {name} -delete")
     command = Command(lab, folder / "own", *OWN_RUN, *HOSTS)
-    code = command.end()
+    command.end()
     copy_of_code(lab.hosts[1], folder)
+    return command
+
+
+@pytest.mark.parametrize("name", ["all_parts.py", "my_limit.py", "my_model.py"])
+def test_a_host_without_a_file_of_the_code_is_named_before_the_run(lab: Lab, folder: Path, name: str) -> None:
+    command = without(lab, folder, name)
+    assert command.process.returncode == 4 and f"m2: {name} does not exist" in command.said, command.said
+    assert "meeting at" not in command.said and "Traceback" not in command.said
+    nothing_left(lab, 10)
+
+
+def test_a_host_without_the_data_is_named(lab: Lab, folder: Path) -> None:
+    command = without(lab, folder, "labels.csv")
     print(command.said)
-    assert code in (2, 3, 4) and name.partition(".")[0] in command.said, command.said
+    assert command.process.returncode in (2, 3), command.said
+    assert "labels.csv" in command.said and "m2" in command.said and "Traceback" not in command.said
+    nothing_left(lab, 10)
