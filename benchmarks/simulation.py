@@ -1,0 +1,279 @@
+"""Costs that grow with a fleet, and real runs beside the simulation of `yolofleet plan --simulate`.
+
+    python benchmarks/simulation.py store          # the watchdog's and the start's requests to the rendezvous store
+    python benchmarks/simulation.py counts         # the sum of the loss counts through gloo, and files that it opens
+    python benchmarks/simulation.py gather         # the end of a validation of COCO's size
+    python benchmarks/simulation.py logins         # ssh logins; needs root, openssh-server
+    python benchmarks/simulation.py runs --data bccd/data.yaml
+
+`runs` probes this machine with two processes, simulates 2, 3 and 4 processes, and trains with them. They share its cores: each
+gets its part of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+HERE = Path(__file__).resolve()
+REPEATS = 5
+
+
+def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the median of the seconds that a call takes."""
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
+
+
+def store(_: argparse.Namespace) -> None:
+    """Measure requests with one key for each rank, straight and through the two relays of another host."""
+    from yolofleet.fleet.hosts.relay import Relay
+    from yolofleet.fleet.job import Rendezvous
+    from yolofleet.parallel.listener import LOOPBACK, open_listener
+    from yolofleet.parallel.store import connect_store, host_store
+
+    probe = open_listener(LOOPBACK)
+    port = probe.getsockname()[1]
+    probe.close()
+    places = [Rendezvous(node, 2, LOOPBACK, port, "lo", secret="ab" * 32) for node in (0, 1)]
+    relays = [Relay(place) for place in places]
+    handle = os.dup(relays[0].end.listener)
+    import socket
+
+    server = host_store(socket.socket(fileno=handle), 60.0)
+    for relay in relays:
+        relay.start()
+    near, far = (connect_store(LOOPBACK, end, 60.0) for end in (server.port, relays[1].end.port))
+    heartbeat = "x" * 300
+    print("| keys | way | set 1, us | check 1, us | check all, us a key | fetch all, us a key | fetch all, MB/s |")
+    print("|---|---|---|---|---|---|---|")
+    for count in (256, 1024, 4096):
+        keys = [f"heartbeat/{rank}" for rank in range(count)]
+        for key in keys:
+            server.set(key, heartbeat)
+        for name, client in (("on the store's host", near), ("through the relays", far)):
+            one = seconds(lambda: [client.set("one", heartbeat) for _ in range(100)]) / 100
+            question = seconds(lambda: [client.check(["question"]) for _ in range(100)]) / 100
+            check, fetch = seconds(lambda: client.check(keys)), seconds(lambda: client.multi_get(keys))
+            print(
+                f"| {count} | {name} | {1e6 * one:.0f} | {1e6 * question:.0f} | {1e6 * check / count:.2f} | "
+                f"{1e6 * fetch / count:.2f} | {count * len(heartbeat) / fetch / 1e6:.0f} |"
+            )
+    for relay in relays:
+        relay.close()
+
+
+def counts(_: argparse.Namespace) -> None:
+    """Measure the sum of seven integers over processes of this machine."""
+    print(f"{os.cpu_count()} cores; a ring has 2 (N - 1) hops")
+    print("| processes | sum, us | a hop, us | open files of a process |")
+    print("|---|---|---|---|")
+    for size in (2, 3, 4, 8):
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, str(HERE), "counts-of-rank", "--file", f"{folder}/store", "--size", str(size)]
+            ranks = [
+                subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
+                for rank in range(size)
+            ]
+            said = [rank.communicate()[0] for rank in ranks]
+        us, files = said[0].split()
+        print(f"| {size} | {float(us):.0f} | {float(us) / (2 * (size - 1)):.0f} | {files} |", flush=True)
+
+
+def counts_of_rank(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(args.file, args.size)
+    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.size, timeout=timedelta(seconds=60))
+    values = torch.zeros(7, dtype=torch.int64)
+
+    def many() -> None:
+        for _ in range(300):
+            dist.all_reduce(values)
+
+    many()
+    us = 1e6 * seconds(many) / 300
+    print(us, len(os.listdir("/proc/self/fd")), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gather(_: argparse.Namespace) -> None:
+    """Measure what each rank receives and computes at the end of a validation of COCO's size."""
+    sys.path.insert(0, str(HERE.parent))
+    from coco_metrics import CLASSES, random_sets
+
+    import numpy as np
+
+    from yolofleet.evaluate.coco import summarize
+    from yolofleet.evaluate.matching import MatchRecords, match_detections, merge, rows
+    from yolofleet.evaluate.run import _Shard
+    from safetensors.numpy import load as load_arrays
+
+    images = 5000
+    labels, found = random_sets(images)
+    confusion = np.zeros((CLASSES + 1, CLASSES + 1), np.int64)
+    print("5,000 images, 100 detections an image, 80 classes")
+    print("| ranks | received by each, MB | of a rank without images, KB | merge, s | figures, s |")
+    print("|---|---|---|---|---|")
+    for ranks in (1, 8, 64, 512, 4096):
+        payloads = []
+        for rank in range(ranks):
+            mine = np.arange(rank, images, ranks)
+            records = match_detections(
+                rows(labels, labels.image % ranks == rank) if ranks <= 64 else rows(labels, np.isin(labels.image, mine)),
+                rows(found, found.image % ranks == rank) if ranks <= 64 else rows(found, np.isin(found.image, mine)),
+                classes=CLASSES,
+                images_seen=len(mine),
+            )
+            payloads.append(_Shard().to_bytes(records, confusion, np.zeros(5), False))
+
+        def merged() -> MatchRecords:
+            shards = [load_arrays(payload) for payload in payloads]
+            joined = merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
+            np.sum([shard["confusion"] for shard in shards], axis=0)
+            return joined
+
+        none = _Shard().to_bytes(
+            match_detections(rows(labels, labels.image < 0), rows(found, found.image < 0), classes=CLASSES, images_seen=0),
+            confusion,
+            np.zeros(5),
+            False,
+        )
+        received = ranks * max(map(len, payloads))  # each is padded to the longest
+        records = merged()
+        names = [str(c) for c in range(CLASSES)]
+        print(
+            f"| {ranks} | {received / 1e6:.1f} | {len(none) / 1e3:.1f} | {seconds(merged, 3):.2f} | "
+            f"{seconds(lambda: summarize(records, names), 1):.2f} |",
+            flush=True,
+        )
+
+
+def logins(_: argparse.Namespace) -> None:
+    """Log in to machines in miniature, which share the cores with this one."""
+    sys.path[:0] = [str(HERE.parent.parent / "tests" / "cluster"), str(HERE.parent.parent / "tests")]
+    from machines import machines
+
+    print("| hosts | wall, s | CPU of the launcher, s a host | wall of the preflight checks, s |")
+    print("|---|---|---|---|")
+    with machines(16) as lab:
+        for count in (1, 2, 4, 8, 16):
+            done = lab.desk.run(sys.executable, HERE, "logins-here", "--size", str(count), timeout_s=200)
+            print(done.stdout.strip(), flush=True)
+
+
+def logins_here(args: argparse.Namespace) -> None:
+    from yolofleet.fleet.description import parse_hosts
+    from yolofleet.fleet.hosts.login import logged_in
+
+    fleet = parse_hosts(",".join(f"m{i + 1}:cpu:1" for i in range(args.size)))
+    began_s = time.perf_counter()
+    with logged_in(fleet):
+        wall_s = time.perf_counter() - began_s
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
+    names = ",".join(host.name + ":cpu:1" for host in fleet.hosts)
+    began_s = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "yolofleet", "fleet", "check", "--hosts", names], capture_output=True)
+    check_s = time.perf_counter() - began_s
+    print(f"| {args.size} | {wall_s:.2f} | {cpu_s / args.size:.3f} | {check_s:.1f} |")
+
+
+SETTINGS = [
+    *("--model", "yolov5n", "--img", "320", "--batch", "48", "--nominal-batch", "48", "--micro-batch", "4"),
+    *("--threads", "1", "--workers", "0", "--cache", "ram"),
+]
+SHORT = ["--val-period", "0", "--save-period", "0", "--save-minutes", "0", "--no-plots", "--epochs", "6"]
+
+
+def yolofleet(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "yolofleet", *words], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+
+
+def runs(args: argparse.Namespace) -> None:
+    from yolofleet.plan.formula import predict
+    from yolofleet.plan.library import network_of
+    from yolofleet.plan.probe import machine_of, read_probe
+    from yolofleet.plan.simulation import simulate
+    from yolofleet.plan.workload import Workload
+
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if not args.probe:
+            args.probe = str(folder / "probe.json")
+            yolofleet("plan", "probe", "--data", args.data, *SETTINGS, "--device", "cpu:2", "--out", args.probe)
+        probe, network = read_probe(Path(args.probe)), network_of("yolov5n")
+        work = Workload(
+            network, 320, args.images, 0, probe.image_bytes, 6, 48, 4, workers=0, cache="ram", precision="fp32", val_period=0
+        )  # fmt: skip
+        simulated = {}
+        for size in args.processes:
+            machine = machine_of(probe, work, network_of(probe.model).gflops, size)
+            simulated[size] = simulate(work, [machine]), predict(work, [machine])
+            print(f"{size} processes, simulated before the run: {simulated[size][0].rate_img_s:.2f} images/s", flush=True)
+        rates: dict[int, list[float]] = {size: [] for size in args.processes}
+        for number in range(args.repeats):
+            for size in args.processes:
+                name = f"{size}-{number}"
+                yolofleet(
+                    *("train", "--data", args.data, *SETTINGS, *SHORT, "--set", "warmup_epochs=0"),
+                    *("--device", f"cpu:{size}", "--project", str(folder), "--name", name),
+                )
+                with (folder / name / "results.csv").open() as file:
+                    rows = [row for row in csv.DictReader(file, skipinitialspace=True) if row["images_per_s"]]
+                rates[size] += [float(row["images_per_s"]) for row in rows[1:]]
+        print("| processes | simulated, images/s | formula, images/s | trained, images/s | error of the simulation | parts, ms |")
+        print("|---|---|---|---|---|---|")
+        for size, (found, formula) in simulated.items():
+            real = statistics.median(rates[size])
+            parts = ", ".join(f"{name} {1000 * value:.0f}" for name, value in found.waits.items() if value)
+            print(
+                f"| {size} | {found.rate_img_s:.2f} | {formula.rate_img_s:.2f} | {real:.2f} "
+                f"| {found.rate_img_s / real - 1:+.1%} | {parts} |"
+            )
+        print(json.dumps({"rates": rates, "probe": json.loads(Path(args.probe).read_text())}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = {
+        "store": store, "counts": counts, "gather": gather, "logins": logins, "runs": runs,
+        "counts-of-rank": counts_of_rank, "logins-here": logins_here,
+    }  # fmt: skip
+    parser.add_argument("part", choices=sorted(every))
+    parser.add_argument("--data", default="", help="data set of `runs`")
+    parser.add_argument("--images", type=int, default=205, help="its training images")
+    parser.add_argument("--probe", default="", help="probe of this machine with two processes; default: make one")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--file", default="")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--size", type=int, default=1)
+    args = parser.parse_args()
+    every[args.part](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Failures: the expected time of a run on machines that fail, such as spot machines, and the best interval of checkpoints.
+
+Model: each of n machines that are there fails after an exponential time, and is replaced after ``replacement_s`` on average,
+whatever the others do. A failure and a return each stop all machines for ``restart_s``; after it the run goes on with those that
+are there. Between states in memory ``memory_s`` apart, a failure loses what was done since the last one; if no machine is left, it
+loses what was done since the last checkpoint, and the next machine starts from nothing. docs/plan.md has the formula.
+
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974, doi 10.1145/361147.361115);
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
+doi 10.1016/j.future.2004.11.016), whose complete model ``efficiency`` extends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from yolofleet.errors import ConfigError
+from yolofleet.keyed import generator
+
+MOST_TIMES = 1000  # as long as without failures: beyond it, a run does not end
+MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # of a state in memory: docs/fleet.md, "After a failure"
+RESTART_S = 8.0  # median of losing a host after 5 s of silence and going on: benchmarks/README.md
+LONGEST_S = 3600.0  # between checkpoints: the model does not know failures of all machines at once
+NEGLIGIBLE = 6  # standard deviations
+MOST_EXPONENT = 700.0  # of exp in double precision
+
+
+@dataclass(frozen=True)
+class Spot:
+    """How machines fail, and what the run does about it. All seconds.
+
+    Attributes:
+        failures_per_hour: of one machine.
+        replacement_s: mean time until a lost machine is there again.
+        interval_s: training between two checkpoints.
+        save_s: that training stands still for a checkpoint.
+        restart_s: from a failure, or the return of a machine, to the next step of those that are there.
+        start_s: the same if no machine was left.
+        memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
+        memory_save_s: that training stands still for a state in memory.
+        min_machines: with fewer, the run waits.
+    """
+
+    failures_per_hour: float
+    replacement_s: float
+    interval_s: float
+    save_s: float
+    restart_s: float = RESTART_S
+    start_s: float = 60.0
+    memory_s: float = MEMORY_S
+    memory_save_s: float = MEMORY_S * MEMORY_SHARE
+    min_machines: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"failures: {field.name} must be a number >= 0, got {value}")
+        if not self.interval_s:
+            raise ConfigError("failures: the interval between checkpoints must not be 0", hint="--save-minutes 10")
+        if self.min_machines < 1:
+            raise ConfigError(f"failures: at least one machine must train, got --min-hosts {self.min_machines}")
+
+    @property
+    def rate_s(self) -> float:
+        """Failures of one machine in a second."""
+        return self.failures_per_hour / 3600
+
+    @property
+    def memory_cost(self) -> float:
+        """Seconds for each second of training, with the states in memory."""
+        return 1 + self.memory_save_s / self.memory_s if self.memory_s else 1.0
+
+    @property
+    def return_save_s(self) -> float:
+        """Seconds of the save before a machine that came back takes part."""
+        return self.memory_save_s if self.memory_s else self.save_s
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What failures do to a run.
+
+    Attributes:
+        expected_s: of the run with failures. without_s: the same run if nothing fails, with its checkpoints.
+        machines: mean number of machines that are there.
+        failures: expected number.
+        machine_hours: of machines that are there, which are paid.
+    """
+
+    expected_s: float
+    without_s: float
+    machines: float
+    failures: float
+
+    @property
+    def machine_hours(self) -> float:
+        return self.machines * self.expected_s / 3600
+
+
+Speed = Callable[[int], float]  # machines -> speed, relative to that of all of them
+
+
+def efficiency(machines: int, spot: Spot, *, returning_per_s: float) -> float:
+    """Return the seconds of training that count in each second in which ``machines`` machines are there.
+
+    From one saved state to the next: training ends after an interval, at a failure (all is lost), or when a machine comes back
+    (all is saved). Failures and returns may hit a restart, too. Without returns this is the complete model of Daly 2006:
+    interval x rate / (exp(rate x restart) (exp(rate x (interval + cost)) - 1)).
+
+    Args:
+        returning_per_s: rate at which machines come back.
+    """
+    in_memory = spot.memory_s > 0 and machines > 1
+    trained_s = spot.memory_s if in_memory else spot.interval_s
+    save_s = spot.memory_save_s if in_memory else spot.save_s
+    # the other kind of save takes its part of the time
+    other = 1 + spot.save_s / spot.interval_s if in_memory else spot.memory_cost
+    failing = machines * spot.rate_s
+    any_per_s = failing + returning_per_s
+    segment_s = trained_s * other + save_s
+    if not any_per_s:
+        return trained_s / segment_s
+    after_failure_s = spot.restart_s if machines > 1 else spot.start_s
+    after_return_s = spot.restart_s + spot.return_save_s
+    pause_s = (failing * after_failure_s + returning_per_s * after_return_s) / any_per_s
+    ends_early = -math.expm1(-any_per_s * segment_s)
+    until_early_s = ends_early / any_per_s - segment_s * (1 - ends_early)  # mean over all segments
+    counted_s = trained_s * (1 - ends_early + returning_per_s / any_per_s * until_early_s / segment_s)
+    passed_s = ends_early / any_per_s * math.exp(min(any_per_s * pause_s, MOST_EXPONENT))
+    return counted_s / passed_s
+
+
+def with_failures(work_s: float, machines: int, speed: Speed, spot: Spot) -> Outlook:
+    """Return the expected time of a run that all machines do in ``work_s`` seconds, without failures and checkpoints.
+
+    The machines are independent, so the number of those that are there has a binomial distribution. Its mean, a share
+    ``1 / (1 + rate x replacement)`` of all in the long run, falls from all of them at the start.
+
+    Args:
+        speed: of a number of machines, relative to all; speed(machines) = 1.
+    Raises:
+        ConfigError: the run would not end, or ``machines`` or ``work_s`` is not possible.
+    """
+    if machines < spot.min_machines or not (math.isfinite(work_s) and work_s > 0):
+        raise ConfigError(
+            f"failures: cannot train {work_s:g} s on {machines} machines, of which {spot.min_machines} must be there"
+        )
+    without_s = work_s * (1 + spot.save_s / spot.interval_s) * spot.memory_cost
+    if not spot.failures_per_hour:
+        return Outlook(without_s, without_s, machines, 0.0)
+    long_run = 1 / (1 + spot.rate_s * spot.replacement_s)
+    settles_s = long_run * spot.replacement_s
+
+    @cache
+    def counted(there: int) -> float:
+        returning = (machines - there) / spot.replacement_s if spot.replacement_s else 0.0
+        return speed(there) * efficiency(there, spot, returning_per_s=returning)
+
+    def share_there(seconds: float) -> float:
+        """Return the mean share of the machines that are there in the first ``seconds``."""
+        if not settles_s:
+            return 1.0
+        return long_run + (1 - long_run) * settles_s / seconds * -math.expm1(-seconds / settles_s)
+
+    def done(seconds: float) -> float:
+        likely = _binomial(machines, share_there(seconds))
+        return seconds * sum(share * counted(k) for k, share in likely.items() if k >= spot.min_machines)
+
+    low, high = without_s, MOST_TIMES * without_s
+    if done(high) < work_s:
+        raise ConfigError(
+            f"with {spot.failures_per_hour:g} failures an hour of each of {machines} machines, the run takes more than "
+            f"{MOST_TIMES} times as long",
+            hint="save more often, or take fewer machines, or such that fail less often",
+        )
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if done(middle) < work_s else (low, middle)
+    mean = machines * share_there(high)
+    return Outlook(high, without_s, mean, mean * spot.rate_s * high)
+
+
+def _binomial(count: int, share: float) -> dict[int, float]:
+    """Return the probabilities of numbers out of ``count``, without those that are negligible."""
+    if share >= 1:
+        return {count: 1.0}
+    spread = 1 + NEGLIGIBLE * math.sqrt(count * share * (1 - share))
+    low, high = math.floor(count * share - spread), math.ceil(count * share + spread)
+    both = math.log(share), math.log1p(-share)
+    return {
+        k: math.exp(
+            math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) + k * both[0] + (count - k) * both[1]
+        )
+        for k in range(max(low, 0), min(high, count) + 1)
+    }
+
+
+def best_interval_s(work_s: float, machines: int, speed: Speed, spot: Spot) -> float:
+    """Return the interval between checkpoints with which the run is expected to end first, at most ``LONGEST_S``.
+
+    For one machine it is the optimum of Daly's complete model: 1 - interval / M = exp(-(interval + cost) / M), with the mean
+    time M between failures. With states in memory and several machines, only the loss of all of them needs a checkpoint.
+
+    Raises:
+        ConfigError: the run would not end with any interval.
+    """
+    if not spot.failures_per_hour:
+        return LONGEST_S
+
+    def expected(logarithm: float) -> float:
+        try:
+            return with_failures(work_s, machines, speed, replace(spot, interval_s=math.exp(logarithm))).expected_s
+        except ConfigError:
+            return math.inf
+
+    # intervals far above the best one do not end, and all are infinite: begin with the shortest
+    low, high = math.log(max(0.1 * spot.save_s, 0.1)), math.log(LONGEST_S)
+    while high - low > 1e-3:
+        third = (high - low) / 3
+        if expected(low + third) <= expected(high - third):
+            high -= third
+        else:
+            low += third
+    return math.exp((low + high) / 2)
+
+
+def young_interval_s(save_s: float, between_failures_s: float) -> float:
+    """Return sqrt(2 x cost x mean time between failures). Source: Young 1974."""
+    return math.sqrt(2 * save_s * between_failures_s)
+
+
+def daly_interval_s(save_s: float, between_failures_s: float) -> float:
+    """Return the higher order estimate. Source: Daly 2006, equation 37."""
+    if save_s >= 2 * between_failures_s:
+        return between_failures_s
+    x = save_s / (2 * between_failures_s)
+    return young_interval_s(save_s, between_failures_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
+
+
+def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: int, number: int) -> float:
+    """Return the seconds of one simulated run, failure by failure. It has what the formula leaves out.
+
+    A replacement takes an exponential time. Draws are functions of (seed, number).
+
+    Raises:
+        ConfigError: the run takes ``MOST_TIMES`` times as long as without failures.
+    """
+    rng = generator(seed, "plan failures", number)
+
+    def after(rate: float) -> float:
+        return -math.log(1 - rng.random()) / rate if rate else math.inf
+
+    there, returns, now = machines, list[float](), 0.0
+    run = _Progress(spot)
+    while True:
+        event_s = after(there * spot.rate_s)
+        is_failure = not returns or now + event_s < returns[0]
+        until = now + event_s if is_failure else returns[0]
+        trains = there >= spot.min_machines
+        begin = min(now + run.pause_s, until)
+        if trains:
+            run.pause_s -= begin - now
+            ended = run.train(until - begin, speed(there), work_s)
+            if ended is not None:
+                return begin + ended
+        now = until
+        if now > MOST_TIMES * work_s:
+            raise ConfigError(f"a simulated run takes more than {MOST_TIMES} times as long as without failures")
+        if is_failure:
+            there -= 1
+            heapq.heappush(returns, now + spot.replacement_s * after(1.0))
+            run.lose(from_memory=bool(spot.memory_s) and there > 0)
+        else:
+            heapq.heappop(returns)
+            there += 1
+            run.keep()
+        run.pause_s = spot.restart_s if is_failure else spot.start_s if there == 1 else spot.restart_s + spot.return_save_s
+
+
+class _Progress:
+    """What a run has done, in seconds of all machines, and what of it is in a checkpoint and in memory."""
+
+    def __init__(self, spot: Spot) -> None:
+        self.spot = spot
+        self.done = self.saved = self.in_memory = 0.0
+        self.since_save = self.since_memory = 0.0  # seconds of training
+        self.pause_s = 0.0
+
+    def train(self, seconds: float, speed: float, work_s: float) -> float | None:
+        """Train for ``seconds`` with states and checkpoints; return when the work was done, or None."""
+        spot, used = self.spot, 0.0
+        while seconds - used > 0:
+            to_save = spot.interval_s - self.since_save
+            to_memory = spot.memory_s - self.since_memory if spot.memory_s else math.inf
+            to_end = (work_s - self.done) / speed if speed else math.inf
+            span = min(to_save, to_memory, to_end, seconds - used)
+            cycle_s = spot.memory_s + spot.memory_save_s
+            if spot.memory_s and not self.since_memory:
+                cycles = int(min(min(to_save, to_end) / spot.memory_s, (seconds - used) / cycle_s)) - 1
+                if cycles > 0:  # many at once
+                    self.done += cycles * spot.memory_s * speed
+                    self.in_memory = self.done
+                    self.since_save += cycles * spot.memory_s
+                    used += cycles * cycle_s
+                    continue
+            self.done += span * speed
+            self.since_save += span
+            self.since_memory += span
+            used += span
+            if span == to_end:
+                return used
+            if span == to_memory:
+                used += spot.memory_save_s
+                self.since_memory = 0.0
+                if used <= seconds:
+                    self.in_memory = self.done
+            if span == to_save:
+                used += spot.save_s
+                self.since_save = 0.0
+                if used <= seconds:
+                    self.saved = self.done
+        return None
+
+    def lose(self, *, from_memory: bool) -> None:
+        """Go back to the newest state that is left."""
+        self.done = max(self.in_memory, self.saved) if from_memory else self.saved
+        self.in_memory = self.done
+        self.since_memory = 0.0
+        if not from_memory:
+            self.since_save = 0.0
+
+    def keep(self) -> None:
+        """Save before all restart with a machine more."""
+        self.in_memory = self.done
+        self.since_memory = 0.0
+        if not self.spot.memory_s:
+            self.saved, self.since_save = self.done, 0.0
