@@ -60,7 +60,9 @@ def store(_: argparse.Namespace) -> None:
         relay.start()
     near, far = (connect_store(LOOPBACK, end, 60.0) for end in (server.port, relays[1].end.port))
     heartbeat = "x" * 300
-    print("| keys | way | set 1, us | check 1, us | check all, us a key | fetch all, us a key | fetch all, MB/s |")
+    print(
+        "| keys | way | set 1, us | check 1, us | check all, us a key | fetch all, us a key | fetch all, MB/s |"
+    )
     print("|---|---|---|---|---|---|---|")
     for count in (256, 1024, 4096):
         keys = [f"heartbeat/{rank}" for rank in range(count)]
@@ -85,7 +87,15 @@ def counts(_: argparse.Namespace) -> None:
     print("|---|---|---|---|")
     for size in (2, 3, 4, 8):
         with TemporaryDirectory() as folder:
-            command = [sys.executable, str(HERE), "counts-of-rank", "--file", f"{folder}/store", "--size", str(size)]
+            command = [
+                sys.executable,
+                str(HERE),
+                "counts-of-rank",
+                "--file",
+                f"{folder}/store",
+                "--size",
+                str(size),
+            ]
             ranks = [
                 subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
                 for rank in range(size)
@@ -101,7 +111,9 @@ def counts_of_rank(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(args.file, args.size)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=args.rank, world_size=args.size, timeout=timedelta(seconds=60)
+    )
     values = torch.zeros(7, dtype=torch.int64)
 
     def many() -> None:
@@ -138,8 +150,12 @@ def gather(_: argparse.Namespace) -> None:
         for rank in range(ranks):
             mine = np.arange(rank, images, ranks)
             records = match_detections(
-                rows(labels, labels.image % ranks == rank) if ranks <= 64 else rows(labels, np.isin(labels.image, mine)),
-                rows(found, found.image % ranks == rank) if ranks <= 64 else rows(found, np.isin(found.image, mine)),
+                rows(labels, labels.image % ranks == rank)
+                if ranks <= 64
+                else rows(labels, np.isin(labels.image, mine)),
+                rows(found, found.image % ranks == rank)
+                if ranks <= 64
+                else rows(found, np.isin(found.image, mine)),
                 classes=CLASSES,
                 images_seen=len(mine),
             )
@@ -152,7 +168,9 @@ def gather(_: argparse.Namespace) -> None:
             return joined
 
         none = _Shard().to_bytes(
-            match_detections(rows(labels, labels.image < 0), rows(found, found.image < 0), classes=CLASSES, images_seen=0),
+            match_detections(
+                rows(labels, labels.image < 0), rows(found, found.image < 0), classes=CLASSES, images_seen=0
+            ),
             confusion,
             np.zeros(5),
             False,
@@ -192,7 +210,9 @@ def logins_here(args: argparse.Namespace) -> None:
     cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
     names = ",".join(host.name + ":cpu:1" for host in fleet.hosts)
     began_s = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "yolofleet", "fleet", "check", "--hosts", names], capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "yolofleet", "fleet", "check", "--hosts", names], capture_output=True
+    )
     check_s = time.perf_counter() - began_s
     print(f"| {args.size} | {wall_s:.2f} | {cpu_s / args.size:.3f} | {check_s:.1f} |")
 
@@ -221,7 +241,9 @@ def runs(args: argparse.Namespace) -> None:
         folder = Path(temporary)
         if not args.probe:
             args.probe = str(folder / "probe.json")
-            yolofleet("plan", "probe", "--data", args.data, *SETTINGS, "--device", "cpu:2", "--out", args.probe)
+            yolofleet(
+                "plan", "probe", "--data", args.data, *SETTINGS, "--device", "cpu:2", "--out", args.probe
+            )
         probe, network = read_probe(Path(args.probe)), network_of("yolov5n")
         work = Workload(
             network, 320, args.images, 0, probe.image_bytes, 6, 48, 4, workers=0, cache="ram", precision="fp32", val_period=0
@@ -230,7 +252,10 @@ def runs(args: argparse.Namespace) -> None:
         for size in args.processes:
             machine = machine_of(probe, work, network_of(probe.model).gflops, size)
             simulated[size] = simulate(work, [machine]), predict(work, [machine])
-            print(f"{size} processes, simulated before the run: {simulated[size][0].rate_img_s:.2f} images/s", flush=True)
+            print(
+                f"{size} processes, simulated before the run: {simulated[size][0].rate_img_s:.2f} images/s",
+                flush=True,
+            )
         rates: dict[int, list[float]] = {size: [] for size in args.processes}
         for number in range(args.repeats):
             for size in args.processes:
@@ -242,7 +267,9 @@ def runs(args: argparse.Namespace) -> None:
                 with (folder / name / "results.csv").open() as file:
                     rows = [row for row in csv.DictReader(file, skipinitialspace=True) if row["images_per_s"]]
                 rates[size] += [float(row["images_per_s"]) for row in rows[1:]]
-        print("| processes | simulated, images/s | formula, images/s | trained, images/s | error of the simulation | parts, ms |")
+        print(
+            "| processes | simulated, images/s | formula, images/s | trained, images/s | error of the simulation | parts, ms |"
+        )
         print("|---|---|---|---|---|---|")
         for size, (found, formula) in simulated.items():
             real = statistics.median(rates[size])
@@ -265,7 +292,9 @@ def main() -> None:
     parser.add_argument("part", choices=sorted(every))
     parser.add_argument("--data", default="", help="data set of `runs`")
     parser.add_argument("--images", type=int, default=205, help="its training images")
-    parser.add_argument("--probe", default="", help="probe of this machine with two processes; default: make one")
+    parser.add_argument(
+        "--probe", default="", help="probe of this machine with two processes; default: make one"
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--file", default="")

@@ -61,9 +61,13 @@ class Spot:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"failures: {field.name} must be a number >= 0, got {value}")
         if not self.interval_s:
-            raise ConfigError("failures: the interval between checkpoints must not be 0", hint="--save-minutes 10")
+            raise ConfigError(
+                "failures: the interval between checkpoints must not be 0", hint="--save-minutes 10"
+            )
         if self.min_machines < 1:
-            raise ConfigError(f"failures: at least one machine must train, got --min-hosts {self.min_machines}")
+            raise ConfigError(
+                f"failures: at least one machine must train, got --min-hosts {self.min_machines}"
+            )
 
     @property
     def rate_s(self) -> float:
@@ -194,7 +198,11 @@ def _binomial(count: int, share: float) -> dict[int, float]:
     both = math.log(share), math.log1p(-share)
     return {
         k: math.exp(
-            math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) + k * both[0] + (count - k) * both[1]
+            math.lgamma(count + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(count - k + 1)
+            + k * both[0]
+            + (count - k) * both[1]
         )
         for k in range(max(low, 0), min(high, count) + 1)
     }
@@ -214,7 +222,9 @@ def best_interval_s(work_s: float, machines: int, speed: Speed, spot: Spot) -> f
 
     def expected(logarithm: float) -> float:
         try:
-            return with_failures(work_s, machines, speed, replace(spot, interval_s=math.exp(logarithm))).expected_s
+            return with_failures(
+                work_s, machines, speed, replace(spot, interval_s=math.exp(logarithm))
+            ).expected_s
         except ConfigError:
             return math.inf
 
@@ -270,7 +280,9 @@ def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: i
                 return begin + ended
         now = until
         if now > MOST_TIMES * work_s:
-            raise ConfigError(f"a simulated run takes more than {MOST_TIMES} times as long as without failures")
+            raise ConfigError(
+                f"a simulated run takes more than {MOST_TIMES} times as long as without failures"
+            )
         if is_failure:
             there -= 1
             heapq.heappush(returns, now + spot.replacement_s * after(1.0))
@@ -279,7 +291,13 @@ def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: i
             heapq.heappop(returns)
             there += 1
             run.keep()
-        run.pause_s = spot.restart_s if is_failure else spot.start_s if there == 1 else spot.restart_s + spot.return_save_s
+        run.pause_s = (
+            spot.restart_s
+            if is_failure
+            else spot.start_s
+            if there == 1
+            else spot.restart_s + spot.return_save_s
+        )
 
 
 class _Progress:

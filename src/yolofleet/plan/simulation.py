@@ -30,8 +30,8 @@ from yolofleet.plan.machine import RAM_SHARE, Machine
 from yolofleet.plan.workload import Workload
 
 MOST_RANKS = 4096
-STEPS, FILLING = 40, 10  # simulated steps of an epoch, after those that fill the queues
-PREFETCH = 4  # micro-batches that each loader process makes ahead, as data/loader.py
+STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
+PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # of the mean: no rank takes less time for a step
 Times = NDArray[np.float64]
 
@@ -75,7 +75,8 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
     if steps < 1:
         raise ConfigError(f"a simulation takes at least one step, got {steps}")
     (first_s, _, _), (step_s, waits, waited_for) = (
-        _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps) for number in (0, 1)
+        _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
+        for number in (0, 1)
     )
     validation, saved_s = validation_s(work, fleet), fleet[0].save_s
     saves = work.epochs + (work.steps * work.epochs * step_s / work.save_s if work.save_s else 0)
@@ -110,16 +111,16 @@ class _Epoch:
         self.loader = _Loader(work, fleet, self.starts, self.host, first_epoch=first_epoch)
         self.update_s = np.array([s.machine.update_s for s in shares])
         self.spread = np.array([s.machine.spread for s in shares])
-        self.passes_s = np.array([s.compute_s for s in shares]) - self.update_s + self.loader.taken_from_network_s
+        self.passes_s = (
+            np.array([s.compute_s for s in shares]) - self.update_s + self.loader.taken_from_network_s
+        )
         self.backward_s = np.array([s.backward_s for s in shares])
         self.counts_s = count_exchange_s(fleet)
         self.buckets = work.buckets if self.ranks > 1 else ()
         self.stages = sum_stages(work, fleet)
         total = sum(count for count, _ in self.buckets)
         # gloo adds on the cores that compute
-        self.adding_s = (
-            total / min(m.inside.bytes_s for m in fleet) if any(m.on_cpu for m in fleet) else 0.0
-        )
+        self.adding_s = total / min(m.inside.bytes_s for m in fleet) if any(m.on_cpu for m in fleet) else 0.0
         self.free = np.zeros(self.ranks)
 
     def run(
@@ -190,60 +191,75 @@ class _Epoch:
 
 
 class _Loader:
-    """The loader processes of all ranks. Each makes every W-th micro-batch of its rank, ``PREFETCH`` ahead at most.
+    """The loader processes of all ranks. Each loads the images of every W-th pass of its rank, ``ahead`` at most before it is asked.
+
+    A rank takes all passes of a step before it computes, as train/loop.py: a step of more passes than the processes load ahead
+    waits for the others.
 
     Attributes:
         taken_from_network_s: [R] by which loader processes slow the passes of a step, on a CPU.
     """
 
     def __init__(
-        self, work: Workload, fleet: Sequence[Machine], starts: NDArray[np.int64], host: NDArray[np.int64], *, first_epoch: bool
+        self,
+        work: Workload,
+        fleet: Sequence[Machine],
+        starts: NDArray[np.int64],
+        host: NDArray[np.int64],
+        *,
+        first_epoch: bool,
     ) -> None:
         shares = rank_shares(work, fleet)
         machines = [share.machine for share in shares]
         cached = np.array([0.0 if first_epoch else cached_share(work, m) for m in fleet])[host]
         cores = np.array([m.cores / m.devices for m in machines])
         self.workers = np.array([loader_count(work, m) for m in fleet])[host]
-        self.counts = np.array([share.images // work.micro_batch for share in shares])
-        image_s = np.array(
+        self.passes = np.array([share.passes for share in shares])
+        self.full, self.last = work.per_pass * work.micro_batch, np.array([share.last for share in shares])
+        self.ahead = math.ceil(PREFETCH / work.per_pass)
+        self.image_s = np.array(
             [c * m.cached_s + (1 - c) * m.load_s for c, m in zip(cached.tolist(), machines, strict=True)]
         )
-        self.core_s = work.micro_batch * image_s
-        # more processes than cores share them
-        self.made_s = self.core_s * np.maximum(self.workers / cores, 1.0)
+        self.sharing = np.maximum(self.workers / cores, 1.0)  # more processes than cores share them
         on_cpu = np.array([m.on_cpu for m in machines]) & (self.workers > 0)
-        self.taken_from_network_s = np.where(on_cpu, self.counts * self.core_s / cores, 0.0)
+        self.taken_from_network_s = np.where(
+            on_cpu, [share.images for share in shares] * self.image_s / cores, 0.0
+        )
         in_memory = np.array(
-            [not first_epoch and work.images * work.image_bytes <= RAM_SHARE * m.memory_bytes for m in machines]
+            [
+                not first_epoch and work.images * work.image_bytes <= RAM_SHARE * m.memory_bytes
+                for m in machines
+            ]
         )
         rate = np.array([m.read_bytes_s for m in machines])
-        self.read_s = np.where(in_memory, 0.0, work.micro_batch * (1 - cached) * work.image_bytes / rate)
+        self.read_s = np.where(in_memory, 0.0, (1 - cached) * work.image_bytes / rate)
         self.reads = bool(self.read_s.any())
         self.starts, self.host = starts, host
         self.disk = np.zeros(len(fleet))
         most = max(int(self.workers.max()), 1)
         self.rows = np.arange(len(shares))
         self.busy = np.zeros((len(shares), most))  # until when, of each process
-        self.taken = np.zeros((len(shares), most * PREFETCH))  # when the last micro-batches were taken
-        self.number = np.zeros(len(shares), np.int64)  # of the next micro-batch
+        self.taken = np.zeros((len(shares), most * self.ahead))  # when the last passes were taken
+        self.number = np.zeros(len(shares), np.int64)  # of the next pass
 
     def take(self, now: Times, factor: Times) -> tuple[Times, Times]:
-        """Take the micro-batches of a step. Return [R] when each rank has them, and the part of its wait that is the disk's.
+        """Take the images of a step. Return [R] when each rank has them, and the part of its wait that is the disk's.
 
         Args:
             now: [R] when each rank asks. factor: [R] by which its process is slower, if it loads itself.
         """
         disk_wait = np.zeros(len(now))
-        for ordinal in range(int(self.counts.max())):
-            active = self.counts > ordinal
+        for ordinal in range(int(self.passes.max())):
+            active = self.passes > ordinal
+            images = np.where(self.passes == ordinal + 1, self.last, self.full)
             process = self.number % np.maximum(self.workers, 1)
-            slot = self.number % np.maximum(self.workers * PREFETCH, 1)
+            slot = self.number % np.maximum(self.workers * self.ahead, 1)
             alone = self.workers == 0
             begun = np.where(
                 alone, now, np.maximum(self.busy[self.rows, process], self.taken[self.rows, slot])
             )
-            made = begun + np.where(alone, factor * self.core_s, self.made_s)
-            read = self._read(begun, active) if self.reads else begun
+            made = begun + images * self.image_s * np.where(alone, factor, self.sharing)
+            read = self._read(begun, np.where(active, images, 0)) if self.reads else begun
             done = np.maximum(made, read)
             arrived = np.where(active, np.maximum(now, done), now)
             disk_wait += np.where(active, arrived - np.maximum(now, np.minimum(made, arrived)), 0.0)
@@ -253,10 +269,10 @@ class _Loader:
             now = arrived
         return now, disk_wait
 
-    def _read(self, begun: Times, active: NDArray[np.bool_]) -> Times:
-        """Return [R] when the disk of each host has read a micro-batch for its ranks, one after the other."""
-        asked = np.minimum.reduceat(np.where(active, begun, math.inf), self.starts)
-        seconds = np.where(active, self.read_s, 0.0)
+    def _read(self, begun: Times, images: NDArray[np.int64]) -> Times:
+        """Return [R] when the disk of each host has read [R] ``images`` for its ranks, one after the other."""
+        asked = np.minimum.reduceat(np.where(images > 0, begun, math.inf), self.starts)
+        seconds = images * self.read_s
         up_to = np.cumsum(seconds)
         before = np.concatenate([[0.0], up_to])[self.starts]
         begins = np.where(np.isfinite(asked), np.maximum(asked, self.disk), self.disk)
