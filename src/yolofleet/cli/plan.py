@@ -24,7 +24,43 @@ from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
-PER_FLEET = ("machine", "machines", "probe", "network", "prices", "per_device")
+USED = (  # settings that change a prediction
+    *(
+        "data",
+        "model",
+        "cfg",
+        "img",
+        "fraction",
+        "epochs",
+        "batch",
+        "nominal_batch",
+        "micro_batch",
+        "per_device",
+    ),
+    *(
+        "machine",
+        "machines",
+        "hosts",
+        "fleet",
+        "probe",
+        "device",
+        "network",
+        "prices",
+        "images",
+        "val_images",
+    ),
+    *(
+        "workers",
+        "cache",
+        "reduce",
+        "hierarchical",
+        "precision",
+        "shares",
+        "micro_batches_per_pass",
+        "val_period",
+    ),
+    *("deadline", "budget", "picture"),
+)
 
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
@@ -35,6 +71,12 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     from yolofleet.plan.forecast import COLUMNS, another_machine, changes, choose
 
     c = config.value
+    if not (c.model or c.cfg):
+        raise ConfigError(
+            "the network must be named to predict its speed", hint="--model yolov5s, or --cfg FILE"
+        )
+    if c.batch < 0:
+        raise ConfigError("--batch auto needs the devices of the run", hint="--batch 64")
     rows = forecasts(config)
     deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
     if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
@@ -117,11 +159,11 @@ fleets_command = SchemaCommand(
     PlanConfig,
     run,
     spelled_as="train",
-    without=(WITHOUT - {"hosts", "fleet", "val_period"}) | {"max_steps", "name", "project"},
+    without=set(PlanConfig.model_fields) - set(USED),
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. Nothing runs.",
-    epilog="The other settings are those of `yolofleet train`.",
+    epilog="The settings without a line here do not change the prediction; --config with the config.yaml of a run has them.",
 )
 
 

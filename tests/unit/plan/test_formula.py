@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from yolofleet.parallel import buckets
+from yolofleet.plan.candidates import link_of_text
 from yolofleet.plan.formula import exposed_sum_s, largest_of, predict, rank_shares, step_time, validation_s
 from yolofleet.plan.library import network_of, networks
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.probe import LOOPBACK
 from yolofleet.plan.workload import BUCKET_BYTES, Network, Workload
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
@@ -175,3 +177,30 @@ def test_figures_of_networks_are_those_of_the_code(name):
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == stored.parameters
     assert gflops(model) == pytest.approx(stored.gflops, rel=1e-3)
     assert ready_shares(model) == pytest.approx(stored.ready, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("one_s", "two_s", "mbit", "per_pass", "reduce"),
+    [
+        (2.135, 1.132, 1000, 1, "fast"),
+        (2.169, 1.095, 1000, 1, "fast16"),
+        (2.09, 1.643, 100, 1, "fast"),
+        (2.07, 1.370, 100, 1, "fast16"),
+        (1.993, 1.306, 100, 4, "fast"),
+        (1.937, 1.055, 100, 4, "fast16"),
+    ],
+)
+def test_steps_of_two_ranks_over_links_follow_from_one_rank(one_s, two_s, mbit, per_pass, reduce):
+    """benchmarks/README.md, "Links": yolov5n, 320 px, steps of 64 images; nothing is fitted but the seconds of one rank."""
+    host = replace(
+        GPU,
+        cores=1,
+        image_s=one_s / 64,
+        inside=LOOPBACK,
+        between=link_of_text(f"{mbit}mbit", tree=False),
+        on_cpu=True,
+        spread=0.02,
+    )
+    work = replace(WORK, network=network_of("yolov5n"), img=320, per_pass=per_pass, workers=0, reduce=reduce)
+    step = step_time(work, [replace(host, load_s=0.0)] * 2)
+    assert step.total == pytest.approx(two_s, rel=0.1)

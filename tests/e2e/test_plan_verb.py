@@ -1,0 +1,71 @@
+"""`yolofleet plan probe`, `plan` and `plan compare` after a training, on processes of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands import called, small_shapes, working_in
+
+from yolofleet.plan.probe import read_probe
+
+SMALL = ["--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
+
+
+def test_a_probe_a_plan_and_its_comparison_with_a_run(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=40)
+    with working_in(tmp_path):
+        probed = called(
+            "plan", "probe", "--data", data, *SMALL, "--device", "cpu:2", "--steps", "2", "--out", "p.json"
+        )
+        assert probed.code == 0, probed.err
+        probe = read_probe(tmp_path / "p.json")
+        assert probe.devices == 2 and probe.on_cpu and probe.model == "yolov5n" and probe.img == 64
+        assert [one.bytes for one in probe.sums_inside] == [
+            64 << 10,
+            1 << 20,
+            4 << 20,
+        ] and not probe.sums_between
+        assert probe.sums_inside[0].ranks == 2 and probe.cached_s <= probe.load_s and probe.start_s > 0
+        assert not [
+            path for path in tmp_path.rglob("*") if "yolofleet-probe" in path.name or path.name == "runs"
+        ]
+
+        planned = called(
+            "plan", "--probe", "p.json", "--data", data, *SMALL[:-2], "--epochs", "3", "--json", "-"
+        )
+        assert planned.code == 0, planned.err
+        row = json.loads(planned.out)["fleets"][0]
+        assert row["devices"] == 2 and row["slow"]["images_per_s"] < row["fast"]["images_per_s"]
+
+        trained = called(
+            "train",
+            "--data",
+            data,
+            *SMALL,
+            "--device",
+            "cpu",
+            "--epochs",
+            "3",
+            "--set",
+            "warmup_epochs=0",
+            "--no-plots",
+        )
+        assert trained.code == 0, trained.err
+        compared = called("plan", "compare", "runs/train/exp", "--probe", "p.json", "--json", "c.json")
+        assert compared.code == 0, compared.err
+        found = json.loads((tmp_path / "c.json").read_text())
+        assert found["predicted"]["images_per_s"] > 0 and found["happened"]["images_per_s"] > 0
+        assert "images/s" in compared.out and "happened" in compared.out
+        kept = read_probe(tmp_path / "p.json").errors
+        assert [error.run for error in kept] == ["exp"] and kept[0].happened == found["happened"][
+            "images_per_s"
+        ]
+        again = called("plan", "compare", "runs/train/exp", "--probe", "p.json", "--no-keep")
+        assert again.code == 0 and len(read_probe(tmp_path / "p.json").errors) == 1
+
+
+def test_a_folder_that_is_no_run_gets_one_message(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        done = called("plan", "compare", tmp_path)
+    assert done.code == 2 and "config.yaml" in done.err

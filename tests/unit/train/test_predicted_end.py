@@ -1,0 +1,83 @@
+"""A training tells when it will end: after a hundred steps, and again when that changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.report.console import NullConsole
+from yolofleet.report.events import EventLog
+from yolofleet.report.folder import RunFolder
+from yolofleet.train.callbacks import Callbacks
+from yolofleet.train.report import TrainReport
+from yolofleet.train.schedule import StepPlan
+
+
+class Told(NullConsole):
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        self.facts: list[str] = []
+
+    def fact(self, text: str) -> None:
+        self.facts.append(text)
+
+
+class Run:
+    """Steps of 64 images that each take ``step_s`` seconds of a clock that nobody waits for."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.now_s, self.at = 0.0, 0
+        self.console = Told(folder / "log")
+        self.clock = Clock(now=lambda: self.now_s)
+        self.report = TrainReport(
+            RunFolder(folder), self.console, EventLog(folder / "events", rank=0, warn=print), World.single(),
+            TrainConfig(data="shapes", plots=False, **settings), self.clock, terms=["box"], header=cast(Any, None),
+            dataset_images=6400, is_writer=False, callbacks=Callbacks([], World.single()),
+        )  # fmt: skip
+        self.report.state = cast(Any, None)
+        self.clock.training()
+
+    def steps(self, count: int, step_s: float) -> StepPlan:
+        for _ in range(count):
+            self.now_s += step_s
+            plan = StepPlan(self.at, 64 * self.at, 64, 0.01, 0.01, 0.9)
+            self.at += 1
+            self.report.step(plan, [], torch.zeros(1), 64)
+        return plan
+
+
+def test_the_end_is_told_after_a_hundred_steps_and_corrected(tmp_path: Path) -> None:
+    run = Run(tmp_path, epochs=10)
+    run.steps(99, 1.0)
+    assert not run.console.facts
+    plan = run.steps(1, 1.0)
+    # 900 steps of 1 s are left
+    assert run.console.facts[0].startswith("the run will end in about 15:00, ")
+    run.report._tell_end(plan)
+    assert len(run.console.facts) == 1  # it has not changed
+    plan = run.steps(100, 3.0)  # the first five do not count: (95 + 300) s / 195 steps, 800 are left
+    run.report._tell_end(plan)
+    assert run.console.facts[1].startswith("corrected: the run will end in about 27:01, ")
+
+
+def test_validations_and_checkpoints_so_far_count_for_the_rest(tmp_path: Path) -> None:
+    run = Run(tmp_path, epochs=2)
+    with run.clock("evaluate"):
+        run.now_s += 50
+    run.steps(100, 1.0)
+    assert run.console.facts[0].startswith("the run will end in about 2:30, ")
+
+
+def test_a_run_by_steps_ends_with_them_and_one_by_minutes_says_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, epochs=10, max_steps=130)
+    run.steps(100, 1.0)
+    assert run.console.facts[0].startswith("the run will end in about 30.0 s")
+    (tmp_path / "b").mkdir()
+    timed = Run(tmp_path / "b", epochs=10, minutes=60)
+    timed.steps(100, 1.0)
+    assert not timed.console.facts
