@@ -1,6 +1,7 @@
 """Costs that grow with a fleet, and real runs beside the simulation of `yolofleet plan --simulate`.
 
     python benchmarks/simulation.py store          # the watchdog's and the start's requests to the rendezvous store
+    python benchmarks/simulation.py connections    # how many the relay on the store's host takes
     python benchmarks/simulation.py counts         # the sum of the loss counts through gloo, and files that it opens
     python benchmarks/simulation.py gather         # the end of a validation of COCO's size
     python benchmarks/simulation.py logins         # ssh logins; needs root, openssh-server
@@ -17,17 +18,27 @@ import csv
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from yolofleet.fleet.hosts.relay import Relay, _proof
+from yolofleet.fleet.job import Rendezvous
+from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 HERE = Path(__file__).resolve()
-REPEATS = 5
+REPEATS = 3
+SECRET = "ab" * 32
+HEARTBEAT = "x" * 300
 
 
 def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -40,52 +51,96 @@ def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
-def store(_: argparse.Namespace) -> None:
+def store(args: argparse.Namespace) -> None:
     """Measure requests with one key for each rank, straight and through the two relays of another host."""
-    from yolofleet.fleet.hosts.relay import Relay
-    from yolofleet.fleet.job import Rendezvous
-    from yolofleet.parallel.listener import LOOPBACK, open_listener
     from yolofleet.parallel.store import connect_store, host_store
 
-    probe = open_listener(LOOPBACK)
-    port = probe.getsockname()[1]
-    probe.close()
-    places = [Rendezvous(node, 2, LOOPBACK, port, "lo", secret="ab" * 32) for node in (0, 1)]
-    relays = [Relay(place) for place in places]
+    port = free_port()
+    relays = [Relay(Rendezvous(node, 2, LOOPBACK, port, "lo", secret=SECRET)) for node in (0, 1)]
     handle = os.dup(relays[0].end.listener)
-    import socket
-
     server = host_store(socket.socket(fileno=handle), 60.0)
     for relay in relays:
         relay.start()
     near, far = (connect_store(LOOPBACK, end, 60.0) for end in (server.port, relays[1].end.port))
-    heartbeat = "x" * 300
     print(
         "| keys | way | set 1, us | check 1, us | check all, us a key | fetch all, us a key | fetch all, MB/s |"
     )
     print("|---|---|---|---|---|---|---|")
-    for count in (256, 1024, 4096):
-        keys = [f"heartbeat/{rank}" for rank in range(count)]
-        for key in keys:
-            server.set(key, heartbeat)
+    for count in args.sizes or (256, 1024, 4096):
+        for key in (keys := [f"heartbeat/{rank}" for rank in range(count)]):
+            server.set(key, HEARTBEAT)
         for name, client in (("on the store's host", near), ("through the relays", far)):
-            one = seconds(lambda: [client.set("one", heartbeat) for _ in range(100)]) / 100
-            question = seconds(lambda: [client.check(["question"]) for _ in range(100)]) / 100
-            check, fetch = seconds(lambda: client.check(keys)), seconds(lambda: client.multi_get(keys))
-            print(
-                f"| {count} | {name} | {1e6 * one:.0f} | {1e6 * question:.0f} | {1e6 * check / count:.2f} | "
-                f"{1e6 * fetch / count:.2f} | {count * len(heartbeat) / fetch / 1e6:.0f} |"
-            )
+            print(f"| {count} | {name} | {requests(client, keys)} |")
     for relay in relays:
         relay.close()
 
 
-def counts(_: argparse.Namespace) -> None:
+def requests(client: Any, keys: list[str]) -> str:
+    """Return the cells of one way to the store."""
+    one = seconds(lambda: [client.set("one", HEARTBEAT) for _ in range(100)]) / 100
+    question = seconds(lambda: [client.check(["question"]) for _ in range(100)]) / 100
+    check, fetch = (
+        seconds(lambda: client.check(keys)) / len(keys),
+        seconds(lambda: client.multi_get(keys)) / len(keys),
+    )
+    us = " | ".join(
+        f"{1e6 * value:.{digits}f}" for value, digits in ((one, 0), (question, 0), (check, 2), (fetch, 2))
+    )
+    return f"{us} | {len(HEARTBEAT) / fetch / 1e6:.0f}"
+
+
+def connections(args: argparse.Namespace) -> None:
+    """Count the connections that the relay on the store's host takes with a limit of open files."""
+    print("| soft limit of open files | connections |")
+    print("|---|---|")
+    for limit in args.sizes or (1024, 4096):
+        command = [sys.executable, str(HERE), "relay-here", "--size", str(limit)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
+            assert relay.stdout and relay.stdin
+            port, opened = int(relay.stdout.readline()), []
+            while len(opened) < limit:
+                opened.append(socket.create_connection((LOOPBACK, port), timeout=2.0))
+                try:
+                    theirs, mine = opened[-1].recv(32, socket.MSG_WAITALL), os.urandom(32)
+                    opened[-1].sendall(mine + _proof(bytes.fromhex(SECRET), b"caller", theirs, mine))
+                    if len(opened[-1].recv(32, socket.MSG_WAITALL)) < 32:
+                        break
+                    opened[-1].settimeout(0.02)
+                    if not opened[-1].recv(1):  # the relay could not connect with the store
+                        break
+                except TimeoutError:
+                    if opened[-1].gettimeout() == 2.0:
+                        break
+            print(f"| {limit} | {len(opened) - 1} |", flush=True)
+            for one in opened:
+                one.close()
+            relay.stdin.close()
+
+
+def relay_here(args: argparse.Namespace) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (args.size, hard))
+    relay = Relay(Rendezvous(0, 2, LOOPBACK, port := free_port(), "lo", secret=SECRET))
+    # a store whose process is another one: the kernel takes the connections
+    store = socket.socket(fileno=os.dup(relay.end.listener))
+    store.listen(4096)
+    relay.start()
+    print(port, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+def free_port() -> int:
+    with open_listener(LOOPBACK) as listener:
+        return int(listener.getsockname()[1])
+
+
+def counts(args: argparse.Namespace) -> None:
     """Measure the sum of seven integers over processes of this machine."""
     print(f"{os.cpu_count()} cores; a ring has 2 (N - 1) hops")
     print("| processes | sum, us | a hop, us | open files of a process |")
     print("|---|---|---|---|")
-    for size in (2, 3, 4, 8):
+    for size in args.sizes or (2, 3, 4, 8):
         with TemporaryDirectory() as folder:
             command = [
                 sys.executable,
@@ -122,70 +177,53 @@ def counts_of_rank(args: argparse.Namespace) -> None:
 
     many()
     us = 1e6 * seconds(many) / 300
-    print(us, len(os.listdir("/proc/self/fd")), flush=True)
+    print(us, len(list(Path("/proc/self/fd").iterdir())), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def gather(_: argparse.Namespace) -> None:
+def gather(args: argparse.Namespace) -> None:
     """Measure what each rank receives and computes at the end of a validation of COCO's size."""
     sys.path.insert(0, str(HERE.parent))
-    from coco_metrics import CLASSES, random_sets
-
     import numpy as np
-
-    from yolofleet.evaluate.coco import summarize
-    from yolofleet.evaluate.matching import MatchRecords, match_detections, merge, rows
-    from yolofleet.evaluate.run import _Shard
+    from coco_metrics import CLASSES, random_sets
     from safetensors.numpy import load as load_arrays
+
+    from yolofleet.evaluate.matching import MatchRecords, match_detections, merge
+    from yolofleet.evaluate.run import _Shard
 
     images = 5000
     labels, found = random_sets(images)
     confusion = np.zeros((CLASSES + 1, CLASSES + 1), np.int64)
+    whole = match_detections(labels, found, classes=CLASSES, images_seen=images)
     print("5,000 images, 100 detections an image, 80 classes")
-    print("| ranks | received by each, MB | of a rank without images, KB | merge, s | figures, s |")
-    print("|---|---|---|---|---|")
-    for ranks in (1, 8, 64, 512, 4096):
-        payloads = []
-        for rank in range(ranks):
-            mine = np.arange(rank, images, ranks)
-            records = match_detections(
-                rows(labels, labels.image % ranks == rank)
-                if ranks <= 64
-                else rows(labels, np.isin(labels.image, mine)),
-                rows(found, found.image % ranks == rank)
-                if ranks <= 64
-                else rows(found, np.isin(found.image, mine)),
-                classes=CLASSES,
-                images_seen=len(mine),
-            )
-            payloads.append(_Shard().to_bytes(records, confusion, np.zeros(5), False))
+    print("| ranks | received by each, MB | of a rank without images, KB | merge, s |")
+    print("|---|---|---|---|")
+    for ranks in args.sizes or (1, 8, 64, 512, 4096):
+        order = np.argsort(whole.image % ranks, kind="stable")
+        borders = np.searchsorted((whole.image % ranks)[order], np.arange(ranks + 1))
 
-        def merged() -> MatchRecords:
-            shards = [load_arrays(payload) for payload in payloads]
-            joined = merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
+        def payload(rows: Any) -> bytes:
+            own = {
+                name: getattr(whole, name)[rows]
+                for name in ("class_idx", "score", "image", "rank", "hit", "miss")
+            }
+            return _Shard().to_bytes(replace(whole, **own), confusion, np.zeros(5), False)
+
+        payloads = [payload(order[borders[rank] : borders[rank + 1]]) for rank in range(ranks)]
+
+        def merged(payloads: list[bytes]) -> None:
+            shards = [load_arrays(one) for one in payloads]
+            merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
             np.sum([shard["confusion"] for shard in shards], axis=0)
-            return joined
 
-        none = _Shard().to_bytes(
-            match_detections(
-                rows(labels, labels.image < 0), rows(found, found.image < 0), classes=CLASSES, images_seen=0
-            ),
-            confusion,
-            np.zeros(5),
-            False,
-        )
         received = ranks * max(map(len, payloads))  # each is padded to the longest
-        records = merged()
-        names = [str(c) for c in range(CLASSES)]
-        print(
-            f"| {ranks} | {received / 1e6:.1f} | {len(none) / 1e3:.1f} | {seconds(merged, 3):.2f} | "
-            f"{seconds(lambda: summarize(records, names), 1):.2f} |",
-            flush=True,
-        )
+        merge_s = seconds(partial(merged, payloads), 1)
+        empty = payload(np.zeros(0, np.int64))
+        print(f"| {ranks} | {received / 1e6:.1f} | {len(empty) / 1e3:.1f} | {merge_s:.2f} |", flush=True)
 
 
-def logins(_: argparse.Namespace) -> None:
+def logins(args: argparse.Namespace) -> None:
     """Log in to machines in miniature, which share the cores with this one."""
     sys.path[:0] = [str(HERE.parent.parent / "tests" / "cluster"), str(HERE.parent.parent / "tests")]
     from machines import machines
@@ -193,7 +231,7 @@ def logins(_: argparse.Namespace) -> None:
     print("| hosts | wall, s | CPU of the launcher, s a host | wall of the preflight checks, s |")
     print("|---|---|---|---|")
     with machines(16) as lab:
-        for count in (1, 2, 4, 8, 16):
+        for count in args.sizes or (1, 2, 4, 8, 16):
             done = lab.desk.run(sys.executable, HERE, "logins-here", "--size", str(count), timeout_s=200)
             print(done.stdout.strip(), flush=True)
 
@@ -249,16 +287,16 @@ def runs(args: argparse.Namespace) -> None:
             network, 320, args.images, 0, probe.image_bytes, 6, 48, 4, workers=0, cache="ram", precision="fp32", val_period=0
         )  # fmt: skip
         simulated = {}
-        for size in args.processes:
+        for size in args.sizes or (2, 3, 4):
             machine = machine_of(probe, work, network_of(probe.model).gflops, size)
             simulated[size] = simulate(work, [machine]), predict(work, [machine])
             print(
                 f"{size} processes, simulated before the run: {simulated[size][0].rate_img_s:.2f} images/s",
                 flush=True,
             )
-        rates: dict[int, list[float]] = {size: [] for size in args.processes}
+        rates: dict[int, list[float]] = {size: [] for size in (args.sizes or (2, 3, 4))}
         for number in range(args.repeats):
-            for size in args.processes:
+            for size in args.sizes or (2, 3, 4):
                 name = f"{size}-{number}"
                 yolofleet(
                     *("train", "--data", args.data, *SETTINGS, *SHORT, "--set", "warmup_epochs=0"),
@@ -287,7 +325,7 @@ def main() -> None:
     )
     every = {
         "store": store, "counts": counts, "gather": gather, "logins": logins, "runs": runs,
-        "counts-of-rank": counts_of_rank, "logins-here": logins_here,
+        "connections": connections, "counts-of-rank": counts_of_rank, "relay-here": relay_here, "logins-here": logins_here,
     }  # fmt: skip
     parser.add_argument("part", choices=sorted(every))
     parser.add_argument("--data", default="", help="data set of `runs`")
@@ -295,7 +333,9 @@ def main() -> None:
     parser.add_argument(
         "--probe", default="", help="probe of this machine with two processes; default: make one"
     )
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[], help="keys, processes, ranks or hosts of the other parts"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--file", default="")
     parser.add_argument("--rank", type=int, default=0)

@@ -6,10 +6,11 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -23,6 +24,9 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
+
+if TYPE_CHECKING:
+    from yolofleet.plan.forecast import Forecast
 
 USED = (  # settings that change a prediction
     *(
@@ -60,6 +64,7 @@ USED = (  # settings that change a prediction
         "val_period",
     ),
     *("deadline", "budget", "picture"),
+    *("simulate", "failures_per_hour", "replace_minutes", "seed"),
 )
 
 
@@ -94,6 +99,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     helps = changes(work, best.fleet)
     more = another_machine(work, best.fleet)
     picture = _draw(c.picture, rows, work.network.name) if c.picture else ""
+    extra = _extra_tables(c, rows, best)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header(
             "yolofleet plan",
@@ -109,6 +115,8 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         console.table(
             "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
         )
+        for title, columns, cells, _ in extra.values():
+            console.table(title, columns, cells)
         for text in best.notes():
             console.note(text)
         wasted = best.likely.wasted_share
@@ -131,11 +139,46 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             "best": best.name,
             "why": why,
             "changes": [asdict(change) for change in (*helps, more)],
+            **{name: figures for name, (_, _, _, figures) in extra.items()},
         },
         json_out,
         indent=2,
     )
     return 0
+
+
+def _extra_tables(
+    c: PlanConfig, rows: Sequence[Forecast], best: Forecast
+) -> dict[str, tuple[str, Sequence[str], list[list[str]], list[dict[str, Any]]]]:
+    """Return (title, columns, cells, values for JSON) of the tables of ``--simulate`` and ``--failures-per-hour``.
+
+    Raises:
+        ConfigError: more devices than a simulation takes; failures with which a run does not end.
+    """
+    found: dict[str, tuple[str, Sequence[str], list[list[str]], list[dict[str, Any]]]] = {}
+    if c.failures_per_hour:
+        from yolofleet.plan import failures
+
+        spot = [failures.spot_forecast(row, c.failures_per_hour, 60 * c.replace_minutes) for row in rows]
+        title = f"with {c.failures_per_hour:g} failures an hour of each machine, replaced after {c.replace_minutes:g} minutes"
+        cells = [one.row() for one in spot]
+        found["failures"] = title, failures.COLUMNS, cells, [one.figures() for one in spot]
+    if c.simulate:
+        from yolofleet.plan import scaling, simulation
+
+        runs = [simulation.simulate(row.work, row.fleet, seed=c.seed) for row in rows]
+        cells = [one.row(row.name, row.likely.rate_img_s) for one, row in zip(runs, rows, strict=True)]
+        values = [{"fleet": row.name, **asdict(one)} for one, row in zip(runs, rows, strict=True)]
+        found["simulation"] = "simulated", simulation.COLUMNS, cells, values
+        limits = scaling.what_breaks(best, grows=c.per_device)
+        title = f"what stops scaling first, with more of {best.fleet[-1].name}"
+        found["limits"] = (
+            title,
+            scaling.COLUMNS,
+            [one.row() for one in limits],
+            [asdict(one) for one in limits],
+        )
+    return found
 
 
 def _draw(path: Path, rows: list[Any], title: str) -> str:

@@ -1,8 +1,7 @@
 """Failures: the expected time of a run on machines that fail, such as spot machines, and the best interval of checkpoints.
 
 Model: each of n machines that are there fails after an exponential time, and is replaced after ``replacement_s`` on average,
-whatever the others do. A failure and a return each stop all machines for ``restart_s``; after it the run goes on with those that
-are there. Between states in memory ``memory_s`` apart, a failure loses what was done since the last one; if no machine is left, it
+whatever the others do. A failure and a return stop all machines for a moment; after it the run goes on with those that are there. Between states in memory ``memory_s`` apart, a failure loses what was done since the last one; if no machine is left, it
 loses what was done since the last checkpoint, and the next machine starts from nothing. docs/plan.md has the formula.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974, doi 10.1145/361147.361115);
@@ -15,15 +14,31 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 
 from yolofleet.errors import ConfigError
 from yolofleet.keyed import generator
+from yolofleet.plan.forecast import Forecast
+from yolofleet.plan.formula import predict
+from yolofleet.report.console import duration
 
+COLUMNS = (
+    "fleet",
+    "nothing fails",
+    "expected",
+    "failures",
+    "machines there",
+    "$",
+    "--save-minutes",
+    "Young, Daly",
+)
 MOST_TIMES = 1000  # as long as without failures: beyond it, a run does not end
 MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # of a state in memory: docs/fleet.md, "After a failure"
-RESTART_S = 8.0  # median of losing a host after 5 s of silence and going on: benchmarks/README.md
+RESTART_S, RETURN_S = (
+    20.5,
+    1.5,
+)  # a host is switched off, and returns: benchmarks/README.md, "Going on after a fault"
 LONGEST_S = 3600.0  # between checkpoints: the model does not know failures of all machines at once
 NEGLIGIBLE = 6  # standard deviations
 MOST_EXPONENT = 700.0  # of exp in double precision
@@ -38,7 +53,8 @@ class Spot:
         replacement_s: mean time until a lost machine is there again.
         interval_s: training between two checkpoints.
         save_s: that training stands still for a checkpoint.
-        restart_s: from a failure, or the return of a machine, to the next step of those that are there.
+        restart_s: from a failure to the next step of the machines that are left.
+        return_s: that training stands still when a machine comes back, besides a save.
         start_s: the same if no machine was left.
         memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
         memory_save_s: that training stands still for a state in memory.
@@ -50,6 +66,7 @@ class Spot:
     interval_s: float
     save_s: float
     restart_s: float = RESTART_S
+    return_s: float = RETURN_S
     start_s: float = 60.0
     memory_s: float = MEMORY_S
     memory_save_s: float = MEMORY_S * MEMORY_SHARE
@@ -130,7 +147,7 @@ def efficiency(machines: int, spot: Spot, *, returning_per_s: float) -> float:
     if not any_per_s:
         return trained_s / segment_s
     after_failure_s = spot.restart_s if machines > 1 else spot.start_s
-    after_return_s = spot.restart_s + spot.return_save_s
+    after_return_s = spot.return_s + spot.return_save_s
     pause_s = (failing * after_failure_s + returning_per_s * after_return_s) / any_per_s
     ends_early = -math.expm1(-any_per_s * segment_s)
     until_early_s = ends_early / any_per_s - segment_s * (1 - ends_early)  # mean over all segments
@@ -358,3 +375,76 @@ class _Progress:
         self.since_memory = 0.0
         if not self.spot.memory_s:
             self.saved, self.since_save = self.done, 0.0
+
+
+@dataclass(frozen=True)
+class SpotForecast:
+    """A forecast with failures.
+
+    Attributes:
+        run_s: expected, with the start. interval_s: the best between checkpoints; young_s, daly_s: their estimates.
+    """
+
+    name: str
+    outlook: Outlook
+    run_s: float
+    cost: float
+    interval_s: float
+    young_s: float
+    daly_s: float
+
+    def row(self) -> list[str]:
+        """Return the cells under ``COLUMNS``."""
+        found = self.outlook
+        return [
+            self.name,
+            duration(self.run_s - found.expected_s + found.without_s),
+            duration(self.run_s),
+            f"{found.failures:,.1f}",
+            f"{found.machines:,.2f}",
+            "-" if math.isnan(self.cost) else f"{self.cost:,.0f}",
+            f"{self.interval_s / 60:,.1f}",
+            f"{self.young_s / 60:,.1f}, {self.daly_s / 60:,.1f}",
+        ]
+
+    def figures(self) -> dict[str, object]:
+        """Return values for JSON."""
+        cost = None if math.isnan(self.cost) else self.cost
+        return {"fleet": self.name, **asdict(self.outlook), "run_s": self.run_s, "cost": cost} | {
+            "interval_s": self.interval_s,
+            "young_s": self.young_s,
+            "daly_s": self.daly_s,
+        }
+
+
+def spot_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> SpotForecast:
+    """Return what failures do to a forecast, with the best interval between checkpoints.
+
+    Raises:
+        ConfigError: see :func:`with_failures`.
+    """
+    likely, fleet = forecast.likely, forecast.fleet
+
+    @cache
+    def speed(machines: int) -> float:
+        work = replace(forecast.work, shares=())  # those of --shares name all ranks
+        return (
+            predict(work, fleet[:machines]).rate_img_s / likely.rate_img_s if machines < len(fleet) else 1.0
+        )
+
+    save_s = max(machine.save_s for machine in fleet)
+    work_s = likely.run - likely.start - likely.parts["checkpoint"]
+    spot = Spot(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=likely.start)
+    best = best_interval_s(work_s, len(fleet), speed, spot)
+    found = with_failures(work_s, len(fleet), speed, replace(spot, interval_s=best))
+    run_s = likely.start + found.expected_s
+    between_s = 1 / (len(fleet) * spot.rate_s)
+    return SpotForecast(
+        forecast.name,
+        found,
+        run_s,
+        likely.price_hour * found.machines / len(fleet) * run_s / 3600,
+        best,
+        young_interval_s(save_s, between_s),
+        daly_interval_s(save_s, between_s),
+    )

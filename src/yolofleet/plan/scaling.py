@@ -7,23 +7,25 @@ and on one machine. Multiplied to 4,096 ranks they are estimates, and a real net
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from yolofleet.plan.formula import CLASSES_BYTES, GLOO_HOP_S, count_exchange_s, largest_of, predict
+from yolofleet.plan.forecast import Forecast
+from yolofleet.plan.formula import GLOO_HOP_S, count_exchange_s, predict
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.simulation import MOST_RANKS
 from yolofleet.plan.workload import Workload
 from yolofleet.report.console import duration
 
 # benchmarks/simulation.py store: of the server and the two relays of another host
-KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.6e-6, 3.0e-6, 1.1e-4
+KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
 # benchmarks/simulation.py logins
 LOGIN_S, LAUNCHER_LOGIN_S, PREFLIGHT_S, PREFLIGHT_PAIR_S = 0.6, 0.05, 1.1, 0.01
 LOGINS_AT_ONCE = 32  # as fleet/hosts/login.py
 # benchmarks/simulation.py gather
 DETECTION_BYTES, DETECTIONS = 31, 100  # of an image
-MERGE_RANK_S = 1e-4  # seconds of each rank's payload, on every rank
+CLASSES_BYTES = 56_700  # of a rank without images: its confusion matrix of 80 classes, and numbers of objects
+MERGE_RANK_S = 5.7e-4  # of each rank's payload, on every rank
 CONNECTIONS = 2  # of a rank to the store: the process group's and the watchdog's
 OPEN_FILES = 1024  # soft limit of Linux
 OTHER_FILES = 64  # of a process
@@ -31,7 +33,6 @@ HEARTBEATS_PER_S, HEARTBEATS_MISSED, MEET_INTERVAL_S = 16, 4, 0.2  # as parallel
 NAMED_WITHIN_S = 60.0  # a rank that hangs, as docs/faults.md promises
 SHARE = 0.05  # of a step or a validation: a part that takes more has broken
 START_SHARE_S = 60.0  # of the start
-Fleets = Callable[[int], tuple[Workload, Sequence[Machine]]]
 COLUMNS = ("from ranks", "part", "there", "with 4,096 ranks", "remedy", "then")
 
 
@@ -70,23 +71,23 @@ class _Cost:
     built: bool = False
 
 
-def sizes(machine: Machine) -> list[int]:
-    """Return numbers of machines from one to ``MOST_RANKS`` ranks, each twice the one before."""
-    most = max(MOST_RANKS // machine.devices, 1)
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-
-
-def what_breaks(fleets: Fleets, counts: Sequence[int]) -> list[Limit]:
-    """Return the parts that stop scaling, first to last.
+def what_breaks(forecast: Forecast, *, grows: bool) -> list[Limit]:
+    """Return the parts that stop scaling with 1, 2, 4 ... of the last machine of a fleet, to ``MOST_RANKS`` devices.
 
     Args:
-        fleets: returns the workload and the fleet of a number of machines.
-        counts: numbers of machines, ascending.
+        grows: the step has as many images for each device on all fleets; else as many as that of ``forecast``.
     """
+    work, machine = replace(forecast.work, shares=()), forecast.fleet[-1]
+    most = max(MOST_RANKS // machine.devices, 1)
+    counts = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
     first: dict[str, tuple[int, _Cost]] = {}
     last: dict[str, _Cost] = {}
     for count in counts:
-        work, fleet = fleets(count)
+        fleet = [machine] * count
+        if grows:
+            times = count * machine.devices / forecast.likely.devices
+            micro_batches = max(round(times * forecast.work.step_images / work.micro_batch), 1)
+            work = replace(work, step_images=micro_batches * work.micro_batch)
         ranks = sum(machine.devices for machine in fleet)
         for cost in _costs(work, fleet, ranks, len(fleet)):
             last[cost.part] = cost

@@ -33,6 +33,8 @@ MOST_RANKS = 4096
 STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
 PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # of the mean: no rank takes less time for a step
+SHOWN = 0.005  # of a step: smaller parts are left out of the table
+COLUMNS = ("fleet", "images/s", "beside the formula", "step", "a rank's time", "slowest in most steps")
 Times = NDArray[np.float64]
 
 
@@ -56,6 +58,22 @@ class Simulation:
     run_s: float
     waits: dict[str, float]
     waited_for: tuple[tuple[int, float], ...]
+
+    def row(self, name: str, predicted_img_s: float) -> list[str]:
+        """Return the cells under ``COLUMNS``."""
+        parts = sorted(self.waits.items(), key=lambda item: -item[1])
+        return [
+            name,
+            f"{self.rate_img_s:,.1f}",
+            f"{self.rate_img_s / predicted_img_s - 1:+.1%}",
+            f"{1000 * self.step_s:,.0f} ms",
+            ", ".join(
+                f"{part} {seconds / self.step_s:.0%}"
+                for part, seconds in parts
+                if seconds >= SHOWN * self.step_s
+            ),
+            ", ".join(f"rank {rank} ({share:.0%})" for rank, share in self.waited_for),
+        ]
 
 
 def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: int = STEPS) -> Simulation:
