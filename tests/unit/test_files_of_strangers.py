@@ -16,7 +16,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 MAY_OPEN = {
     **dict.fromkeys(
         ("api.py:_run", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
-         "cli/bench.py:run_train"),
+         "cli/bench.py:run_train", "cli/plan.py:run_probe"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -32,7 +32,7 @@ MAY_OPEN = {
     ),
     "runs/study.py:_drop_torn_line": "the journal of a study in the folder that --resume names; Optuna opens it too",
     "cli/selftest.py:started": "a new file in our temporary folder",
-    "runs/bench.py:_checkpoint": "a checkpoint that it has just written, in our temporary folder",
+    "runs/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("data/entryfile.py:reopen", "data/entryfile.py:open_shared", "data/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",

@@ -140,7 +140,7 @@ class Planned:
         """Return the workload on so many ranks."""
         is_per_device = isinstance(self.config, PlanConfig) and self.config.per_device
         return workload_of(
-            self.config, self.data, self.network, on_cpu=on_cpu, times=ranks if is_per_device else 1
+            self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu, per_device=is_per_device
         )
 
     def linked(self, machine: Machine) -> Machine:

@@ -48,8 +48,8 @@ class Forecast:
                 f"{len(idle)} of {self.likely.devices} devices have nothing to do: a step has "
                 f"{self.work.step_images // self.work.micro_batch} micro-batches; --per-device, or a larger --nominal-batch"
             )
-        if self.work.cache == "ram" and (share := min(cached_share(self.work, m) for m in self.fleet)) < 1:
-            found.append(f"the memory of a machine holds {share:.0%} of the decoded images")
+        if self.work.cache != "none" and (share := min(cached_share(self.work, m) for m in self.fleet)) < 1:
+            found.append(f"the image cache of a machine holds {share:.0%} of the images")
         return found
 
     def row(self, first: Forecast) -> list[str]:
@@ -120,7 +120,7 @@ def changes(work: Workload, fleet: Fleet) -> list[Change]:
 
 def _possible(work: Workload, fleet: Fleet) -> Iterator[tuple[str, tuple[Workload, Fleet]]]:
     """Yield changes that the settings or the machines allow."""
-    if work.cache == "none":
+    if not any(cached_share(work, machine) for machine in fleet):
         fits = all(work.cached_bytes <= RAM_SHARE * machine.memory_bytes for machine in fleet)
         mode: Any = "ram" if fits else "disk"
         yield f"--cache {mode}", (replace(work, cache=mode), fleet)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from yolofleet.parallel.partition import Partition
-from yolofleet.plan.machine import RAM_SHARE, Link, Machine
+from yolofleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
 from yolofleet.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
@@ -214,6 +214,8 @@ def cached_share(work: Workload, machine: Machine) -> float:
         return 0.0
     if work.cache == "disk":
         return 1.0
+    if work.cache == "auto":
+        return float(work.cached_bytes <= AUTO_SHARE * machine.memory_bytes)
     return min(RAM_SHARE * machine.memory_bytes / work.cached_bytes, 1.0)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+AUTO_SHARE = 0.5  # of the memory that --cache auto fills at most, as data/cache.py
 RAM_SHARE = (
     0.8  # of the memory that the image cache or the kernel's page cache fills at most, as data/cache.py
 )

@@ -13,6 +13,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.partition import Partition
 
 BUCKET_BYTES = 4 << 20  # as parallel/buckets.py, which needs torch; a test compares them
+FILLED = 0.75  # of the square: images of 640 x 480
 FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # of an element in a message
 
 
@@ -54,7 +55,7 @@ class Workload:
         step_images: images of a step, over all ranks, after the warm-up.
         micro_batch: images; per_pass: micro-batches that pass the network together.
         workers: loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores.
-        cache: where decoded images are kept.
+        cache: where decoded images are kept; auto: in memory, if all fit into half of it.
         shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
         hierarchical: gloo sums inside each host first.
         val_period: epochs between validations; 0: only after the last one.
@@ -72,7 +73,7 @@ class Workload:
     micro_batch: int
     per_pass: int = 1
     workers: int = -1
-    cache: Literal["none", "ram", "disk"] = "none"
+    cache: Literal["none", "ram", "disk", "auto"] = "none"
     reduce: Literal["fast", "fast16", "exact"] = "fast"
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
     shares: tuple[float, ...] = ()
@@ -94,8 +95,8 @@ class Workload:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of all decoded images, as if each filled the square; most fill less."""
-        return self.images * 3 * self.img**2
+        """Bytes of all decoded images, if they fill as much of the square as those of COCO."""
+        return round(self.images * 3 * self.img**2 * FILLED)
 
     @cached_property
     def buckets(self) -> tuple[tuple[int, float], ...]:
@@ -129,25 +130,28 @@ class DataFacts:
 
 
 def workload_of(
-    config: TrainConfig, data: DataFacts, network: Network, *, on_cpu: bool, times: int = 1
+    config: TrainConfig,
+    data: DataFacts,
+    network: Network,
+    *,
+    ranks: int,
+    on_cpu: bool,
+    per_device: bool = False,
 ) -> Workload:
     """Return the workload of a training's settings.
 
     Args:
         on_cpu: the devices are CPU cores, which decides the defaults of precision and passes.
-        times: of ``batch`` and ``nominal_batch``.
+        per_device: ``batch`` and ``nominal_batch`` count for each rank.
     Raises:
-        ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
+        ConfigError: ``--batch`` has no divisor that can be the default micro-batch; ``--shares`` does not fit the ranks.
     """
+    times = ranks if per_device else 1
     batch, nominal = config.batch * times, config.nominal_batch * times
     step_images, micro_batch = step_images_of(batch, nominal), micro_batch_of(config)
-    fits_memory = on_cpu or config.reduce == "exact"
+    is_one_by_one = on_cpu or config.reduce == "exact"
     precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
-    shares = (
-        ()
-        if config.shares in ("", "auto")
-        else Partition.parse(config.shares, config.shares.count(",") + 1).shares
-    )
+    shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares
     return Workload(
         network=network,
         img=config.img,
@@ -158,9 +162,9 @@ def workload_of(
         step_images=step_images,
         micro_batch=micro_batch,
         # a GPU takes as many as fit into its memory, which is taken to be all of a rank's
-        per_pass=config.micro_batches_per_pass or (1 if fits_memory else step_images // micro_batch),
+        per_pass=config.micro_batches_per_pass or (1 if is_one_by_one else step_images // micro_batch),
         workers=config.workers,
-        cache={"auto": "ram", "jpeg": "ram"}.get(config.cache, config.cache),  # type: ignore[arg-type]
+        cache="ram" if config.cache == "jpeg" else config.cache,
         reduce=config.reduce,
         precision=precision,
         shares=shares,

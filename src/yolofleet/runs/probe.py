@@ -23,8 +23,10 @@ import torch
 from yolofleet import devices
 from yolofleet.data.cache import ImageCache
 from yolofleet.data.loader import train_loader
+from yolofleet.files.foreign import open_foreign
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
+from yolofleet.plan.library import COCO_IMAGE_BYTES
 from yolofleet.report.clock import Clock
 from yolofleet.runs.bench import WARM_UP, ReadySteps, checkpoint_cost, part, whole_run
 from yolofleet.runs.train import BuiltRun
@@ -81,7 +83,9 @@ def probe_figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         "model": run.network.model.description.name,
         "img": run.network.img,
         "precision": training.precision,
-        "image_bytes": float(np.mean([Path(path).stat().st_size for path in _some_files(run)])),
+        "image_bytes": statistics.mean(
+            [Path(path).stat().st_size for path in _some_files(run)] or [COCO_IMAGE_BYTES]
+        ),
         "val_image_s": val_image_s,
         "val_end_s": max(evaluation.seconds["wall"] - sum(parts.values()), 0.0),
         "save_s": saved.standstill_s,
@@ -102,17 +106,18 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a host: the medians of its ranks."""
 
     def median(name: str) -> float:
-        return statistics.median(rank[name] for rank in ranks)
+        return float(statistics.median(rank[name] for rank in ranks))
 
-    first = ranks[0]
+    first, passes = ranks[0], [dict(rank["passes"]) for rank in ranks]
     return {
         **{name: first[name] for name in ("host", "device", "cores", "memory_bytes", "device_bytes")},
         **{name: median(name) for name in ("update_s", "spread", "load_s", "cached_s")},
         "read_bytes_s": sum(rank["read_bytes_s"] for rank in ranks),
         "devices": len(ranks),
         "passes": [
-            {"images": images, "seconds": statistics.median(dict(rank["passes"])[images] for rank in ranks)}
-            for images, _ in first["passes"]
+            {"images": images, "seconds": statistics.median(rank[images] for rank in passes)}
+            for images in passes[0]
+            if all(images in rank for rank in passes)
         ],
     }
 
@@ -209,8 +214,9 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     training, network = run.training, run.network
     config = training.config
     micro = training.splitter.micro_batch
-    plans = islice(training.schedule.steps(), 1000)
-    keys = [key for plan in plans for key in training.splitter.keys(plan)][: -(-LOADED // micro) + 1]
+    plans = islice(training.schedule.steps(), 200)  # a rank may have no work in some steps
+    every = (key for plan in plans for key in training.splitter.keys(plan))
+    keys = list(islice(every, -(-LOADED // micro) + 1))
     images = sum(len(key.samples) for key in keys[1:])
     kept = _Kept(ImageCache(run.data.train, network.img, "none", quick=True))
     samples = training_samples(
@@ -224,7 +230,7 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
             for number, _ in enumerate(batches):
                 if number == 0:  # the first one imports and allocates
                     began_s = time.perf_counter()
-        return (time.perf_counter() - began_s) / max(images, 1)
+        return max(time.perf_counter() - began_s, 1e-9) / max(images, 1)
 
     read = seconds()
     return {"load_s": read, "cached_s": min(seconds(), read)}
@@ -242,7 +248,7 @@ def _reading(run: BuiltRun) -> float:
     """Return the bytes/s of image files that are not in memory; an upper estimate where the system keeps them there."""
     count, began_s = 0, time.perf_counter()
     for path in _some_files(run):
-        with open(path, "rb", buffering=0) as file:
+        with open_foreign(path, buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             count += len(file.read())

@@ -130,6 +130,8 @@ def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.Mon
         (["--machine", "8xA100", "--prices", "none.yaml"], "none.yaml does not exist"),
         (["--machine", "8xA100", "--model", "yolov9"], "unknown model"),
         (["--probe", "none.json"], "none.json does not exist"),
+        (["--machine", "8xA100", "--shares", "1,2"], "needs 8 numbers"),
+        (["--machine", "8xA100", "--batch", "auto"], "--batch auto"),
         ([], "there is no probe of this machine"),
         (["--hosts", "a:2,b:2"], "there is no probe of host a"),
     ],
