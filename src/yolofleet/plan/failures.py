@@ -1,8 +1,9 @@
 """Failures: the expected time of a run on machines that fail, such as spot machines, and the best interval of checkpoints.
 
 Model: each of n machines that are there fails after an exponential time, and is replaced after ``replacement_s`` on average,
-whatever the others do. A failure and a return stop all machines for a moment; after it the run goes on with those that are there. Between states in memory ``memory_s`` apart, a failure loses what was done since the last one; if no machine is left, it
-loses what was done since the last checkpoint, and the next machine starts from nothing. docs/plan.md has the formula.
+whatever the others do. A failure and a return stop all machines for a moment; after it the run goes on with those that are
+there. A failure loses what was done since the last state in memory. If no machine is left, or without such states, it loses
+what was done since the last checkpoint. docs/plan.md has the formula.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974, doi 10.1145/361147.361115);
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
@@ -35,17 +36,15 @@ COLUMNS = (
 )
 MOST_TIMES = 1000  # as long as without failures: beyond it, a run does not end
 MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # of a state in memory: docs/fleet.md, "After a failure"
-RESTART_S, RETURN_S = (
-    20.5,
-    1.5,
-)  # a host is switched off, and returns: benchmarks/README.md, "Going on after a fault"
+RESTART_S = 20.5  # a host is switched off: benchmarks/README.md, "Going on after a fault"
+RETURN_S = 1.5  # it returns
 LONGEST_S = 3600.0  # between checkpoints: the model does not know failures of all machines at once
 NEGLIGIBLE = 6  # standard deviations
 MOST_EXPONENT = 700.0  # of exp in double precision
 
 
 @dataclass(frozen=True)
-class Spot:
+class FailureModel:
     """How machines fail, and what the run does about it. All seconds.
 
     Attributes:
@@ -126,7 +125,7 @@ class Outlook:
 Speed = Callable[[int], float]  # machines -> speed, relative to that of all of them
 
 
-def efficiency(machines: int, spot: Spot, *, returning_per_s: float) -> float:
+def efficiency(machines: int, failing: FailureModel, *, returning_per_s: float) -> float:
     """Return the seconds of training that count in each second in which ``machines`` machines are there.
 
     From one saved state to the next: training ends after an interval, at a failure (all is lost), or when a machine comes back
@@ -136,19 +135,19 @@ def efficiency(machines: int, spot: Spot, *, returning_per_s: float) -> float:
     Args:
         returning_per_s: rate at which machines come back.
     """
-    in_memory = spot.memory_s > 0 and machines > 1
-    trained_s = spot.memory_s if in_memory else spot.interval_s
-    save_s = spot.memory_save_s if in_memory else spot.save_s
+    in_memory = failing.memory_s > 0 and machines > 1
+    trained_s = failing.memory_s if in_memory else failing.interval_s
+    save_s = failing.memory_save_s if in_memory else failing.save_s
     # the other kind of save takes its part of the time
-    other = 1 + spot.save_s / spot.interval_s if in_memory else spot.memory_cost
-    failing = machines * spot.rate_s
-    any_per_s = failing + returning_per_s
+    other = 1 + failing.save_s / failing.interval_s if in_memory else failing.memory_cost
+    failing_per_s = machines * failing.rate_s
+    any_per_s = failing_per_s + returning_per_s
     segment_s = trained_s * other + save_s
     if not any_per_s:
         return trained_s / segment_s
-    after_failure_s = spot.restart_s if machines > 1 else spot.start_s
-    after_return_s = spot.return_s + spot.return_save_s
-    pause_s = (failing * after_failure_s + returning_per_s * after_return_s) / any_per_s
+    after_failure_s = failing.restart_s if machines > 1 else failing.start_s
+    after_return_s = failing.return_s + failing.return_save_s
+    pause_s = (failing_per_s * after_failure_s + returning_per_s * after_return_s) / any_per_s
     ends_early = -math.expm1(-any_per_s * segment_s)
     until_early_s = ends_early / any_per_s - segment_s * (1 - ends_early)  # mean over all segments
     counted_s = trained_s * (1 - ends_early + returning_per_s / any_per_s * until_early_s / segment_s)
@@ -156,7 +155,7 @@ def efficiency(machines: int, spot: Spot, *, returning_per_s: float) -> float:
     return counted_s / passed_s
 
 
-def with_failures(work_s: float, machines: int, speed: Speed, spot: Spot) -> Outlook:
+def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureModel) -> Outlook:
     """Return the expected time of a run that all machines do in ``work_s`` seconds, without failures and checkpoints.
 
     The machines are independent, so the number of those that are there has a binomial distribution. Its mean, a share
@@ -167,20 +166,20 @@ def with_failures(work_s: float, machines: int, speed: Speed, spot: Spot) -> Out
     Raises:
         ConfigError: the run would not end, or ``machines`` or ``work_s`` is not possible.
     """
-    if machines < spot.min_machines or not (math.isfinite(work_s) and work_s > 0):
+    if machines < failing.min_machines or not (math.isfinite(work_s) and work_s > 0):
         raise ConfigError(
-            f"failures: cannot train {work_s:g} s on {machines} machines, of which {spot.min_machines} must be there"
+            f"failures: cannot train {work_s:g} s on {machines} machines, of which {failing.min_machines} must be there"
         )
-    without_s = work_s * (1 + spot.save_s / spot.interval_s) * spot.memory_cost
-    if not spot.failures_per_hour:
+    without_s = work_s * (1 + failing.save_s / failing.interval_s) * failing.memory_cost
+    if not failing.failures_per_hour:
         return Outlook(without_s, without_s, machines, 0.0)
-    long_run = 1 / (1 + spot.rate_s * spot.replacement_s)
-    settles_s = long_run * spot.replacement_s
+    long_run = 1 / (1 + failing.rate_s * failing.replacement_s)
+    settles_s = long_run * failing.replacement_s
 
     @cache
     def counted(there: int) -> float:
-        returning = (machines - there) / spot.replacement_s if spot.replacement_s else 0.0
-        return speed(there) * efficiency(there, spot, returning_per_s=returning)
+        returning = (machines - there) / failing.replacement_s if failing.replacement_s else 0.0
+        return speed(there) * efficiency(there, failing, returning_per_s=returning)
 
     def share_there(seconds: float) -> float:
         """Return the mean share of the machines that are there in the first ``seconds``."""
@@ -190,12 +189,12 @@ def with_failures(work_s: float, machines: int, speed: Speed, spot: Spot) -> Out
 
     def done(seconds: float) -> float:
         likely = _binomial(machines, share_there(seconds))
-        return seconds * sum(share * counted(k) for k, share in likely.items() if k >= spot.min_machines)
+        return seconds * sum(share * counted(k) for k, share in likely.items() if k >= failing.min_machines)
 
     low, high = without_s, MOST_TIMES * without_s
     if done(high) < work_s:
         raise ConfigError(
-            f"with {spot.failures_per_hour:g} failures an hour of each of {machines} machines, the run takes more than "
+            f"with {failing.failures_per_hour:g} failures an hour of each of {machines} machines, the run takes more than "
             f"{MOST_TIMES} times as long",
             hint="save more often, or take fewer machines, or such that fail less often",
         )
@@ -203,7 +202,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, spot: Spot) -> Out
         middle = (low + high) / 2
         low, high = (middle, high) if done(middle) < work_s else (low, middle)
     mean = machines * share_there(high)
-    return Outlook(high, without_s, mean, mean * spot.rate_s * high)
+    return Outlook(high, without_s, mean, mean * failing.rate_s * high)
 
 
 def _binomial(count: int, share: float) -> dict[int, float]:
@@ -225,7 +224,7 @@ def _binomial(count: int, share: float) -> dict[int, float]:
     }
 
 
-def best_interval_s(work_s: float, machines: int, speed: Speed, spot: Spot) -> float:
+def best_interval_s(work_s: float, machines: int, speed: Speed, failing: FailureModel) -> float:
     """Return the interval between checkpoints with which the run is expected to end first, at most ``LONGEST_S``.
 
     For one machine it is the optimum of Daly's complete model: 1 - interval / M = exp(-(interval + cost) / M), with the mean
@@ -234,19 +233,19 @@ def best_interval_s(work_s: float, machines: int, speed: Speed, spot: Spot) -> f
     Raises:
         ConfigError: the run would not end with any interval.
     """
-    if not spot.failures_per_hour:
+    if not failing.failures_per_hour:
         return LONGEST_S
 
     def expected(logarithm: float) -> float:
         try:
             return with_failures(
-                work_s, machines, speed, replace(spot, interval_s=math.exp(logarithm))
+                work_s, machines, speed, replace(failing, interval_s=math.exp(logarithm))
             ).expected_s
         except ConfigError:
             return math.inf
 
     # intervals far above the best one do not end, and all are infinite: begin with the shortest
-    low, high = math.log(max(0.1 * spot.save_s, 0.1)), math.log(LONGEST_S)
+    low, high = math.log(max(0.1 * failing.save_s, 0.1)), math.log(LONGEST_S)
     while high - low > 1e-3:
         third = (high - low) / 3
         if expected(low + third) <= expected(high - third):
@@ -269,7 +268,9 @@ def daly_interval_s(save_s: float, between_failures_s: float) -> float:
     return young_interval_s(save_s, between_failures_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
 
 
-def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: int, number: int) -> float:
+def history_s(
+    work_s: float, machines: int, speed: Speed, failing: FailureModel, *, seed: int, number: int
+) -> float:
     """Return the seconds of one simulated run, failure by failure. It has what the formula leaves out.
 
     A replacement takes an exponential time. Draws are functions of (seed, number).
@@ -283,12 +284,12 @@ def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: i
         return -math.log(1 - rng.random()) / rate if rate else math.inf
 
     there, returns, now = machines, list[float](), 0.0
-    run = _Progress(spot)
+    run = _Progress(failing)
     while True:
-        event_s = after(there * spot.rate_s)
+        event_s = after(there * failing.rate_s)
         is_failure = not returns or now + event_s < returns[0]
         until = now + event_s if is_failure else returns[0]
-        trains = there >= spot.min_machines
+        trains = there >= failing.min_machines
         begin = min(now + run.pause_s, until)
         if trains:
             run.pause_s -= begin - now
@@ -302,45 +303,44 @@ def history_s(work_s: float, machines: int, speed: Speed, spot: Spot, *, seed: i
             )
         if is_failure:
             there -= 1
-            heapq.heappush(returns, now + spot.replacement_s * after(1.0))
-            run.lose(from_memory=bool(spot.memory_s) and there > 0)
+            heapq.heappush(returns, now + failing.replacement_s * after(1.0))
+            run.lose(from_memory=bool(failing.memory_s) and there > 0)
         else:
             heapq.heappop(returns)
             there += 1
             run.keep()
-        run.pause_s = (
-            spot.restart_s
-            if is_failure
-            else spot.start_s
-            if there == 1
-            else spot.restart_s + spot.return_save_s
-        )
+        if is_failure:
+            run.pause_s = failing.restart_s
+        elif there == 1:
+            run.pause_s = failing.start_s
+        else:
+            run.pause_s = max(run.pause_s, failing.return_s + failing.return_save_s)
 
 
 class _Progress:
     """What a run has done, in seconds of all machines, and what of it is in a checkpoint and in memory."""
 
-    def __init__(self, spot: Spot) -> None:
-        self.spot = spot
+    def __init__(self, failing: FailureModel) -> None:
+        self.failing = failing
         self.done = self.saved = self.in_memory = 0.0
         self.since_save = self.since_memory = 0.0  # seconds of training
         self.pause_s = 0.0
 
     def train(self, seconds: float, speed: float, work_s: float) -> float | None:
         """Train for ``seconds`` with states and checkpoints; return when the work was done, or None."""
-        spot, used = self.spot, 0.0
+        failing, used = self.failing, 0.0
         while seconds - used > 0:
-            to_save = spot.interval_s - self.since_save
-            to_memory = spot.memory_s - self.since_memory if spot.memory_s else math.inf
+            to_save = failing.interval_s - self.since_save
+            to_memory = failing.memory_s - self.since_memory if failing.memory_s else math.inf
             to_end = (work_s - self.done) / speed if speed else math.inf
             span = min(to_save, to_memory, to_end, seconds - used)
-            cycle_s = spot.memory_s + spot.memory_save_s
-            if spot.memory_s and not self.since_memory:
-                cycles = int(min(min(to_save, to_end) / spot.memory_s, (seconds - used) / cycle_s)) - 1
+            cycle_s = failing.memory_s + failing.memory_save_s
+            if failing.memory_s and not self.since_memory:
+                cycles = int(min(min(to_save, to_end) / failing.memory_s, (seconds - used) / cycle_s)) - 1
                 if cycles > 0:  # many at once
-                    self.done += cycles * spot.memory_s * speed
+                    self.done += cycles * failing.memory_s * speed
                     self.in_memory = self.done
-                    self.since_save += cycles * spot.memory_s
+                    self.since_save += cycles * failing.memory_s
                     used += cycles * cycle_s
                     continue
             self.done += span * speed
@@ -350,12 +350,12 @@ class _Progress:
             if span == to_end:
                 return used
             if span == to_memory:
-                used += spot.memory_save_s
+                used += failing.memory_save_s
                 self.since_memory = 0.0
                 if used <= seconds:
                     self.in_memory = self.done
             if span == to_save:
-                used += spot.save_s
+                used += failing.save_s
                 self.since_save = 0.0
                 if used <= seconds:
                     self.saved = self.done
@@ -373,12 +373,12 @@ class _Progress:
         """Save before all restart with a machine more."""
         self.in_memory = self.done
         self.since_memory = 0.0
-        if not self.spot.memory_s:
+        if not self.failing.memory_s:
             self.saved, self.since_save = self.done, 0.0
 
 
 @dataclass(frozen=True)
-class SpotForecast:
+class FailureForecast:
     """A forecast with failures.
 
     Attributes:
@@ -417,7 +417,7 @@ class SpotForecast:
         }
 
 
-def spot_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> SpotForecast:
+def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> FailureForecast:
     """Return what failures do to a forecast, with the best interval between checkpoints.
 
     Raises:
@@ -434,12 +434,12 @@ def spot_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: f
 
     save_s = max(machine.save_s for machine in fleet)
     work_s = likely.run - likely.start - likely.parts["checkpoint"]
-    spot = Spot(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=likely.start)
-    best = best_interval_s(work_s, len(fleet), speed, spot)
-    found = with_failures(work_s, len(fleet), speed, replace(spot, interval_s=best))
+    failing = FailureModel(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=likely.start)
+    best = best_interval_s(work_s, len(fleet), speed, failing)
+    found = with_failures(work_s, len(fleet), speed, replace(failing, interval_s=best))
     run_s = likely.start + found.expected_s
-    between_s = 1 / (len(fleet) * spot.rate_s)
-    return SpotForecast(
+    between_s = 1 / (len(fleet) * failing.rate_s)
+    return FailureForecast(
         forecast.name,
         found,
         run_s,

@@ -295,7 +295,8 @@ class _Loader:
         before = np.concatenate([[0.0], up_to])[self.starts]
         begins = np.where(np.isfinite(asked), np.maximum(asked, self.disk), self.disk)
         self.disk = begins + np.add.reduceat(seconds, self.starts)
-        return begins[self.host] + up_to - before[self.host]
+        read: Times = begins[self.host] + up_to - before[self.host]
+        return read
 
 
 def _normal(rng: np.random.Generator, count: int) -> Times:

@@ -16,11 +16,25 @@ from yolofleet.plan.forecast import forecast
 from yolofleet.plan.library import Library, network_of
 from yolofleet.plan.workload import Workload
 
-COCO = ["plan", "--data", "coco", "--images", "118287", "--val-images", "5000", "--model", "yolov5l", "--batch", "128"]
+COCO = [
+    "plan",
+    "--data",
+    "coco",
+    "--images",
+    "118287",
+    "--val-images",
+    "5000",
+    "--model",
+    "yolov5l",
+    "--batch",
+    "128",
+]
 
 
 def limits(*, grows: bool) -> dict[str, scaling.Limit]:
-    work = Workload(network_of("yolov5l"), 640, 118_287, 5000, 163e3, 300, 128, 16, precision="fp16", per_pass=8)
+    work = Workload(
+        network_of("yolov5l"), 640, 118_287, 5000, 163e3, 300, 128, 16, precision="fp16", per_pass=8
+    )
     machine = Library().machine("8xA100", work)
     found = scaling.what_breaks(forecast("8", work, [machine]), grows=grows)
     assert [one.ranks for one in found] == sorted(one.ranks for one in found)
@@ -61,7 +75,9 @@ def plan(tmp_path: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_plan_shows_the_simulation_and_what_breaks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_the_simulation_and_what_breaks_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = plan(tmp_path, "--machine", "8xA100", "--machines", "1,4", "--per-device", "--simulate")
     for one, row in zip(found["simulation"], found["fleets"], strict=True):
         assert one["rate_img_s"] == pytest.approx(row["images_per_s"], rel=0.05)
@@ -71,7 +87,9 @@ def test_a_plan_shows_the_simulation_and_what_breaks_first(tmp_path: Path, capsy
     assert "what stops scaling first" in said and "beside the formula" in said
 
 
-def test_a_plan_shows_the_expected_time_with_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_the_expected_time_with_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--machine", "8xA100", "--machines", "1,2", "--per-device"]
     found = plan(tmp_path, *words, "--failures-per-hour", "0.2", "--replace-minutes", "5")
     for one, row in zip(found["failures"], found["fleets"], strict=True):
@@ -85,14 +103,19 @@ def test_a_plan_shows_the_expected_time_with_failures(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--machines", "513", "--simulate"], "a simulation takes 1 to 4096 devices, got 4104 on 513 machines"),
+        (
+            ["--machines", "513", "--simulate"],
+            "a simulation takes 1 to 4096 devices, got 4104 on 513 machines",
+        ),
         (["--failures-per-hour", "1000"], "the run takes more than 1000 times as long"),
         (["--failures-per-hour", "inf"], "failures"),
         (["--failures-per-hour", "-1"], "failures-per-hour"),
         (["--failures-per-hour", "1", "--replace-minutes", "0"], "replace-minutes"),
     ],
 )
-def test_nonsense_gets_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_gets_one_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COCO, "--machine", "8xA100", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said and said.count("Error") == 1
