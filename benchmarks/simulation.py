@@ -4,6 +4,7 @@
     python benchmarks/simulation.py connections    # how many the relay on the store's host takes
     python benchmarks/simulation.py counts         # the sum of the loss counts through gloo, and files that it opens
     python benchmarks/simulation.py gather         # the end of a validation of COCO's size
+    python benchmarks/simulation.py logs           # a line of a rank's log, on the launcher
     python benchmarks/simulation.py logins         # ssh logins; needs root, openssh-server
     python benchmarks/simulation.py runs --data bccd/data.yaml
 
@@ -29,6 +30,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from yolofleet.fleet.hosts.relay import Relay, _proof
@@ -237,6 +239,35 @@ def gather(args: argparse.Namespace) -> None:
         print(f"| {ranks} | {received / 1e6:.1f} | {len(empty) / 1e3:.1f} | {merge_s:.2f} |", flush=True)
 
 
+def logs(args: argparse.Namespace) -> None:
+    """Measure what the launcher does for a line of a rank's log."""
+    from yolofleet.files.atomic import open_append
+    from yolofleet.fleet.description import parse_hosts
+    from yolofleet.fleet.hosts.messages import Log, message_of
+    from yolofleet.fleet.launch.watch import Watch
+
+    line = json.dumps({"type": "log", "rank": 3, "text": "x" * 300})
+    print("| hosts | read and write a line, us | look after the hosts, us |")
+    print("|---|---|---|")
+    with TemporaryDirectory() as folder:
+
+        def write() -> None:
+            for number in range(1000):
+                message = message_of(json.loads(line))
+                assert isinstance(message, Log)
+                with open_append(Path(folder) / f"rank-{number}.log") as file:
+                    file.write(message.text.encode())
+
+        for hosts in args.sizes or (16, 128, 512):
+            fleet = parse_hosts(",".join(f"h{number}:8" for number in range(hosts)))
+            remotes: Any = [
+                SimpleNamespace(name=host.name, heard_at_s=time.monotonic()) for host in fleet.hosts
+            ]
+            watch = Watch(fleet, remotes, lambda *_: None)
+            look_s = seconds(lambda: [watch._look() for _ in range(100)]) / 100  # noqa: B023
+            print(f"| {hosts} | {1e6 * seconds(write) / 1000:.0f} | {1e6 * look_s:.0f} |", flush=True)
+
+
 def logins(args: argparse.Namespace) -> None:
     """Log in to machines in miniature, which share the cores with this one."""
     sys.path[:0] = [str(HERE.parent.parent / "tests" / "cluster"), str(HERE.parent.parent / "tests")]
@@ -338,7 +369,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = {
-        "store": store, "counts": counts, "gather": gather, "logins": logins, "runs": runs,
+        "store": store, "counts": counts, "gather": gather, "logs": logs, "logins": logins, "runs": runs,
         "connections": connections, "counts-of-rank": counts_of_rank, "relay-here": relay_here, "logins-here": logins_here,
     }  # fmt: skip
     parser.add_argument("part", choices=sorted(every))

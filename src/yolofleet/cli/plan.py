@@ -159,7 +159,9 @@ def _extra_tables(
     if c.failures_per_hour:
         from yolofleet.plan import failures
 
-        failing = [failures.failure_forecast(row, c.failures_per_hour, 60 * c.replace_minutes) for row in rows]
+        failing = [
+            failures.failure_forecast(row, c.failures_per_hour, 60 * c.replace_minutes) for row in rows
+        ]
         title = f"with {c.failures_per_hour:g} failures an hour of each machine, replaced after {c.replace_minutes:g} minutes"
         cells = [one.row() for one in failing]
         found["failures"] = title, failures.COLUMNS, cells, [one.figures() for one in failing]

@@ -26,6 +26,10 @@ LOGINS_AT_ONCE = 32  # as fleet/hosts/login.py
 DETECTION_BYTES, DETECTIONS = 31, 100  # of an image
 CLASSES_BYTES = 56_700  # of a rank without images: its confusion matrix of 80 classes, and numbers of objects
 MERGE_RANK_S = 5.7e-4  # of each rank's payload, on every rank
+LOG_LINE_S, LOOK_HOST_S = (
+    4e-5,
+    4e-7,
+)  # of the launcher, for a line that a rank logs: benchmarks/simulation.py logs
 CONNECTIONS = 2  # of a rank to the store: the process group's and the watchdog's
 OPEN_FILES = 1024  # soft limit of Linux
 OTHER_FILES = 64  # of a process
@@ -215,4 +219,15 @@ def _costs(work: Workload, fleet: Sequence[Machine], ranks: int, hosts: int) -> 
         f"{received / 1e6:.0f} MB to each rank, {duration(gather_s)}",
         "sum the confusion matrices, in place of gathering them (not built)",
         duration(without_s),
+    )
+    epoch_s = work.steps * step.total + predicted.validation
+    logs_s = ranks * (LOG_LINE_S + hosts * LOOK_HOST_S)
+    yield _Cost(
+        "log collection",
+        logs_s,
+        epoch_s,
+        f"{duration(logs_s)} of the launcher for a line of each rank in each epoch of {duration(epoch_s)}",
+        "a scheduler starts the ranks, which log to its disks (docs/schedulers.md)",
+        "no lines sent",
+        built=True,
     )
