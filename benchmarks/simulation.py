@@ -5,6 +5,7 @@
     python benchmarks/simulation.py counts         # the sum of the loss counts through gloo, and files that it opens
     python benchmarks/simulation.py gather         # the end of a validation of COCO's size
     python benchmarks/simulation.py logs           # a line of a rank's log, on the launcher
+    python benchmarks/simulation.py ways           # the preflight check that each host reaches each
     python benchmarks/simulation.py logins         # ssh logins; needs root, openssh-server
     python benchmarks/simulation.py runs --data bccd/data.yaml
 
@@ -268,6 +269,32 @@ def logs(args: argparse.Namespace) -> None:
             print(f"| {hosts} | {1e6 * seconds(write) / 1000:.0f} | {1e6 * look_s:.0f} |", flush=True)
 
 
+def ways(args: argparse.Namespace) -> None:
+    """Measure the check that each host reaches each: connections of one host, and what the launcher does with the answers."""
+    from yolofleet.fleet.doctor.connections import listen, reach, unlisten
+    from yolofleet.fleet.doctor.host_facts import ANSWERS
+
+    token, port = "ab" * 16, free_port()
+    listen({"token": token, "ports": [port], "addresses": [LOOPBACK], "seconds": 60})
+    print(
+        "| hosts | a host reaches one, us | the launcher reads an answer, us | and looks for it, ns a pair |"
+    )
+    print("|---|---|---|---|")
+    for hosts in args.sizes or (32, 128, 512):
+        names = [f"h{number}" for number in range(hosts)]
+        targets = [{"address": LOOPBACK, "port": port, "token": token, "host": name} for name in names]
+        reach_s = seconds(partial(reach, {"targets": targets})) / hosts
+        said = json.dumps(reach({"targets": targets}))
+        read_s = seconds(lambda: ANSWERS["reach"].validate_python(json.loads(said))) / hosts  # noqa: B023
+        pairs = {(source, to): [1, 2] for source in names for to in names}
+        look_s = seconds(lambda: [one for (_, to), two in pairs.items() if to == "h1" for one in two])  # noqa: B023
+        print(
+            f"| {hosts} | {1e6 * reach_s:.0f} | {1e6 * read_s:.1f} | {1e9 * look_s / len(pairs):.0f} |",
+            flush=True,
+        )
+    unlisten({"token": token})
+
+
 def logins(args: argparse.Namespace) -> None:
     """Log in to machines in miniature, which share the cores with this one."""
     sys.path[:0] = [str(HERE.parent.parent / "tests" / "cluster"), str(HERE.parent.parent / "tests")]
@@ -369,7 +396,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = {
-        "store": store, "counts": counts, "gather": gather, "logs": logs, "logins": logins, "runs": runs,
+        "store": store, "counts": counts, "gather": gather, "logs": logs, "ways": ways, "logins": logins, "runs": runs,
         "connections": connections, "counts-of-rank": counts_of_rank, "relay-here": relay_here, "logins-here": logins_here,
     }  # fmt: skip
     parser.add_argument("part", choices=sorted(every))

@@ -20,7 +20,10 @@ from yolofleet.report.console import duration
 # benchmarks/simulation.py store: of the server and the two relays of another host
 KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
 # benchmarks/simulation.py logins
-LOGIN_S, LAUNCHER_LOGIN_S, PREFLIGHT_S, PREFLIGHT_PAIR_S = 0.6, 0.05, 1.1, 0.01
+LOGIN_S, LAUNCHER_LOGIN_S = 0.6, 0.05
+# benchmarks/simulation.py ways; each host tries two ports of each
+PREFLIGHT_S, REACH_S, READ_WAY_S, FIND_WAY_S = 1.1, 2 * 5e-4, 2 * 3.5e-6, 2e-8
+MOST_HOSTS = 1024  # of --hosts, as fleet/description.py
 LOGINS_AT_ONCE = 32  # as fleet/hosts/login.py
 # benchmarks/simulation.py gather
 DETECTION_BYTES, DETECTIONS = 31, 100  # of an image
@@ -196,7 +199,17 @@ def _costs(work: Workload, fleet: Sequence[Machine], ranks: int, hosts: int) -> 
         "no logins",
         built=True,
     )
-    checks_s = PREFLIGHT_S + hosts**2 * PREFLIGHT_PAIR_S
+    yield _Cost(
+        "hosts of --hosts",
+        hosts,
+        MOST_HOSTS,
+        f"{hosts:,} hosts, at most {MOST_HOSTS:,}",
+        "a scheduler starts the ranks (docs/schedulers.md)",
+        "no limit",
+        built=True,
+    )
+    # the hosts try at the same time; the launcher reads each answer, and looks for those of a host among all
+    checks_s = PREFLIGHT_S + hosts * REACH_S + hosts**2 * READ_WAY_S + hosts**3 * FIND_WAY_S
     yield _Cost(
         "preflight checks",
         checks_s,

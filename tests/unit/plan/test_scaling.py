@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from yolofleet.cli import main
+from yolofleet.fleet import description
 from yolofleet.fleet.hosts import login
 from yolofleet.parallel import watchdog
 from yolofleet.plan import scaling
@@ -45,6 +46,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe() -> None:
     assert scaling.HEARTBEATS_PER_S == watchdog.HEARTBEATS_PER_S
     assert scaling.HEARTBEATS_MISSED == watchdog.HEARTBEATS_MISSED
     assert scaling.LOGINS_AT_ONCE == login.LOGINS_AT_ONCE
+    assert scaling.MOST_HOSTS == description.MOST_HOSTS
 
 
 def test_ranks_without_images_come_first_where_the_step_does_not_grow() -> None:
