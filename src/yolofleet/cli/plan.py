@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
@@ -115,8 +115,8 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         console.table(
             "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
         )
-        for title, columns, cells, _ in extra.values():
-            console.table(title, columns, cells)
+        for table in extra.values():
+            console.table(table.title, table.columns, table.cells)
         for text in best.notes():
             console.note(text)
         wasted = best.likely.wasted_share
@@ -139,7 +139,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             "best": best.name,
             "why": why,
             "changes": [asdict(change) for change in (*helps, more)],
-            **{name: figures for name, (_, _, _, figures) in extra.items()},
+            **{name: table.figures for name, table in extra.items()},
         },
         json_out,
         indent=2,
@@ -147,15 +147,22 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     return 0
 
 
-def _extra_tables(
-    c: PlanConfig, rows: Sequence[Forecast], best: Forecast
-) -> dict[str, tuple[str, Sequence[str], list[list[str]], list[dict[str, Any]]]]:
-    """Return (title, columns, cells, values for JSON) of the tables of ``--simulate`` and ``--failures-per-hour``.
+class Table(NamedTuple):
+    """A table of the report, and the same as values for JSON."""
+
+    title: str
+    columns: Sequence[str]
+    cells: list[list[str]]
+    figures: list[dict[str, Any]]
+
+
+def _extra_tables(c: PlanConfig, rows: Sequence[Forecast], best: Forecast) -> dict[str, Table]:
+    """Return the tables of ``--failures-per-hour`` and ``--simulate``, by their names in the JSON file.
 
     Raises:
         ConfigError: more devices than a simulation takes; failures with which a run does not end.
     """
-    found: dict[str, tuple[str, Sequence[str], list[list[str]], list[dict[str, Any]]]] = {}
+    found: dict[str, Table] = {}
     if c.failures_per_hour:
         from yolofleet.plan import failures
 
@@ -164,22 +171,18 @@ def _extra_tables(
         ]
         title = f"with {c.failures_per_hour:g} failures an hour of each machine, replaced after {c.replace_minutes:g} minutes"
         cells = [one.row() for one in failing]
-        found["failures"] = title, failures.COLUMNS, cells, [one.figures() for one in failing]
+        found["failures"] = Table(title, failures.COLUMNS, cells, [one.figures() for one in failing])
     if c.simulate:
         from yolofleet.plan import scaling, simulation
 
         runs = [simulation.simulate(row.work, row.fleet, seed=c.seed) for row in rows]
         cells = [one.row(row.name, row.likely.rate_img_s) for one, row in zip(runs, rows, strict=True)]
         values = [{"fleet": row.name, **asdict(one)} for one, row in zip(runs, rows, strict=True)]
-        found["simulation"] = "simulated", simulation.COLUMNS, cells, values
+        found["simulation"] = Table("simulated", simulation.COLUMNS, cells, values)
         limits = scaling.what_breaks(best, grows=c.per_device)
         title = f"what stops scaling first, with more of {best.fleet[-1].name}"
-        found["limits"] = (
-            title,
-            scaling.COLUMNS,
-            [one.row() for one in limits],
-            [asdict(one) for one in limits],
-        )
+        cells = [one.row() for one in limits]
+        found["limits"] = Table(title, scaling.COLUMNS, cells, [asdict(one) for one in limits])
     return found
 
 

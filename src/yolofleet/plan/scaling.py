@@ -29,14 +29,12 @@ LOGINS_AT_ONCE = 32  # as fleet/hosts/login.py
 DETECTION_BYTES, DETECTIONS = 31, 100  # of an image
 CLASSES_BYTES = 56_700  # of a rank without images: its confusion matrix of 80 classes, and numbers of objects
 MERGE_RANK_S = 5.7e-4  # of each rank's payload, on every rank
-LOG_LINE_S, LOOK_HOST_S = (
-    4e-5,
-    4e-7,
-)  # of the launcher, for a line that a rank logs: benchmarks/simulation.py logs
+# benchmarks/simulation.py logs: of the launcher, for a line of a rank's log
+LOG_LINE_S, LOOK_HOST_S = 4e-5, 4e-7
 CONNECTIONS = 2  # of a rank to the store: the process group's and the watchdog's
 OPEN_FILES = 1024  # soft limit of Linux
 OTHER_FILES = 64  # of a process
-HEARTBEATS_PER_S, HEARTBEATS_MISSED, MEET_INTERVAL_S = 16, 4, 0.2  # as parallel/watchdog.py
+HEARTBEATS_PER_S, HEARTBEATS_MISSED = 16, 4  # as parallel/watchdog.py
 NAMED_WITHIN_S = 60.0  # a rank that hangs, as docs/faults.md promises
 SHARE = 0.05  # of a step or a validation: a part that takes more has broken
 START_SHARE_S = 60.0  # of the start

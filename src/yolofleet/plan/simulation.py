@@ -79,7 +79,7 @@ class Simulation:
 def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: int = STEPS) -> Simulation:
     """Simulate ``steps`` steps of the first epoch and of a later one, and the rest of the run around them.
 
-    Draws are functions of (seed, epoch, step), so a fleet has one result.
+    Draws are functions of the seed and the epoch, so a fleet has one result.
 
     Raises:
         ConfigError: the fleet is empty, or has more than ``MOST_RANKS`` devices.
