@@ -63,9 +63,3 @@ def test_a_probe_a_plan_and_its_comparison_with_a_run(tmp_path: Path) -> None:
         ]
         again = called("plan", "compare", "runs/train/exp", "--probe", "p.json", "--no-keep")
         assert again.code == 0 and len(read_probe(tmp_path / "p.json").errors) == 1
-
-
-def test_a_folder_that_is_no_run_gets_one_message(tmp_path: Path) -> None:
-    with working_in(tmp_path):
-        done = called("plan", "compare", tmp_path)
-    assert done.code == 2 and "config.yaml" in done.err

@@ -28,44 +28,12 @@ from yolofleet.text import size_text
 if TYPE_CHECKING:
     from yolofleet.plan.forecast import Forecast
 
-USED = (  # settings that change a prediction
-    *(
-        "data",
-        "model",
-        "cfg",
-        "img",
-        "fraction",
-        "epochs",
-        "batch",
-        "nominal_batch",
-        "micro_batch",
-        "per_device",
-    ),
-    *(
-        "machine",
-        "machines",
-        "hosts",
-        "fleet",
-        "probe",
-        "device",
-        "network",
-        "prices",
-        "images",
-        "val_images",
-    ),
-    *(
-        "workers",
-        "cache",
-        "reduce",
-        "hierarchical",
-        "precision",
-        "shares",
-        "micro_batches_per_pass",
-        "val_period",
-    ),
-    *("deadline", "budget", "picture"),
-    *("simulate", "failures_per_hour", "replace_minutes", "seed"),
-)
+USED = {  # settings that change a prediction
+    "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
+    "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
+    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "simulate", "failures_per_hour", "replace_minutes", "seed",
+}  # fmt: skip
 
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
@@ -123,7 +91,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         facts = {change.text: f"{change.factor:.1f} x" for change in helps}
         facts |= {more.text: more.text_of_worth()}
         if picture:
-            facts["picture"] = picture
+            console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
             "something else than steps"
@@ -207,7 +175,7 @@ fleets_command = SchemaCommand(
     PlanConfig,
     run,
     spelled_as="train",
-    without=set(PlanConfig.model_fields) - set(USED),
+    without=set(PlanConfig.model_fields) - USED,
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. Nothing runs.",
