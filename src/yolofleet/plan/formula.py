@@ -24,7 +24,7 @@ from yolofleet.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # the sum of the loss counts
-GLOO_HOP_S = 5e-5  # of a message of gloo: benchmarks/README.md
+GLOO_HOP_S = 5e-5  # of a message of gloo, assumed; benchmarks/simulation.py counts measures it
 MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
 
 

@@ -1,6 +1,6 @@
 """What breaks first as a fleet grows: parts of the design whose cost depends on the number of ranks or hosts.
 
-The costs of one request, connection, login or byte are measured (benchmarks/README.md, "Costs that grow with a fleet"), on CPUs
+The costs of one request, connection, line or byte are measured (benchmarks/README.md, "Costs that grow with a fleet"), on CPUs
 and on one machine. Multiplied to 4,096 ranks they are estimates, and a real network adds to them.
 """
 
@@ -19,7 +19,7 @@ from yolofleet.report.console import duration
 
 # benchmarks/simulation.py store: of the server and the two relays of another host
 KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
-# benchmarks/simulation.py logins
+# assumed; benchmarks/simulation.py logins measures them
 LOGIN_S, LAUNCHER_LOGIN_S = 0.6, 0.05
 # benchmarks/simulation.py ways; each host tries two ports of each
 PREFLIGHT_S, REACH_S, READ_WAY_S, FIND_WAY_S = 1.1, 2 * 5e-4, 2 * 3.5e-6, 2e-8
