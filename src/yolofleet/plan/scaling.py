@@ -19,8 +19,8 @@ from yolofleet.report.console import duration
 
 # benchmarks/simulation.py store: of the server and the two relays of another host
 KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
-# assumed; benchmarks/simulation.py logins measures them
-LOGIN_S, LAUNCHER_LOGIN_S = 0.6, 0.05
+# benchmarks/simulation.py logins, on a busy machine
+LOGIN_S, LAUNCHER_LOGIN_S = 1.0, 0.065
 # benchmarks/simulation.py ways; each host tries two ports of each
 PREFLIGHT_S, REACH_S, READ_WAY_S, FIND_WAY_S = 1.1, 2 * 5e-4, 2 * 3.5e-6, 2e-8
 MOST_HOSTS = 1024  # of --hosts, as fleet/description.py
