@@ -6,10 +6,11 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
@@ -24,10 +25,14 @@ from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
+if TYPE_CHECKING:
+    from yolofleet.plan.forecast import Forecast
+
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
     "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 
 
@@ -62,6 +67,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     helps = changes(work, best.fleet)
     more = another_machine(work, best.fleet)
     picture = _draw(c.picture, rows, work.network.name) if c.picture else ""
+    extra = _extra_tables(c, rows, best)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header(
             "yolofleet plan",
@@ -77,6 +83,8 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         console.table(
             "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
         )
+        for table in extra.values():
+            console.table(table.title, table.columns, table.cells)
         for text in best.notes():
             console.note(text)
         wasted = best.likely.wasted_share
@@ -99,11 +107,51 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             "best": best.name,
             "why": why,
             "changes": [asdict(change) for change in (*helps, more)],
+            **{name: table.figures for name, table in extra.items()},
         },
         json_out,
         indent=2,
     )
     return 0
+
+
+class Table(NamedTuple):
+    """A table of the report, and the same as values for JSON."""
+
+    title: str
+    columns: Sequence[str]
+    cells: list[list[str]]
+    figures: list[dict[str, Any]]
+
+
+def _extra_tables(c: PlanConfig, rows: Sequence[Forecast], best: Forecast) -> dict[str, Table]:
+    """Return the tables of ``--failures-per-hour`` and ``--simulate``, by their names in the JSON file.
+
+    Raises:
+        ConfigError: more devices than a simulation takes; failures with which a run does not end.
+    """
+    found: dict[str, Table] = {}
+    if c.failures_per_hour:
+        from yolofleet.plan import failures
+
+        failing = [
+            failures.failure_forecast(row, c.failures_per_hour, 60 * c.replace_minutes) for row in rows
+        ]
+        title = f"with {c.failures_per_hour:g} failures an hour of each machine, replaced after {c.replace_minutes:g} minutes"
+        cells = [one.row() for one in failing]
+        found["failures"] = Table(title, failures.COLUMNS, cells, [one.figures() for one in failing])
+    if c.simulate:
+        from yolofleet.plan import scaling, simulation
+
+        runs = [simulation.simulate(row.work, row.fleet, seed=c.seed) for row in rows]
+        cells = [one.row(row.name, row.likely.rate_img_s) for one, row in zip(runs, rows, strict=True)]
+        values = [{"fleet": row.name, **asdict(one)} for one, row in zip(runs, rows, strict=True)]
+        found["simulation"] = Table("simulated", simulation.COLUMNS, cells, values)
+        limits = scaling.what_breaks(best, grows=c.per_device)
+        title = f"what stops scaling first, with more of {best.fleet[-1].name}"
+        cells = [one.row() for one in limits]
+        found["limits"] = Table(title, scaling.COLUMNS, cells, [asdict(one) for one in limits])
+    return found
 
 
 def _draw(path: Path, rows: list[Any], title: str) -> str:

@@ -571,6 +571,17 @@ class PlanConfig(TrainConfig):
     picture: Path | None = setting(
         None, "write a picture of the table (PNG)", group="saved files", in_files=False
     )
+    simulate: bool = setting(
+        False,
+        "simulate each rank, loader process, bucket and link, and list what stops scaling first, to 4,096 devices",
+        group="execution",
+    )
+    failures_per_hour: float = setting(
+        0.0, "failures of one machine in an hour, for example of spot machines", ge=0, group="after a failure"
+    )
+    replace_minutes: float = setting(
+        10.0, "mean time until a failed machine is there again", gt=0, group="after a failure"
+    )
 
 
 class PlanProbeConfig(BenchTrainConfig):

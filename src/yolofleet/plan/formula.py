@@ -24,6 +24,7 @@ from yolofleet.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # the sum of the loss counts
+GLOO_HOP_S = 5e-5  # of a message of gloo, assumed; benchmarks/simulation.py counts measures it
 MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
 
 
@@ -244,11 +245,18 @@ def exposed_sum_s(work: Workload, fleet: Sequence[Machine], backward_s: float) -
         at = ready * backward_s
         for number, (link, members, share) in enumerate(stages):
             at = ended[number] = max(ended[number], at) + share * link.all_reduce_s(count_bytes, members)
-    counts = sum(share * link.all_reduce_s(SMALL_BYTES, members) for link, members, share in stages)
     busy = 0.0
     if any(machine.on_cpu for machine in fleet):  # gloo adds on the cores that compute
         busy = sum(count_bytes for count_bytes, _ in work.buckets) / min(m.inside.bytes_s for m in fleet)
-    return counts + busy + max(ended[-1] - backward_s, 0.0)
+    return count_exchange_s(fleet) + busy + max(ended[-1] - backward_s, 0.0)
+
+
+def count_exchange_s(fleet: Sequence[Machine]) -> float:
+    """Return the seconds of the sum of the loss counts: gloo's ring over all ranks, because the counts are on the CPU."""
+    ranks = sum(machine.devices for machine in fleet)
+    links = [machine.between for machine in fleet] if len(fleet) > 1 else [fleet[0].inside]
+    hop = max(GLOO_HOP_S if link.tree else link.latency_s for link in links)  # a tree is NCCL's
+    return Link(hop, min(link.bytes_s for link in links)).all_reduce_s(SMALL_BYTES, ranks)
 
 
 def sum_stages(work: Workload, fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:

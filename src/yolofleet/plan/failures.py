@@ -1,0 +1,450 @@
+"""Failures: the expected time of a run on machines that fail, such as spot machines, and the best interval of checkpoints.
+
+Model: each of n machines that are there fails after an exponential time, and is replaced after ``replacement_s`` on average,
+whatever the others do. A failure and a return stop all machines for a moment; after it the run goes on with those that are
+there. A failure loses what was done since the last state in memory. If no machine is left, or without such states, it loses
+what was done since the last checkpoint. docs/plan.md has the formula.
+
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974, doi 10.1145/361147.361115);
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
+doi 10.1016/j.future.2004.11.016), whose complete model ``efficiency`` extends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+
+from yolofleet.errors import ConfigError
+from yolofleet.keyed import generator
+from yolofleet.plan.forecast import Forecast
+from yolofleet.plan.formula import predict
+from yolofleet.report.console import duration
+
+COLUMNS = (
+    "fleet",
+    "nothing fails",
+    "expected",
+    "failures",
+    "machines there",
+    "$",
+    "--save-minutes",
+    "Young, Daly",
+)
+MOST_TIMES = 1000  # as long as without failures: beyond it, a run does not end
+MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # of a state in memory: docs/fleet.md, "After a failure"
+RESTART_S = 20.5  # a host is switched off: benchmarks/README.md, "Going on after a fault"
+RETURN_S = 1.5  # it returns
+LONGEST_S = 3600.0  # between checkpoints: the model does not know failures of all machines at once
+NEGLIGIBLE = 6  # standard deviations
+MOST_EXPONENT = 700.0  # of exp in double precision
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """How machines fail, and what the run does about it. All seconds.
+
+    Attributes:
+        failures_per_hour: of one machine.
+        replacement_s: mean time until a lost machine is there again.
+        interval_s: training between two checkpoints.
+        save_s: that training stands still for a checkpoint.
+        restart_s: from a failure to the next step of the machines that are left.
+        return_s: that training stands still when a machine comes back, besides a save.
+        start_s: the same if no machine was left.
+        memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
+        memory_save_s: that training stands still for a state in memory.
+        min_machines: with fewer, the run waits.
+    """
+
+    failures_per_hour: float
+    replacement_s: float
+    interval_s: float
+    save_s: float
+    restart_s: float = RESTART_S
+    return_s: float = RETURN_S
+    start_s: float = 60.0
+    memory_s: float = MEMORY_S
+    memory_save_s: float = MEMORY_S * MEMORY_SHARE
+    min_machines: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"failures: {field.name} must be a number >= 0, got {value}")
+        if not self.interval_s:
+            raise ConfigError(
+                "failures: the interval between checkpoints must not be 0", hint="--save-minutes 10"
+            )
+        if self.min_machines < 1:
+            raise ConfigError(
+                f"failures: at least one machine must train, got --min-hosts {self.min_machines}"
+            )
+
+    @property
+    def rate_s(self) -> float:
+        """Failures of one machine in a second."""
+        return self.failures_per_hour / 3600
+
+    @property
+    def memory_cost(self) -> float:
+        """Seconds for each second of training, with the states in memory."""
+        return 1 + self.memory_save_s / self.memory_s if self.memory_s else 1.0
+
+    @property
+    def return_save_s(self) -> float:
+        """Seconds of the save before a machine that came back takes part."""
+        return self.memory_save_s if self.memory_s else self.save_s
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What failures do to a run.
+
+    Attributes:
+        expected_s: of the run with failures. without_s: the same run if nothing fails, with its checkpoints.
+        machines: mean number of machines that are there.
+        failures: expected number.
+        machine_hours: of machines that are there, which are paid.
+    """
+
+    expected_s: float
+    without_s: float
+    machines: float
+    failures: float
+
+    @property
+    def machine_hours(self) -> float:
+        return self.machines * self.expected_s / 3600
+
+
+Speed = Callable[[int], float]  # machines -> speed, relative to that of all of them
+
+
+def efficiency(machines: int, failing: FailureModel, *, returning_per_s: float) -> float:
+    """Return the seconds of training that count in each second in which ``machines`` machines are there.
+
+    From one saved state to the next: training ends after an interval, at a failure (all is lost), or when a machine comes back
+    (all is saved). Failures and returns may hit a restart, too. Without returns this is the complete model of Daly 2006:
+    interval x rate / (exp(rate x restart) (exp(rate x (interval + cost)) - 1)).
+
+    Args:
+        returning_per_s: rate at which machines come back.
+    """
+    in_memory = failing.memory_s > 0 and machines > 1
+    trained_s = failing.memory_s if in_memory else failing.interval_s
+    save_s = failing.memory_save_s if in_memory else failing.save_s
+    # the other kind of save takes its part of the time
+    other = 1 + failing.save_s / failing.interval_s if in_memory else failing.memory_cost
+    failing_per_s = machines * failing.rate_s
+    any_per_s = failing_per_s + returning_per_s
+    segment_s = trained_s * other + save_s
+    if not any_per_s:
+        return trained_s / segment_s
+    after_failure_s = failing.restart_s if machines > 1 else failing.start_s
+    after_return_s = failing.return_s + failing.return_save_s
+    pause_s = (failing_per_s * after_failure_s + returning_per_s * after_return_s) / any_per_s
+    ends_early = -math.expm1(-any_per_s * segment_s)
+    until_early_s = ends_early / any_per_s - segment_s * (1 - ends_early)  # mean over all segments
+    counted_s = trained_s * (1 - ends_early + returning_per_s / any_per_s * until_early_s / segment_s)
+    passed_s = ends_early / any_per_s * math.exp(min(any_per_s * pause_s, MOST_EXPONENT))
+    return counted_s / passed_s
+
+
+def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureModel) -> Outlook:
+    """Return the expected time of a run that all machines do in ``work_s`` seconds, without failures and checkpoints.
+
+    The machines are independent, so the number of those that are there has a binomial distribution. Its mean, a share
+    ``1 / (1 + rate x replacement)`` of all in the long run, falls from all of them at the start.
+
+    Args:
+        speed: of a number of machines, relative to all; speed(machines) = 1.
+    Raises:
+        ConfigError: the run would not end, or ``machines`` or ``work_s`` is not possible.
+    """
+    if machines < failing.min_machines or not (math.isfinite(work_s) and work_s > 0):
+        raise ConfigError(
+            f"failures: cannot train {work_s:g} s on {machines} machines, of which {failing.min_machines} must be there"
+        )
+    without_s = work_s * (1 + failing.save_s / failing.interval_s) * failing.memory_cost
+    if not failing.failures_per_hour:
+        return Outlook(without_s, without_s, machines, 0.0)
+    long_run = 1 / (1 + failing.rate_s * failing.replacement_s)
+    settles_s = long_run * failing.replacement_s
+
+    @cache
+    def counted(there: int) -> float:
+        returning = (machines - there) / failing.replacement_s if failing.replacement_s else 0.0
+        return speed(there) * efficiency(there, failing, returning_per_s=returning)
+
+    def share_there(seconds: float) -> float:
+        """Return the mean share of the machines that are there in the first ``seconds``."""
+        if not settles_s:
+            return 1.0
+        return long_run + (1 - long_run) * settles_s / seconds * -math.expm1(-seconds / settles_s)
+
+    def done(seconds: float) -> float:
+        likely = _binomial(machines, share_there(seconds))
+        return seconds * sum(share * counted(k) for k, share in likely.items() if k >= failing.min_machines)
+
+    low, high = without_s, MOST_TIMES * without_s
+    if done(high) < work_s:
+        raise ConfigError(
+            f"with {failing.failures_per_hour:g} failures an hour of each of {machines} machines, the run takes more than "
+            f"{MOST_TIMES} times as long",
+            hint="save more often, or take fewer machines, or such that fail less often",
+        )
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if done(middle) < work_s else (low, middle)
+    mean = machines * share_there(high)
+    return Outlook(high, without_s, mean, mean * failing.rate_s * high)
+
+
+def _binomial(count: int, share: float) -> dict[int, float]:
+    """Return the probabilities of numbers out of ``count``, without those that are negligible."""
+    if share >= 1:
+        return {count: 1.0}
+    spread = 1 + NEGLIGIBLE * math.sqrt(count * share * (1 - share))
+    low, high = math.floor(count * share - spread), math.ceil(count * share + spread)
+    both = math.log(share), math.log1p(-share)
+    return {
+        k: math.exp(
+            math.lgamma(count + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(count - k + 1)
+            + k * both[0]
+            + (count - k) * both[1]
+        )
+        for k in range(max(low, 0), min(high, count) + 1)
+    }
+
+
+def best_interval_s(work_s: float, machines: int, speed: Speed, failing: FailureModel) -> float:
+    """Return the interval between checkpoints with which the run is expected to end first, at most ``LONGEST_S``.
+
+    For one machine it is the optimum of Daly's complete model: 1 - interval / M = exp(-(interval + cost) / M), with the mean
+    time M between failures. With states in memory and several machines, only the loss of all of them needs a checkpoint.
+
+    Raises:
+        ConfigError: the run would not end with any interval.
+    """
+    if not failing.failures_per_hour:
+        return LONGEST_S
+
+    def expected(logarithm: float) -> float:
+        try:
+            return with_failures(
+                work_s, machines, speed, replace(failing, interval_s=math.exp(logarithm))
+            ).expected_s
+        except ConfigError:
+            return math.inf
+
+    # intervals far above the best one do not end, and all are infinite: begin with the shortest
+    low, high = math.log(max(0.1 * failing.save_s, 0.1)), math.log(LONGEST_S)
+    while high - low > 1e-3:
+        third = (high - low) / 3
+        if expected(low + third) <= expected(high - third):
+            high -= third
+        else:
+            low += third
+    return math.exp((low + high) / 2)
+
+
+def young_interval_s(save_s: float, between_failures_s: float) -> float:
+    """Return sqrt(2 x cost x mean time between failures). Source: Young 1974."""
+    return math.sqrt(2 * save_s * between_failures_s)
+
+
+def daly_interval_s(save_s: float, between_failures_s: float) -> float:
+    """Return the higher order estimate. Source: Daly 2006, equation 37."""
+    if save_s >= 2 * between_failures_s:
+        return between_failures_s
+    x = save_s / (2 * between_failures_s)
+    return young_interval_s(save_s, between_failures_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
+
+
+def history_s(
+    work_s: float, machines: int, speed: Speed, failing: FailureModel, *, seed: int, number: int
+) -> float:
+    """Return the seconds of one simulated run, failure by failure. It has what the formula leaves out.
+
+    A replacement takes an exponential time. Draws are functions of (seed, number).
+
+    Raises:
+        ConfigError: the run takes ``MOST_TIMES`` times as long as without failures.
+    """
+    rng = generator(seed, "plan failures", number)
+
+    def after(rate: float) -> float:
+        return -math.log(1 - rng.random()) / rate if rate else math.inf
+
+    there, returns, now = machines, list[float](), 0.0
+    run = _Progress(failing)
+    while True:
+        event_s = after(there * failing.rate_s)
+        is_failure = not returns or now + event_s < returns[0]
+        until = now + event_s if is_failure else returns[0]
+        trains = there >= failing.min_machines
+        begin = min(now + run.pause_s, until)
+        if trains:
+            run.pause_s -= begin - now
+            ended = run.train(until - begin, speed(there), work_s)
+            if ended is not None:
+                return begin + ended
+        now = until
+        if now > MOST_TIMES * work_s:
+            raise ConfigError(
+                f"a simulated run takes more than {MOST_TIMES} times as long as without failures"
+            )
+        if is_failure:
+            there -= 1
+            heapq.heappush(returns, now + failing.replacement_s * after(1.0))
+            run.lose(from_memory=bool(failing.memory_s) and there > 0)
+        else:
+            heapq.heappop(returns)
+            there += 1
+            run.keep()
+        if is_failure:
+            run.pause_s = failing.restart_s
+        elif there == 1:
+            run.pause_s = failing.start_s
+        else:
+            run.pause_s = max(run.pause_s, failing.return_s + failing.return_save_s)
+
+
+class _Progress:
+    """What a run has done, in seconds of all machines, and what of it is in a checkpoint and in memory."""
+
+    def __init__(self, failing: FailureModel) -> None:
+        self.failing = failing
+        self.done = self.saved = self.in_memory = 0.0
+        self.since_save = self.since_memory = 0.0  # seconds of training
+        self.pause_s = 0.0
+
+    def train(self, seconds: float, speed: float, work_s: float) -> float | None:
+        """Train for ``seconds`` with states and checkpoints; return when the work was done, or None."""
+        failing, used = self.failing, 0.0
+        while seconds - used > 0:
+            to_save = failing.interval_s - self.since_save
+            to_memory = failing.memory_s - self.since_memory if failing.memory_s else math.inf
+            to_end = (work_s - self.done) / speed if speed else math.inf
+            span = min(to_save, to_memory, to_end, seconds - used)
+            cycle_s = failing.memory_s + failing.memory_save_s
+            if failing.memory_s and not self.since_memory:
+                cycles = int(min(min(to_save, to_end) / failing.memory_s, (seconds - used) / cycle_s)) - 1
+                if cycles > 0:  # many at once
+                    self.done += cycles * failing.memory_s * speed
+                    self.in_memory = self.done
+                    self.since_save += cycles * failing.memory_s
+                    used += cycles * cycle_s
+                    continue
+            self.done += span * speed
+            self.since_save += span
+            self.since_memory += span
+            used += span
+            if span == to_end:
+                return used
+            if span == to_memory:
+                used += failing.memory_save_s
+                self.since_memory = 0.0
+                if used <= seconds:
+                    self.in_memory = self.done
+            if span == to_save:
+                used += failing.save_s
+                self.since_save = 0.0
+                if used <= seconds:
+                    self.saved = self.done
+        return None
+
+    def lose(self, *, from_memory: bool) -> None:
+        """Go back to the newest state that is left."""
+        self.done = max(self.in_memory, self.saved) if from_memory else self.saved
+        self.in_memory = self.done
+        self.since_memory = 0.0
+        if not from_memory:
+            self.since_save = 0.0
+
+    def keep(self) -> None:
+        """Save before all restart with a machine more."""
+        self.in_memory = self.done
+        self.since_memory = 0.0
+        if not self.failing.memory_s:
+            self.saved, self.since_save = self.done, 0.0
+
+
+@dataclass(frozen=True)
+class FailureForecast:
+    """A forecast with failures.
+
+    Attributes:
+        run_s: expected, with the start. interval_s: the best between checkpoints; young_s, daly_s: their estimates.
+    """
+
+    name: str
+    outlook: Outlook
+    run_s: float
+    cost: float
+    interval_s: float
+    young_s: float
+    daly_s: float
+
+    def row(self) -> list[str]:
+        """Return the cells under ``COLUMNS``."""
+        found = self.outlook
+        return [
+            self.name,
+            duration(self.run_s - found.expected_s + found.without_s),
+            duration(self.run_s),
+            f"{found.failures:,.1f}",
+            f"{found.machines:,.2f}",
+            "-" if math.isnan(self.cost) else f"{self.cost:,.0f}",
+            f"{self.interval_s / 60:,.1f}",
+            f"{self.young_s / 60:,.1f}, {self.daly_s / 60:,.1f}",
+        ]
+
+    def figures(self) -> dict[str, object]:
+        """Return values for JSON."""
+        cost = None if math.isnan(self.cost) else self.cost
+        return {"fleet": self.name, **asdict(self.outlook), "run_s": self.run_s, "cost": cost} | {
+            "interval_s": self.interval_s,
+            "young_s": self.young_s,
+            "daly_s": self.daly_s,
+        }
+
+
+def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> FailureForecast:
+    """Return what failures do to a forecast, with the best interval between checkpoints.
+
+    Raises:
+        ConfigError: see :func:`with_failures`.
+    """
+    likely, fleet = forecast.likely, forecast.fleet
+
+    @cache
+    def speed(machines: int) -> float:
+        work = replace(forecast.work, shares=())  # those of --shares name all ranks
+        return (
+            predict(work, fleet[:machines]).rate_img_s / likely.rate_img_s if machines < len(fleet) else 1.0
+        )
+
+    save_s = max(machine.save_s for machine in fleet)
+    work_s = likely.run - likely.start - likely.parts["checkpoint"]
+    failing = FailureModel(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=likely.start)
+    best = best_interval_s(work_s, len(fleet), speed, failing)
+    found = with_failures(work_s, len(fleet), speed, replace(failing, interval_s=best))
+    run_s = likely.start + found.expected_s
+    between_s = 1 / (len(fleet) * failing.rate_s)
+    return FailureForecast(
+        forecast.name,
+        found,
+        run_s,
+        likely.price_hour * found.machines / len(fleet) * run_s / 3600,
+        best,
+        young_interval_s(save_s, between_s),
+        daly_interval_s(save_s, between_s),
+    )

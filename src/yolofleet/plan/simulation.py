@@ -1,0 +1,309 @@
+"""An event simulation of a training: every rank, loader process, gradient bucket, link and disk, for up to 4,096 ranks.
+
+The formula (``formula.py``) has one slowest rank, and queues that never run empty. Here each rank draws the time of each of its
+steps, each loader process makes one micro-batch after the other, the ranks of a host share its disk, and each sum starts when
+its last rank is ready. An event is an array over all ranks or hosts, so a step of 4,096 ranks takes milliseconds.
+
+Legend: R ranks, H hosts, W loader processes of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yolofleet.errors import ConfigError
+from yolofleet.keyed import generator
+from yolofleet.plan.formula import (
+    cached_share,
+    count_exchange_s,
+    loader_count,
+    rank_shares,
+    sum_stages,
+    validation_s,
+)
+from yolofleet.plan.machine import RAM_SHARE, Machine
+from yolofleet.plan.workload import Workload
+
+MOST_RANKS = 4096
+STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
+PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
+LEAST_FACTOR = 0.2  # of the mean: no rank takes less time for a step
+SHOWN = 0.005  # of a step: smaller parts are left out of the table
+COLUMNS = ("fleet", "images/s", "beside the formula", "step", "a rank's time", "slowest in most steps")
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated fleet brings. Seconds, means over ranks and steps.
+
+    Attributes:
+        step_s, first_step_s: of later epochs, and of the first one, in which the image cache is empty.
+        rate_img_s: images/s of training in later epochs.
+        epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``.
+        waits: of a step of later epochs: compute; loader and storage (own images); counts (the message, and other ranks'
+            images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``.
+        waited_for: the ranks on which the others waited most often, with their shares of the steps; slowest first.
+    """
+
+    step_s: float
+    first_step_s: float
+    rate_img_s: float
+    epoch_s: float
+    run_s: float
+    waits: dict[str, float]
+    waited_for: tuple[tuple[int, float], ...]
+
+    def row(self, name: str, predicted_img_s: float) -> list[str]:
+        """Return the cells under ``COLUMNS``."""
+        parts = sorted(self.waits.items(), key=lambda item: -item[1])
+        return [
+            name,
+            f"{self.rate_img_s:,.1f}",
+            f"{self.rate_img_s / predicted_img_s - 1:+.1%}",
+            f"{1000 * self.step_s:,.0f} ms",
+            ", ".join(
+                f"{part} {seconds / self.step_s:.0%}"
+                for part, seconds in parts
+                if seconds >= SHOWN * self.step_s
+            ),
+            ", ".join(f"rank {rank} ({share:.0%})" for rank, share in self.waited_for),
+        ]
+
+
+def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: int = STEPS) -> Simulation:
+    """Simulate ``steps`` steps of the first epoch and of a later one, and the rest of the run around them.
+
+    Draws are functions of the seed and the epoch, so a fleet has one result.
+
+    Raises:
+        ConfigError: the fleet is empty, or has more than ``MOST_RANKS`` devices.
+    """
+    ranks = sum(machine.devices for machine in fleet)
+    if not 0 < ranks <= MOST_RANKS:
+        raise ConfigError(
+            f"a simulation takes 1 to {MOST_RANKS} devices, got {ranks} on {len(fleet)} machines",
+            hint="fewer --machines",
+        )
+    if steps < 1:
+        raise ConfigError(f"a simulation takes at least one step, got {steps}")
+    (first_s, _, _), (step_s, waits, waited_for) = (
+        _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
+        for number in (0, 1)
+    )
+    validation, saved_s = validation_s(work, fleet), fleet[0].save_s
+    saves = work.epochs + (work.steps * work.epochs * step_s / work.save_s if work.save_s else 0)
+    return Simulation(
+        step_s=step_s,
+        first_step_s=first_s,
+        rate_img_s=work.step_images / step_s,
+        epoch_s=work.steps * step_s + work.validations / work.epochs * validation + saved_s,
+        run_s=max(machine.start_s for machine in fleet)
+        + work.steps * (first_s + (work.epochs - 1) * step_s)
+        + work.validations * validation
+        + saves * saved_s,
+        waits=waits,
+        waited_for=waited_for,
+    )
+
+
+class _Epoch:
+    """The ranks of a fleet in one epoch. Times are seconds since its begin.
+
+    Attributes:
+        starts: [H] the first rank of each host. host: [R] the host of each rank.
+        free: [R] when each rank ends its last step.
+    """
+
+    def __init__(self, work: Workload, fleet: Sequence[Machine], *, first_epoch: bool) -> None:
+        shares = rank_shares(work, fleet)
+        self.fleet, self.ranks = fleet, len(shares)
+        devices = [machine.devices for machine in fleet]
+        self.starts = np.cumsum([0, *devices[:-1]])
+        self.host = np.repeat(np.arange(len(fleet)), devices)
+        self.loader = _Loader(work, fleet, self.starts, self.host, first_epoch=first_epoch)
+        self.update_s = np.array([s.machine.update_s for s in shares])
+        self.spread = np.array([s.machine.spread for s in shares])
+        self.passes_s = (
+            np.array([s.compute_s for s in shares]) - self.update_s + self.loader.taken_from_network_s
+        )
+        self.backward_s = np.array([s.backward_s for s in shares])
+        self.counts_s = count_exchange_s(fleet)
+        self.buckets = work.buckets if self.ranks > 1 else ()
+        self.stages = sum_stages(work, fleet)
+        total = sum(count for count, _ in self.buckets)
+        # gloo adds on the cores that compute
+        self.adding_s = total / min(m.inside.bytes_s for m in fleet) if any(m.on_cpu for m in fleet) else 0.0
+        self.free = np.zeros(self.ranks)
+
+    def run(
+        self, rng: np.random.Generator, steps: int
+    ) -> tuple[float, dict[str, float], tuple[tuple[int, float], ...]]:
+        """Return mean seconds of a step, its parts, and the ranks on which the others waited."""
+        parts: dict[str, float] = {}
+        last: list[int] = []
+        began_s = 0.0
+        for number in range(FILLING + steps):
+            if number == FILLING:
+                began_s = float(self.free.mean())
+            found, slowest = self._step(_normal(rng, self.ranks))
+            if number >= FILLING:
+                last.append(slowest)
+                parts = {name: parts.get(name, 0.0) + value / steps for name, value in found.items()}
+        times, counts = np.unique(last, return_counts=True)
+        order = np.argsort(-counts, kind="stable")[:3]
+        waited_for = tuple((int(times[i]), float(counts[i]) / steps) for i in order)
+        return (float(self.free.mean()) - began_s) / steps, parts, waited_for
+
+    def _step(self, drawn: Times) -> tuple[dict[str, float], int]:
+        """Do one step: advance ``free``. Return mean seconds of its parts, and the last rank to finish its backward pass.
+
+        Args:
+            drawn: [R] standard normal numbers.
+        """
+        factor = np.maximum(1 + self.spread * drawn, LEAST_FACTOR)
+        began = self.free
+        loaded, storage = self.loader.take(began, factor)
+        counted = np.full(self.ranks, loaded.max() + self.counts_s)
+        computed = counted + factor * self.passes_s
+        summed = self._sum_buckets(computed, factor * self.backward_s)
+        ended = np.maximum(computed, summed) + self.adding_s
+        self.free = ended + factor * self.update_s
+        slowest = computed.max()
+        found = {
+            "compute": computed - counted + self.free - ended,
+            "loader": loaded - began - storage,
+            "storage": storage,
+            "counts": counted - loaded,
+            "slowest": np.minimum(slowest, ended) - computed,
+            "all-reduce": np.maximum(ended - slowest, 0.0),
+        }
+        return {name: float(seconds.mean()) for name, seconds in found.items()}, int(computed.argmax())
+
+    def _sum_buckets(self, computed: Times, backward: Times) -> Times:
+        """Return [R] when each rank has the sum of the last bucket.
+
+        A ring of messages of equal duration ends when all its hops are over after its last rank began: the same as if all
+        ranks had begun with that one.
+        """
+        if not self.buckets:
+            return computed
+        hosts = len(self.fleet)
+        inside, between, back = np.zeros(hosts), 0.0, np.zeros(hosts)
+        link, members, _ = self.stages[len(self.stages) // 2]  # the stage between hosts, or the only one
+        for count_bytes, ready_at in self.buckets:
+            ready = computed - backward * (1 - ready_at)
+            if len(self.stages) == 1:
+                between = max(float(ready.max()), between) + link.all_reduce_s(count_bytes, members)
+                continue
+            half = np.array([0.5 * m.inside.all_reduce_s(count_bytes, m.devices) for m in self.fleet])
+            inside = np.maximum(np.maximum.reduceat(ready, self.starts), inside) + half
+            between = max(float(inside.max()), between) + link.all_reduce_s(count_bytes, members)
+            back = np.maximum(between, back) + half
+        return np.full(self.ranks, between) if len(self.stages) == 1 else back[self.host]
+
+
+class _Loader:
+    """The loader processes of all ranks. Each loads the images of every W-th pass of its rank, ``ahead`` at most before it is asked.
+
+    A rank takes all passes of a step before it computes, as train/loop.py: a step of more passes than the processes load ahead
+    waits for the others.
+
+    Attributes:
+        taken_from_network_s: [R] by which loader processes slow the passes of a step, on a CPU.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        fleet: Sequence[Machine],
+        starts: NDArray[np.int64],
+        host: NDArray[np.int64],
+        *,
+        first_epoch: bool,
+    ) -> None:
+        shares = rank_shares(work, fleet)
+        machines = [share.machine for share in shares]
+        cached = np.array([0.0 if first_epoch else cached_share(work, m) for m in fleet])[host]
+        cores = np.array([m.cores / m.devices for m in machines])
+        self.workers = np.array([loader_count(work, m) for m in fleet])[host]
+        self.passes = np.array([share.passes for share in shares])
+        self.full, self.last = work.per_pass * work.micro_batch, np.array([share.last for share in shares])
+        self.ahead = math.ceil(PREFETCH / work.per_pass)
+        self.image_s = np.array(
+            [c * m.cached_s + (1 - c) * m.load_s for c, m in zip(cached.tolist(), machines, strict=True)]
+        )
+        self.sharing = np.maximum(self.workers / cores, 1.0)  # more processes than cores share them
+        on_cpu = np.array([m.on_cpu for m in machines]) & (self.workers > 0)
+        self.taken_from_network_s = np.where(
+            on_cpu, [share.images for share in shares] * self.image_s / cores, 0.0
+        )
+        in_memory = np.array(
+            [
+                not first_epoch and work.images * work.image_bytes <= RAM_SHARE * m.memory_bytes
+                for m in machines
+            ]
+        )
+        rate = np.array([m.read_bytes_s for m in machines])
+        self.read_s = np.where(in_memory, 0.0, (1 - cached) * work.image_bytes / rate)
+        self.reads = bool(self.read_s.any())
+        self.starts, self.host = starts, host
+        self.disk = np.zeros(len(fleet))
+        most = max(int(self.workers.max()), 1)
+        self.rows = np.arange(len(shares))
+        self.busy = np.zeros((len(shares), most))  # until when, of each process
+        self.taken = np.zeros((len(shares), most * self.ahead))  # when the last passes were taken
+        self.number = np.zeros(len(shares), np.int64)  # of the next pass
+
+    def take(self, now: Times, factor: Times) -> tuple[Times, Times]:
+        """Take the images of a step. Return [R] when each rank has them, and the part of its wait that is the disk's.
+
+        Args:
+            now: [R] when each rank asks. factor: [R] by which its process is slower, if it loads itself.
+        """
+        disk_wait = np.zeros(len(now))
+        for ordinal in range(int(self.passes.max())):
+            active = self.passes > ordinal
+            images = np.where(self.passes == ordinal + 1, self.last, self.full)
+            process = self.number % np.maximum(self.workers, 1)
+            slot = self.number % np.maximum(self.workers * self.ahead, 1)
+            alone = self.workers == 0
+            begun = np.where(
+                alone, now, np.maximum(self.busy[self.rows, process], self.taken[self.rows, slot])
+            )
+            made = begun + images * self.image_s * np.where(alone, factor, self.sharing)
+            read = self._read(begun, np.where(active, images, 0)) if self.reads else begun
+            done = np.maximum(made, read)
+            arrived = np.where(active, np.maximum(now, done), now)
+            disk_wait += np.where(active, arrived - np.maximum(now, np.minimum(made, arrived)), 0.0)
+            self.busy[self.rows, process] = np.where(active, done, self.busy[self.rows, process])
+            self.taken[self.rows, slot] = np.where(active, arrived, self.taken[self.rows, slot])
+            self.number += active
+            now = arrived
+        return now, disk_wait
+
+    def _read(self, begun: Times, images: NDArray[np.int64]) -> Times:
+        """Return [R] when the disk of each host has read [R] ``images`` for its ranks, one after the other."""
+        asked = np.minimum.reduceat(np.where(images > 0, begun, math.inf), self.starts)
+        seconds = images * self.read_s
+        up_to = np.cumsum(seconds)
+        before = np.concatenate([[0.0], up_to])[self.starts]
+        begins = np.where(np.isfinite(asked), np.maximum(asked, self.disk), self.disk)
+        self.disk = begins + np.add.reduceat(seconds, self.starts)
+        read: Times = begins[self.host] + up_to - before[self.host]
+        return read
+
+
+def _normal(rng: np.random.Generator, count: int) -> Times:
+    """Return standard normal numbers, from ``random`` only (see ``keyed.py``).
+
+    Source: G. E. P. Box, M. E. Muller, "A note on the generation of random normal deviates" (1958).
+    """
+    radius = np.sqrt(-2 * np.log(1 - rng.random(count)))
+    drawn: Times = radius * np.cos(2 * np.pi * rng.random(count))
+    return drawn
