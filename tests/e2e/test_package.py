@@ -33,7 +33,9 @@ pytestmark = [
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YOLOFLEET"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YOLOFLEET"))
+    }
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -83,7 +85,9 @@ def metadata(wheel: Path) -> Message:
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     _, wheel = built
-    tracked = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     expected = {
         str(Path(name).relative_to("src"))
         for name in tracked.stdout.splitlines()
@@ -143,8 +147,19 @@ def test_the_sdist_installs_and_trains_without_a_c_compiler(
     built: tuple[Path, Path], clean_python: Path, tmp_path: Path
 ) -> None:
     sdist, _ = built
-    pip = (clean_python, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", "--no-cache-dir")
+    pip = (
+        clean_python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--force-reinstall",
+        "--no-deps",
+        "--no-cache-dir",
+    )
     run(*pip, sdist, cwd=tmp_path, CC="/bin/false")
-    installed = Path(run(clean_python, "-c", "import yolofleet; print(yolofleet.__path__[0])", cwd=tmp_path).strip())
+    installed = Path(
+        run(clean_python, "-c", "import yolofleet; print(yolofleet.__path__[0])", cwd=tmp_path).strip()
+    )
     assert not list(installed.rglob("*.so"))
     assert "C compiler" in use(clean_python, tmp_path)

@@ -12,8 +12,8 @@ from contextlib import suppress
 import click
 
 from yolofleet import __version__
-from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.cli.commands import Verbs
+from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.text import echo
 

@@ -238,7 +238,9 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     elif name in ("project",):
         metavar = "FOLDER"
 
-    def complete(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def complete(
+        _context: click.Context, _parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         if choices or kind in (int, float):
             return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file")]

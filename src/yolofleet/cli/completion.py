@@ -16,7 +16,9 @@ COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell 
 
 def complete(app: click.Command, asked: str) -> int:
     """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
-    with suppress(YolofleetError, click.ClickException):  # a message would land in the line that the user types
+    with suppress(
+        YolofleetError, click.ClickException
+    ):  # a message would land in the line that the user types
         return shell_complete(app, {}, "yolofleet", COMPLETE, asked)
     return 1
 
@@ -34,5 +36,5 @@ command = Command(
     "completion",
     params=[click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"]))],
     callback=_script,
-    help="Write the completion script of a shell. For bash: `eval \"$(yolofleet completion bash)\"` in ~/.bashrc.",
+    help='Write the completion script of a shell. For bash: `eval "$(yolofleet completion bash)"` in ~/.bashrc.',
 )
