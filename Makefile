@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster test-package test-versions test-notebook \
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-cluster test-package test-versions test-notebook test-docs \
   soak contract fuzz lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
@@ -75,6 +75,10 @@ test-notebook: env
 docs: env
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	$(PY) -m mkdocs build --strict
+
+# builds the site, and follows every link of it
+test-docs: docs
+	$(PY) -m pytest tests/e2e/test_site.py -m slow
 
 # manual pages in build/man: man -l build/man/yolofleet-train.1
 man: env
