@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +77,10 @@ def test_the_cloud_starts_the_same_agent() -> None:
 def test_the_commands_of_both_services_train_together(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     started = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     for service in compose().values():
-        words = shlex.split(service["command"].replace("=node-0", "=127.0.0.1"))
+        words = shlex.split(service["command"].replace("=node-0", "=127.0.0.1").replace("=29400", f"={port}"))
         words = [f"--data={data}" if word.startswith("--data=") else word for word in words]
         command = [sys.executable, *service["entrypoint"][1:], *words, *SMALL, "--epochs=1", "--device=cpu"]
         started.append(
