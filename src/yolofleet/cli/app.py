@@ -13,6 +13,7 @@ import click
 
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
+from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.text import echo
 
@@ -153,6 +154,7 @@ APP = Verbs(
         "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),
         "doctor": ("yolofleet.cli.doctor:command", "find problems of a machine, of several hosts, or in a log"),
         "selftest": ("yolofleet.cli.selftest:command", "test on this machine that the number of processes does not change the result"),
+        "completion": ("yolofleet.cli.completion:command", "write the completion script of a shell"),
     },
     help="Train YOLO object detectors on one CPU, one GPU, several GPUs or several machines.",
     epilog="yolofleet VERB --help shows the options of a verb. The flags of YOLOv5 work too.",
@@ -179,6 +181,8 @@ def run(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        if asked := os.environ.get(COMPLETE):  # by the script of `yolofleet completion`, at a press of Tab
+            return complete(APP, asked)
         with APP.make_context("yolofleet", list(argv)) as context:
             result = APP.invoke(context)
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
+from click.shell_completion import CompletionItem
 
 from yolofleet.errors import ConfigError
 from yolofleet.text import echo
@@ -95,6 +96,12 @@ class Verbs(click.Group):
             f"{ctx.command_path} has no verb {shown(args[0])}", source="command line", hint=hint
         )
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete a verb from the table. Click would import the module of every verb for its summary."""
+        verbs = self.members.items()
+        found = [CompletionItem(name, help=text) for name, (_, text) in verbs if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.members.items()])
@@ -120,6 +127,8 @@ class Command(click.Command):
         self.spelled_as = spelled_as or name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a line that is being completed: it may end before the value of an option
+            return super().parse_args(ctx, args)
         from yolofleet.config.aliases import rewrite
 
         flags: dict[str, bool] = {}
@@ -223,14 +232,30 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help)
     metavar = "TEXT"
+    choices: tuple[str, ...] = ()
     if get_origin(kind) is Literal:
-        metavar = "|".join(map(str, get_args(kind)))
+        choices = tuple(map(str, get_args(kind)))
+        metavar = "|".join(choices)
     elif kind in (int, float):
         metavar = "N" if kind is int else "X"
     elif name in ("project",):
         metavar = "FOLDER"
+
+    def complete(
+        _context: click.Context, _parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        if choices or kind in (int, float):
+            return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file")]
+
     return click.Option(
-        [flag, name], type=str, default=None, multiple=get_origin(kind) is tuple, metavar=metavar, help=help
+        [flag, name],
+        type=str,
+        default=None,
+        multiple=get_origin(kind) is tuple,
+        metavar=metavar,
+        help=help,
+        shell_complete=complete,
     )
 
 

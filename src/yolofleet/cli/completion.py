@@ -1,0 +1,40 @@
+"""`yolofleet completion`: what a shell needs to complete verbs, options and values."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import click
+from click.shell_completion import get_completion_class, shell_complete
+
+from yolofleet.cli.commands import Command
+from yolofleet.errors import YolofleetError
+from yolofleet.text import echo
+
+COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
+
+
+def complete(app: click.Command, asked: str) -> int:
+    """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
+    with suppress(
+        YolofleetError, click.ClickException
+    ):  # a message would land in the line that the user types
+        return shell_complete(app, {}, "yolofleet", COMPLETE, asked)
+    return 1
+
+
+def _script(shell: str) -> int:
+    from yolofleet.cli.app import APP
+
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    echo(kind(APP, {}, "yolofleet", COMPLETE).source().rstrip("\n"))
+    return 0
+
+
+command = Command(
+    "completion",
+    params=[click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"]))],
+    callback=_script,
+    help='Write the completion script of a shell. For bash: `eval "$(yolofleet completion bash)"` in ~/.bashrc.',
+)

