@@ -9,19 +9,7 @@ from pathlib import Path
 from commands import small_shapes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-SMALL = [
-    "--img",
-    "64",
-    "--batch",
-    "4",
-    "--nominal-batch",
-    "4",
-    "--micro-batch",
-    "2",
-    "--no-plots",
-    "--epochs",
-    "2",
-]
+SMALL = ["--img", "64", "--batch", "4", "--nominal-batch", "4", "--micro-batch", "2", "--no-plots", "--epochs", "2"]  # fmt: skip
 RUN = [*SMALL, "--threads", "1", "--workers", "0", "--reduce", "exact"]
 CALLBACKS = ["--callbacks", "my_limit.py:LimitBiases", "--callbacks", "my_callbacks.py:Journal"]
 CODE = ["--recipe-class", "all_parts.py:All", *CALLBACKS]

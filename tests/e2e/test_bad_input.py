@@ -425,13 +425,13 @@ def test_uses_of_weights_that_cannot_be(cli, refused, here, world):
     cli(*train("set/more.yaml", "--project", "other", "--max-steps", "1"), code=0)
     other = "other/exp/weights/last.safetensors"
     for words, code, says in [
-        (f"val --weights {other}", 2, "need the same classes: number 1 has 4, number 2 has 5"),
-        (f"val --augment --merge mean --weights {other}", 2, "number 1 has 4, number 2 has 5"),
+        (f"val --weights {other}", 2, "need the same classes: one has 4, number 2 has 5"),
+        (f"val --augment --merge mean --weights {other}", 2, "one has 4, number 2 has 5"),
         ("val --merge median", 2, "--merge median is not one of nms, wbf, mean"),
         ("val --metric voc", 2, "--metric voc is not one of coco, voc07, voc12"),
         ("val --worst -1", 2, "--worst -1 is below 0"),
         ("val --classes moon", 2, "class moon does not exist"),
-        (f"predict --source set/images/val --weights {other}", 2, "number 1 has 4, number 2 has 5"),
+        (f"predict --source set/images/val --weights {other}", 2, "one has 4, number 2 has 5"),
         ("predict --source set/images/val --tile 8", 2, "--tile 8 is below 32 pixels"),
         ("predict --source set/images/val --tile 64 --overlap 1", 2, "--overlap 1 is not below 1"),
         ("predict --source set/images/val --overlap 0.5", 2, "--overlap 0.5 has no effect without --tile"),

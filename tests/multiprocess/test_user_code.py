@@ -114,13 +114,13 @@ def test_a_part_can_be_replaced_alone(folder: Path, part: str) -> None:
         assert done.code == 0, done.err
 
 
-def test_a_failing_callback_ends_the_run_with_its_line(folder: Path, own: list[str]) -> None:
+def test_a_failing_callback_ends_the_run_with_its_line(folder: Path) -> None:
     command = ["train", "--model", "yolov5n", "--data", "small shapes/data.yaml", *RUN, "--callbacks"]
     failed = yolofleet(folder, *command, "broken.py:Broken", "--device", "cpu:2", code=2).err
     assert "the callback Broken.epoch failed: ValueError: no disk" in failed and "broken.py:6" in failed
     assert "Traceback" not in failed
-    code = [*own[own.index("--recipe-class") :][:6], "--callbacks", "broken.py:Stopping"]
-    stopped = yolofleet(folder, *own, *code[-2:], "--device", "cpu:2", code=75).err
+    code = [*CODE, "--callbacks", "broken.py:Stopping"]
+    stopped = yolofleet(folder, *OWN_RUN, *code[-2:], "--device", "cpu:2", code=75).err
     assert "callback: enough" in stopped and "the state is saved" in stopped
     assert " ".join(code) in stopped, "the command that resumes the run names its code"
 

@@ -24,7 +24,8 @@ from yolofleet.fleet.doctor import log_files
 from yolofleet.fleet.hosts import wire_protocol
 from yolofleet.images import decode, header
 from yolofleet.models import darknet_cfg, description
-from yolofleet.report import results
+from yolofleet.plan import probe
+from yolofleet.report import history, results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ TRIAL = f"memory {gib(trial.MEMORY_BYTES)} and more with their size, CPU time {t
 LIMITS = {
     "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
     "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
-    "settings, recipes, data sets (YAML)": mib(yaml_lines.MAX_BYTES),
+    "settings, recipes, data sets, machine libraries (YAML)": mib(yaml_lines.MAX_BYTES),
     "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
     "lists of images": mib(reader.MAX_LIST_BYTES),
@@ -56,6 +57,8 @@ LIMITS = {
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_METADATA_BYTES)}",
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
+    "figures and events of a run, for its report": f"{history.FIGURES_BYTES >> 20} and {mib(history.EVENTS_BYTES)}",
+    "probes of machines (JSON)": mib(probe.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
     "a log that the doctor reads": gib(log_files.MOST_LOG_BYTES),
 }
