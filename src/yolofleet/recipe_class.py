@@ -5,14 +5,18 @@ docs/extend.md has an example of each. A run asks the class for its parts while 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from yolofleet import families
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
+from yolofleet.errors import YolofleetError
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector
-from yolofleet.user_code import load_class
+from yolofleet.user_code import failure_of_code, load_class
 
 FLAG = "--recipe-class"
 
@@ -53,7 +57,30 @@ def load_recipe_class(name: str) -> TrainingRecipe:
     Raises:
         ConfigError: the code cannot be loaded.
     """
-    recipe_class = load_class(name, TrainingRecipe, FLAG)() if name else TrainingRecipe()
+    recipe_class = TrainingRecipe()
+    if name:
+        recipe_class = load_class(name, TrainingRecipe, FLAG)()
+        for method in ("dataset", "network", "loss"):
+            if getattr(type(recipe_class), method) is not getattr(TrainingRecipe, method):
+                setattr(recipe_class, method, _reported(recipe_class, method))
     if recipe_class.description is not None:
         families.CUSTOM[recipe_class.description.name] = recipe_class.network
     return recipe_class
+
+
+def _reported(recipe_class: TrainingRecipe, method: str) -> Callable[..., Any]:
+    """Return a method of the user's class that raises ConfigError for each of its exceptions.
+
+    An exception of any other type would count as a fault of the host, which the run would leave out.
+    """
+    call = getattr(recipe_class, method)
+
+    def checked(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except YolofleetError:
+            raise
+        except Exception as problem:
+            raise failure_of_code(f"{type(recipe_class).__name__}.{method} failed", problem) from None
+
+    return checked

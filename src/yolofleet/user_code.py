@@ -97,11 +97,14 @@ def source_files(file: str) -> list[str]:
 
 
 def failure_of_code(what: str, problem: BaseException) -> ConfigError:
-    """Return the error for an exception in the user's code; its source is the innermost line of a file."""
+    """Return the error for an exception in the user's code; its source is the innermost line outside of Python's
+    own folders."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(problem.__traceback__)]
     if isinstance(problem, SyntaxError):
         lines.append((problem.filename or "", problem.lineno))
-    files = [f"{file}:{line}" for file, line in lines if file.endswith(".py")]
+    lines = [(file, line) for file, line in lines if file.endswith(".py")]
+    own = [(file, line) for file, line in lines if not file.startswith((sys.base_prefix, sys.prefix))]
+    files = [f"{file}:{line}" for file, line in own or lines]
     return ConfigError(
         f"{what}: {type(problem).__name__}: {problem}",
         source=files[-1] if files else None,

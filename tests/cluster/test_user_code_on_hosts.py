@@ -75,7 +75,7 @@ def test_a_host_without_a_file_of_the_code_is_named_before_the_run(lab: Lab, fol
 
 def test_a_host_without_the_data_is_named(lab: Lab, folder: Path) -> None:
     command = without(lab, folder, "labels.csv")
-    print(command.said)
-    assert command.process.returncode in (2, 3), command.said
-    assert "labels.csv" in command.said and "m2" in command.said and "Traceback" not in command.said
+    assert command.process.returncode == 2, command.said
+    assert "rank 1, host m2" in command.said and "All.dataset failed: FileNotFoundError" in command.said
+    assert "labels.csv" in command.said and "Traceback" not in command.said, command.said
     nothing_left(lab, 10)

@@ -26,6 +26,15 @@ class Stopping(Callback):
 """
 
 
+BROKEN_PARTS = """
+from yolofleet import TrainingRecipe
+
+class Failing(TrainingRecipe):
+    def loss(self, model, recipe, img):
+        return {}["gain"]
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with the examples, a data set, and the same labels as a table."""
@@ -158,6 +167,18 @@ def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) ->
     weights = one / "weights" / "best.safetensors"
     failed = yolofleet(folder, "val", "--weights", weights, "--data", "small shapes/data.yaml", code=3).err
     assert "--recipe-class FILE.py:All" in failed
+
+
+def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
+    (folder / "parts.py").write_text(BROKEN_PARTS)
+    command = ["train", "--model", "yolov5n", "--data", "no table.csv", *RUN, "--recipe-class"]
+    failed = yolofleet(folder, *command, "my_data.py:CsvData", code=2).err
+    assert "CsvData.dataset failed: FileNotFoundError" in failed and "no table.csv" in failed
+    assert "my_data.py:" in failed and "Traceback" not in failed
+    command[command.index("no table.csv")] = "small shapes/data.yaml"
+    failed = yolofleet(folder, *command, "parts.py:Failing", "--device", "cpu:2", code=2).err
+    assert "Failing.loss failed: KeyError: 'gain'" in failed and "parts.py:6" in failed
+    assert "Traceback" not in failed
 
 
 def test_a_study_trains_the_own_parts_and_goes_on_with_them(folder: Path) -> None:
