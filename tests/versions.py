@@ -38,10 +38,10 @@ def main(dependencies: str) -> int:
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(bounds(dependencies)), encoding="utf-8")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
-    subprocess.run([*pip, ROOT, "pytest>=8.4", "pytest-timeout", "pytest-xdist"], check=True)
+    pip = [str(python), *"-m pip install --quiet --disable-pip-version-check -c".split(), str(constraints)]
+    subprocess.run([*pip, str(ROOT), "pytest>=8.4", "pytest-timeout", "pytest-xdist"], check=True)
     subprocess.run([python, "-m", "pip", "list"], check=True)
-    command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command = [str(python), *"-m pytest -n 2 --dist loadfile -p no:cacheprovider".split()]
     return subprocess.run(
         [*command, "-m", "not slow and not gpu and not cluster", *TESTS], cwd=ROOT
     ).returncode
