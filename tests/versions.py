@@ -38,10 +38,14 @@ def main(dependencies: str) -> int:
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(bounds(dependencies)), encoding="utf-8")
-    pip = [str(python), *"-m pip install --quiet --disable-pip-version-check -c".split(), str(constraints)]
+    pip = [
+        str(python),
+        *["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c"],
+        str(constraints),
+    ]
     subprocess.run([*pip, str(ROOT), "pytest>=8.4", "pytest-timeout", "pytest-xdist"], check=True)
     subprocess.run([python, "-m", "pip", "list"], check=True)
-    command = [str(python), *"-m pytest -n 2 --dist loadfile -p no:cacheprovider".split()]
+    command = [str(python), *["-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]]
     return subprocess.run(
         [*command, "-m", "not slow and not gpu and not cluster", *TESTS], cwd=ROOT
     ).returncode
