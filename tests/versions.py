@@ -40,17 +40,12 @@ def main(dependencies: str) -> int:
     constraints.write_text("\n".join(bounds(dependencies)), encoding="utf-8")
     pip = [
         str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "-c",
+        *["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c"],
         str(constraints),
     ]
     subprocess.run([*pip, str(ROOT), "pytest>=8.4", "pytest-timeout", "pytest-xdist"], check=True)
-    subprocess.run([str(python), "-m", "pip", "list"], check=True)
-    command = [str(python), "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    subprocess.run([python, "-m", "pip", "list"], check=True)
+    command = [str(python), *["-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]]
     return subprocess.run(
         [*command, "-m", "not slow and not gpu and not cluster", *TESTS], cwd=ROOT
     ).returncode

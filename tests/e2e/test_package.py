@@ -133,7 +133,7 @@ def use(python: Path, folder: Path) -> str:
     weights = "runs/train/exp/weights/best.safetensors"
     source = ("--source", "my data/images/val", "--img", "64")
     said += run(command, "predict", "--weights", weights, *source, cwd=folder, **variables)
-    assert len(list((folder / "runs" / "detect" / "exp").glob("*.jpg"))) == 4
+    assert len(list((folder / "runs" / "predict" / "exp").glob("*.png"))) == 4
     return said
 
 
