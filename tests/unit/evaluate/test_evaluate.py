@@ -89,7 +89,13 @@ class ThreadWorld:
 
 
 def on_ranks(size, work):
-    """``work(world)`` of every rank, in rank order."""
+    """``work(world)`` of every rank, in rank order.
+
+    One rank runs in this thread. A thread that has used OpenCV locks a mutex of it while it ends, after ``join``; loader
+    processes that are forked at that moment find it locked for ever.
+    """
+    if size == 1:
+        return [work(ThreadWorld(0, 1, threading.Barrier(1), [b""]))]
     meeting, board, done = threading.Barrier(size), [b""] * size, [None] * size
 
     def run(rank):
