@@ -46,15 +46,19 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     c = config.value
     if not (c.model or c.cfg):
         raise ConfigError(
-            "the network must be named to predict its speed", hint="--model yolov5s, or --cfg FILE"
+            "yolofleet plan needs a network to predict its speed", hint="--model yolov5s, or --cfg FILE"
         )
     if c.batch < 0:
-        raise ConfigError("--batch auto needs the devices of the run", hint="--batch 64")
+        raise ConfigError(
+            "yolofleet plan cannot predict --batch auto, which needs the devices of the run",
+            source=config.sources["batch"],
+            hint="--batch 64",
+        )
     rows = forecasts(config)
     deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
     if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
         raise ConfigError(
-            f"--budget {budget:g}: no price is known of these machines",
+            f"--budget {budget:g}: no price is known for these machines",
             source=config.sources["budget"],
             hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
         )
@@ -94,7 +98,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
-            "something else than steps"
+            "other work than steps"
         )
         if why:
             console.fact(why)
@@ -249,10 +253,10 @@ def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> 
     found = compare(Path(run), [Path(path) for path in probe], keep=keep)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
-        console.table("predicted and happened", COLUMNS, found.rows())
-        console.fact(f"predicted to bind: {found.predicted_binds}; did bind: {found.binds}")
+        console.table("prediction and run", COLUMNS, found.rows())
+        console.fact(f"what binds: {found.predicted_binds} in the prediction, {found.binds} in the run")
         if found.kept:
-            console.fact(f"the error is kept in {', '.join(found.kept)}: later ranges will have it")
+            console.fact(f"stored the error in {', '.join(found.kept)}: later ranges use it")
     emit_json(found.figures(), json_out, indent=2)
     return 0
 
