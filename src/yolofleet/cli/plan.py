@@ -84,9 +84,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
                 "figures": machine.source,
             },
         )
-        console.table(
-            "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
-        )
+        console.table("predicted ranges", COLUMNS, [row.row(rows[0]) for row in rows])
         for table in extra.values():
             console.table(table.title, table.columns, table.cells)
         for text in best.notes():
@@ -98,7 +96,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
-            "other work than steps"
+            "work other than steps"
         )
         if why:
             console.fact(why)
@@ -182,8 +180,8 @@ fleets_command = SchemaCommand(
     without=set(PlanConfig.model_fields) - USED,
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
-    "Say what binds, and which changes would help most. Nothing runs.",
-    epilog="The settings without a line here do not change the prediction; --config with the config.yaml of a run has them.",
+    "Say what binds, and which changes would help most. The command starts no training.",
+    epilog="Settings that are not listed here do not change the prediction. --config also takes the config.yaml of a run.",
 )
 
 

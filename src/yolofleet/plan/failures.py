@@ -29,7 +29,7 @@ COLUMNS = (
     "nothing fails",
     "expected",
     "failures",
-    "machines there",
+    "mean machines",
     "$",
     "--save-minutes",
     "Young, Daly",

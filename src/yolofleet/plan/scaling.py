@@ -40,7 +40,7 @@ HEARTBEATS_PER_S, HEARTBEATS_MISSED = 16, 4  # as in parallel/watchdog.py
 NAMED_WITHIN_S = 60.0
 SHARE = 0.05  # largest share of a step or a validation: a part that takes more stops scaling
 START_SHARE_S = 60.0  # longest time of a part of the start
-COLUMNS = ("from ranks", "part", "there", "with 4,096 ranks", "remedy", "then")
+COLUMNS = ("from ranks", "part", "at this size", "with 4,096 ranks", "remedy", "with the remedy")
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _costs(work: Workload, fleet: Sequence[Machine], ranks: int, hosts: int) -> 
         "rendezvous",
         meets_s,
         START_SHARE_S,
-        f"{duration(meets_s)} of the store for the rendezvous",
+        f"{duration(meets_s)} of the store's time",
         "a counter in place of a key of each rank (not built)",
         duration(ranks * (REQUEST_S + 2 * KEY_FETCH_S)),
     )

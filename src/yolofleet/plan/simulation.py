@@ -34,7 +34,7 @@ STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill t
 PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # lower limit of a step's time, as a factor of its mean
 SHOWN = 0.005  # share of a step: smaller parts are left out of the table
-COLUMNS = ("fleet", "images/s", "beside the formula", "step", "a rank's time", "slowest in most steps")
+COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time", "slowest in most steps")
 Times = NDArray[np.float64]
 
 

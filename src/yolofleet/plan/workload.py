@@ -22,7 +22,7 @@ class Network:
     """The properties of a network that decide the time of a step.
 
     Attributes:
-        parameters: that are trained.
+        parameters: number of trained parameters.
         gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
         ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
             gradients come first; a share is one of operations.
@@ -46,7 +46,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training.
+    """A training, as the formula needs it.
 
     Attributes:
         img: pixels.
