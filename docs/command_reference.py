@@ -1,4 +1,4 @@
-"""Write what `--help` says as manual pages: ``python docs/command_reference.py FOLDER``. The site uses it, too."""
+"""Write the texts of `--help` as manual pages: ``python docs/command_reference.py FOLDER``. The site uses them, too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recorder(click.HelpFormatter):
 
 
 def commands(group: click.Group = APP, path: str = "yolofleet") -> Iterator[tuple[str, click.Command]]:
-    """Return each command with its words, groups before their members."""
+    """Yield the words and the object of each command, groups before their members."""
     yield path, group
     context = click.Context(group)
     for name in group.list_commands(context):
@@ -76,7 +76,7 @@ def plain(text: str) -> str:
 
 
 def manual(path: str, command: click.Command) -> str:
-    """Return the manual page of one command in the language of man(7)."""
+    """Return the manual page of one command in the format of man(7)."""
     name = path.replace(" ", "-")
     usage, sections = sections_of(command, path)
     summary = (command.help or path).split(". ")[0].rstrip(".")
@@ -95,6 +95,7 @@ def manual(path: str, command: click.Command) -> str:
 
 
 def troff(text: str) -> str:
+    """Escape what man(7) would read as a request or a hyphen."""
     text = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{text}" if text.startswith((".", "'")) else text
 

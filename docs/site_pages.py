@@ -87,13 +87,13 @@ def site_link(found: re.Match[str], source: str, here: str, files: Files, reposi
 
 
 def blank_before_list(line: str, before: list[str]) -> Iterator[Any]:
-    """Python's Markdown, unlike GitHub's, wants an empty line between a paragraph and a list."""
+    """Yield the empty line that Python's Markdown, unlike GitHub's, needs between a paragraph and a list."""
     last = before[-1] if before else ""
     if LIST_ITEM.match(line) and last.strip() and not LIST_ITEM.match(last) and not last.startswith(" "):
         yield ""
 
 
 def indented(line: str) -> str:
-    """Python's Markdown, unlike GitHub's, wants four spaces before an inner list."""
+    """Return the line with the four spaces that Python's Markdown, unlike GitHub's, needs before an inner list."""
     item = LIST_ITEM.match(line)
     return f"    {line.lstrip()}" if item and 2 <= len(item[1]) <= 3 else line

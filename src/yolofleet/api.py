@@ -256,7 +256,7 @@ class Model:
 
         Raises:
             DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command. ConfigError:
-                the source may have no end, as a camera.
+                the source may have no end, such as a camera.
         """
         for part in source if isinstance(source, (list, tuple)) else [source]:
             if isinstance(part, (str, Path)):

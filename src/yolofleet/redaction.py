@@ -1,6 +1,6 @@
 """Remove secrets and personal names from text that leaves the machine or a trusted process.
 
-No rule recognises every secret. These rules prefer to remove too much: values with a telling name, values that the
+No rule recognises every secret. These rules remove too much rather than too little: values with a telling name, values that the
 environment stores under such a name, the formats of well-known tokens, and user data and queries of URLs.
 """
 
@@ -55,11 +55,11 @@ _RULES = tuple(
 
 
 class Redaction:
-    """Removes what the environment and the account of this process tell.
+    """Removes secrets and names that the environment and the account of this process contain.
 
     Args:
         environment: its values with a telling name (token, password, ...) are removed wherever they occur.
-        home: becomes ``~``. user: becomes ``[user]`` where it stands alone; "root" stays, it names nobody.
+        home: becomes ``~``. user: becomes ``[user]`` where it stands alone; "root" stays because it names nobody.
     """
 
     def __init__(self, environment: Mapping[str, str], *, home: str = "", user: str = "") -> None:

@@ -87,10 +87,10 @@ def identity_of(name: str, flag: str) -> str:
 
 
 def source_files(file: str) -> list[str]:
-    """Return a file of the user's code, and its neighbours that it imports. Reads them, and executes nothing."""
+    """Return a file of the user's code and the files of its folder that it imports. Read them, and execute nothing."""
     folder = Path(file).parent
     finder = ModuleFinder(path=[str(folder)])
-    with suppress(OSError, SyntaxError, ValueError):  # the processes of the run report it
+    with suppress(OSError, SyntaxError, ValueError):  # the processes of the run report the problem
         finder.run_script(file)
     found = [getattr(module, "__file__", None) for module in finder.modules.values()]
     return [file, *sorted({str(folder / relpath(name, folder)) for name in found if name} - {file})]

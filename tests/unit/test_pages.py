@@ -28,6 +28,11 @@ def test_troubleshooting_names_codes_that_exist() -> None:
     assert len(named) > 30 and not named - codes
 
 
+def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
+
+
 def test_every_file_names_the_same_version() -> None:
     version = yolofleet.__version__
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -181,7 +181,8 @@ def run(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        if asked := os.environ.get(COMPLETE):  # by the script of `yolofleet completion`, at a press of Tab
+        # the script of `yolofleet completion` sets it when the user presses Tab
+        if asked := os.environ.get(COMPLETE):
             return complete(APP, asked)
         with APP.make_context("yolofleet", list(argv)) as context:
             result = APP.invoke(context)

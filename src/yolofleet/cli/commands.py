@@ -33,7 +33,7 @@ class Verbs(click.Group):
 
     Args:
         default: the member that runs if the arguments begin with one of its options instead of a verb; "" = none.
-        default_takes_arguments: it also runs if they begin with another word that is no verb.
+        default_takes_arguments: it also runs if they begin with a word that is not a verb.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Verbs(click.Group):
         return super().parse_args(ctx, self._with_verb(args))
 
     def _with_verb(self, args: list[str]) -> list[str]:
-        """Put the default verb in front of arguments that begin with an option, or with what is no verb."""
+        """Put the default verb in front of arguments that begin with an option, or with a word that is not a verb."""
         has_no_verb = not args or args[0].startswith("-")
         has_no_verb |= self.default_takes_arguments and args[:1] != [] and args[0] not in self.members
         if self.default and has_no_verb and args[:1] not in (["-h"], ["--help"]):
@@ -127,7 +127,7 @@ class Command(click.Command):
         self.spelled_as = spelled_as or name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a line that is being completed: it may end before the value of an option
+        if ctx.resilient_parsing:  # an incomplete line: it may end before the value of an option
             return super().parse_args(ctx, args)
         from yolofleet.config.aliases import rewrite
 

@@ -18,7 +18,7 @@ def complete(app: click.Command, asked: str) -> int:
     """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
     with suppress(
         YolofleetError, click.ClickException
-    ):  # a message would land in the line that the user types
+    ):  # a message would appear in the line that the user types
         return shell_complete(app, {}, "yolofleet", COMPLETE, asked)
     return 1
 

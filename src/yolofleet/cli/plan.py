@@ -46,15 +46,19 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     c = config.value
     if not (c.model or c.cfg):
         raise ConfigError(
-            "the network must be named to predict its speed", hint="--model yolov5s, or --cfg FILE"
+            "yolofleet plan needs a network to predict its speed", hint="--model yolov5s, or --cfg FILE"
         )
     if c.batch < 0:
-        raise ConfigError("--batch auto needs the devices of the run", hint="--batch 64")
+        raise ConfigError(
+            "yolofleet plan cannot predict --batch auto, which needs the devices of the run",
+            source=config.sources["batch"],
+            hint="--batch 64",
+        )
     rows = forecasts(config)
     deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
     if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
         raise ConfigError(
-            f"--budget {budget:g}: no price is known of these machines",
+            f"--budget {budget:g}: no price is known for these machines",
             source=config.sources["budget"],
             hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
         )
@@ -80,9 +84,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
                 "figures": machine.source,
             },
         )
-        console.table(
-            "predicted, as ranges of what is plausible", COLUMNS, [row.row(rows[0]) for row in rows]
-        )
+        console.table("predicted ranges", COLUMNS, [row.row(rows[0]) for row in rows])
         for table in extra.values():
             console.table(table.title, table.columns, table.cells)
         for text in best.notes():
@@ -94,7 +96,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {best.likely.device_hours:,.3g} device hours, of which the devices spend {wasted:.0%} on "
-            "something else than steps"
+            "work other than steps"
         )
         if why:
             console.fact(why)
@@ -178,8 +180,8 @@ fleets_command = SchemaCommand(
     without=set(PlanConfig.model_fields) - USED,
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
-    "Say what binds, and which changes would help most. Nothing runs.",
-    epilog="The settings without a line here do not change the prediction; --config with the config.yaml of a run has them.",
+    "Say what binds, and which changes would help most. The command starts no training.",
+    epilog="Settings that are not listed here do not change the prediction. --config also takes the config.yaml of a run.",
 )
 
 
@@ -249,10 +251,10 @@ def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> 
     found = compare(Path(run), [Path(path) for path in probe], keep=keep)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
-        console.table("predicted and happened", COLUMNS, found.rows())
-        console.fact(f"predicted to bind: {found.predicted_binds}; did bind: {found.binds}")
+        console.table("prediction and run", COLUMNS, found.rows())
+        console.fact(f"what binds: {found.predicted_binds} in the prediction, {found.binds} in the run")
         if found.kept:
-            console.fact(f"the error is kept in {', '.join(found.kept)}: later ranges will have it")
+            console.fact(f"stored the error in {', '.join(found.kept)}: later ranges use it")
     emit_json(found.figures(), json_out, indent=2)
     return 0
 

@@ -54,7 +54,7 @@ run_command = Command(
     "run",
     params=[click.Argument(["runs"], nargs=-1, metavar="RUN")],
     callback=run,
-    help="Write report.html into the run folder RUN again, from its other files. A run that has not finished has one too.",
+    help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished.",
 )
 compare_command = Command(
     "compare",

@@ -11,7 +11,8 @@ from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
 FILES_ONLY = ("tensorboard", "prometheus")
-SENDS = ("wandb", "mlflow", "clearml", "comet", "http")  # if the user names a server
+# these send to a server if the user names one
+SENDS = ("wandb", "mlflow", "clearml", "comet", "http")
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
 
 
@@ -22,7 +23,7 @@ def logger_names(config: TrainConfig) -> list[str]:
 
 
 def servers_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return the address of each logger in values NAME=ADDRESS."""
+    """Return the address by logger from values NAME=ADDRESS."""
     return {name: address for name, _, address in (text.partition("=") for text in texts)}
 
 
@@ -49,7 +50,7 @@ def check_loggers(config: Resolved[TrainConfig]) -> None:
             has_secret = url.username is not None or bool(url.query or url.fragment)
         except ValueError:
             is_usable = has_secret = False
-        if has_secret:  # not shown: it would reach logs
+        if has_secret:  # the message leaves out the address: a secret would reach logs
             raise ConfigError(
                 f"--log-server {name}=... has a user, a query or a fragment, which may hold a secret",
                 source=config.sources["log_server"],

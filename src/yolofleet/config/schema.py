@@ -343,7 +343,7 @@ class TrainConfig(FleetSettings):
     )
     compile: bool = setting(
         False,
-        "compile the network with torch.compile before the first step, for minutes; nobody has tried it on a GPU (docs/speed.md)",
+        "compile the network with torch.compile before the first step, which takes minutes; never run on a GPU (docs/speed.md)",
         group="execution",
     )
     check_steps: int = setting(
@@ -529,7 +529,7 @@ class PlanConfig(TrainConfig):
     )
     machines: str = setting(
         "1",
-        "numbers of such machines: 1..8, or 1,2,4",
+        "numbers of machines of each kind: 1..8, or 1,2,4",
         group="input",
         pattern=r"^[1-9][0-9]{0,3}(\.\.[1-9][0-9]{0,3})?(,[1-9][0-9]{0,3}(\.\.[1-9][0-9]{0,3})?)*$",
     )
@@ -566,21 +566,21 @@ class PlanConfig(TrainConfig):
         pattern=r"^$|^[0-9]{1,6}(\.[0-9]{1,3})?[mhd]$",
     )
     budget: float = setting(
-        0.0, "choose the fastest fleet that costs at most so many US dollars; 0 = no limit", ge=0, group="length and batch size"
+        0.0, "choose the fastest fleet that costs at most this many US dollars; 0 = no limit", ge=0, group="length and batch size"
     )  # fmt: skip
     picture: Path | None = setting(
         None, "write a picture of the table (PNG)", group="saved files", in_files=False
     )
     simulate: bool = setting(
         False,
-        "simulate each rank, loader process, bucket and link, and list what stops scaling first, to 4,096 devices",
+        "simulate each rank, loader process, bucket and link, and list what stops scaling first; up to 4,096 devices",
         group="execution",
     )
     failures_per_hour: float = setting(
-        0.0, "failures of one machine in an hour, for example of spot machines", ge=0, group="after a failure"
+        0.0, "failures of one machine per hour, for example of a spot machine", ge=0, group="after a failure"
     )
     replace_minutes: float = setting(
-        10.0, "mean time until a failed machine is there again", gt=0, group="after a failure"
+        10.0, "mean minutes until a failed machine is replaced", gt=0, group="after a failure"
     )
 
 

@@ -151,7 +151,7 @@ class Transforms:
 
 
 def _reason(problem: Exception) -> str:
-    """Return what albumentations says about parameters, in one line."""
+    """Return the reason of albumentations for refusing parameters, in one line."""
     told = [str(problem)]
     if isinstance(problem.__cause__, ValidationError):
         told = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.__cause__.errors()]

@@ -1,6 +1,6 @@
 """Write TensorFlow Lite files with litert-torch, and run them with ai-edge-litert (LiteRT).
 
-8-bit files are made of the 32-bit ones by ai-edge-quantizer, by the rules of ``export.quantize``: activations and weights
+ai-edge-quantizer makes 8-bit files from the 32-bit ones, by the rules of ``export.quantize``: activations and weights
 int8, weights with one scale for each output channel, ranges of activations by moving averages over the calibration images,
 and the last convolutions and the decoding of boxes in 32 bits.
 """
@@ -76,9 +76,9 @@ def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
     work = quantizer.Quantizer(str(path), recipe.static_wi8_ai8())
     for end in (TFLOperationName.INPUT, TFLOperationName.OUTPUT):
         work.update_quantization_recipe(".*", end, algorithm_key=untouched)
-    for name in _head_tensors(path):  # of several rules for an operation, the quantizer takes the last one
+    for name in _head_tensors(path):  # if an operation has several rules, the quantizer takes the last one
         work.update_quantization_recipe(f"^{re.escape(name)};?$", every, algorithm_key=untouched)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it writes a line about each operation
+    logging.getLogger("absl").setLevel(logging.ERROR)  # the quantizer logs a line about each operation
     ranges = work.calibrate(
         {signature: [{given: batch} for batch in batches]}, num_threads=torch.get_num_threads()
     )
@@ -86,7 +86,7 @@ def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
 
 
 def _head_tensors(path: Path) -> list[str]:
-    """Return the names of the results of the last convolutions on each path to the output, and of what follows them."""
+    """Return the names of the results of the last convolutions on each path to the output, and of all later operations."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     model = flatbuffer_utils.read_model(str(path))

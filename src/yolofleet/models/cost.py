@@ -32,7 +32,7 @@ def gflops(model: Detector, img: int = 640) -> float:
 def ready_shares(model: Detector, points: int = 8) -> tuple[float, ...]:
     """Return the shares of the backward pass, in operations, after which 1/points ... of the gradients are final.
 
-    Gradients count in the order of the buckets: the last parameters first. A bucket waits for its latest gradient.
+    Gradients count in the order of the buckets, which begin with the last parameters. A bucket waits for its last gradient.
     """
     order: list[nn.Module] = []
     operations: dict[nn.Module, int] = {}

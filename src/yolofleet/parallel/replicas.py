@@ -63,7 +63,7 @@ class Replica:
 
     def forward(self, images: Tensor) -> Any:
         """Return the raw predictions of a pass in training."""
-        # every other number of images, such as the rest of a step, would be compiled for minutes
+        # compiling every other number of images, such as the rest of a step, would take minutes
         if self.compiled is not None and len(images) == self.compiled_images:
             return self.compiled(images)
         return self.model(images)

@@ -24,9 +24,9 @@ from yolofleet.plan.workload import DataFacts, Network, Workload, workload_of
 from yolofleet.text import listed
 
 MOST_FLEETS = 64
-SIZED_FILES = 200  # whose size is looked up
-TCP_SHARE = 0.94  # of a link's rate that is left for data
-LATENCY_S = 1e-4  # of a message over TCP
+SIZED_FILES = 200  # image files whose size gives the mean
+TCP_SHARE = 0.94  # share of a link's rate that is left for data
+LATENCY_S = 1e-4  # latency of a message over TCP
 UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 
@@ -88,7 +88,7 @@ def link_of_text(text: str, *, tree: bool) -> Link:
 
 
 def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
-    """Return what each fleet will bring that the settings name.
+    """Return the forecast of each fleet that the settings name.
 
     Raises:
         ConfigError: no probe, no such machine, or settings that contradict each other.
@@ -137,7 +137,7 @@ class Planned:
     network: Network
 
     def workload(self, ranks: int, *, on_cpu: bool) -> Workload:
-        """Return the workload on so many ranks."""
+        """Return the workload on ``ranks`` ranks."""
         is_per_device = isinstance(self.config, PlanConfig) and self.config.per_device
         return workload_of(
             self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu, per_device=is_per_device
@@ -149,7 +149,7 @@ class Planned:
         return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
 
     def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:
-        """Return the forecast of probed machines with so many devices each.
+        """Return the forecast of probed machines with their numbers of devices.
 
         Raises:
             ConfigError: there are several machines, and nobody measured or named the link between them.

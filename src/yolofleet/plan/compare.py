@@ -22,17 +22,17 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import MAX_BYTES, ResultsTable
 
 COLUMNS = ("", "predicted", "likely", "happened", "error")
-WAITS = 0.1  # of a step: less waiting for the loader does not bind, as in the formula
+WAITS = 0.1  # share of a step: if ranks wait less for the loader, it does not bind, as in the formula
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A prediction beside what happened.
+    """A prediction, and the figures of the run.
 
     Attributes:
         happened: images_per_s, val_s and run_s; NaN = unknown.
         binds: what limited the run, by the shares in results.csv.
-        sources: of the probes; kept: files that keep the error now.
+        sources: origins of the probes; kept: files in which the error is now stored.
     """
 
     forecast: Forecast

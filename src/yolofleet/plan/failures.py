@@ -29,34 +29,35 @@ COLUMNS = (
     "nothing fails",
     "expected",
     "failures",
-    "machines there",
+    "mean machines",
     "$",
     "--save-minutes",
     "Young, Daly",
 )
-MOST_TIMES = 1000  # as long as without failures: beyond it, a run does not end
-MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # of a state in memory: docs/fleet.md, "After a failure"
-RESTART_S = 20.5  # a host is switched off: benchmarks/README.md, "Going on after a fault"
-RETURN_S = 1.5  # it returns
-LONGEST_S = 3600.0  # between checkpoints: the model does not know failures of all machines at once
-NEGLIGIBLE = 6  # standard deviations
-MOST_EXPONENT = 700.0  # of exp in double precision
+MOST_TIMES = 1000  # times as long as without failures: a longer run counts as one that does not end
+MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/fleet.md, "After a failure"
+RESTART_S = 20.5  # after a host is switched off: benchmarks/README.md, "Going on after a fault"
+RETURN_S = 1.5  # when a host returns
+# longest interval between checkpoints: the model does not know failures of all machines at once
+LONGEST_S = 3600.0
+NEGLIGIBLE = 6  # standard deviations from the mean; probabilities beyond are left out
+MOST_EXPONENT = 700.0  # exp overflows double precision above 709
 
 
 @dataclass(frozen=True)
 class FailureModel:
-    """How machines fail, and what the run does about it. All seconds.
+    """How machines fail, and how the run reacts. All times are in seconds, except ``failures_per_hour``.
 
     Attributes:
-        failures_per_hour: of one machine.
-        replacement_s: mean time until a lost machine is there again.
+        failures_per_hour: failures of one machine.
+        replacement_s: mean time until a lost machine is replaced.
         interval_s: training between two checkpoints.
-        save_s: that training stands still for a checkpoint.
+        save_s: pause of the training for a checkpoint.
         restart_s: from a failure to the next step of the machines that are left.
-        return_s: that training stands still when a machine comes back, besides a save.
-        start_s: the same if no machine was left.
+        return_s: pause of the training when a machine comes back, besides a save.
+        start_s: the same as ``restart_s`` if no machine was left.
         memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
-        memory_save_s: that training stands still for a state in memory.
+        memory_save_s: pause of the training for a state in memory.
         min_machines: with fewer, the run waits.
     """
 
@@ -109,7 +110,7 @@ class Outlook:
         expected_s: of the run with failures. without_s: the same run if nothing fails, with its checkpoints.
         machines: mean number of machines that are there.
         failures: expected number.
-        machine_hours: of machines that are there, which are paid.
+        machine_hours: hours of the available machines, which are paid.
     """
 
     expected_s: float
@@ -138,7 +139,7 @@ def efficiency(machines: int, failing: FailureModel, *, returning_per_s: float) 
     in_memory = failing.memory_s > 0 and machines > 1
     trained_s = failing.memory_s if in_memory else failing.interval_s
     save_s = failing.memory_save_s if in_memory else failing.save_s
-    # the other kind of save takes its part of the time
+    # saves of the other kind take their share of the time
     other = 1 + failing.save_s / failing.interval_s if in_memory else failing.memory_cost
     failing_per_s = machines * failing.rate_s
     any_per_s = failing_per_s + returning_per_s
@@ -196,7 +197,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
         raise ConfigError(
             f"with {failing.failures_per_hour:g} failures an hour of each of {machines} machines, the run takes more than "
             f"{MOST_TIMES} times as long",
-            hint="save more often, or take fewer machines, or such that fail less often",
+            hint="save more often, or take fewer machines, or machines that fail less often",
         )
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -271,7 +272,7 @@ def daly_interval_s(save_s: float, between_failures_s: float) -> float:
 def history_s(
     work_s: float, machines: int, speed: Speed, failing: FailureModel, *, seed: int, number: int
 ) -> float:
-    """Return the seconds of one simulated run, failure by failure. It has what the formula leaves out.
+    """Simulate one run, failure by failure, and return its seconds. It includes what the formula leaves out.
 
     A replacement takes an exponential time. Draws are functions of (seed, number).
 
@@ -370,7 +371,7 @@ class _Progress:
             self.since_save = 0.0
 
     def keep(self) -> None:
-        """Save before all restart with a machine more."""
+        """Save before all machines restart with one more machine."""
         self.in_memory = self.done
         self.since_memory = 0.0
         if not self.failing.memory_s:
@@ -427,7 +428,7 @@ def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s
 
     @cache
     def speed(machines: int) -> float:
-        work = replace(forecast.work, shares=())  # those of --shares name all ranks
+        work = replace(forecast.work, shares=())  # the values of --shares name all ranks
         return (
             predict(work, fleet[:machines]).rate_img_s / likely.rate_img_s if machines < len(fleet) else 1.0
         )

@@ -22,7 +22,7 @@ NAMES = {"all_reduce": "all-reduce"}
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a fleet will bring.
+    """The predicted figures of a fleet.
 
     Attributes:
         name: of the fleet, short. likely: with the figures as they are; fast, slow: if all doubts come true.
@@ -40,7 +40,7 @@ class Forecast:
         return NAMES.get(self.likely.binds, self.likely.binds)
 
     def notes(self) -> list[str]:
-        """Return what a reader should know beside the figures."""
+        """Return the notes below the table."""
         found = []
         idle = [part for part in rank_shares(self.work, self.fleet) if not part.images]
         if idle:
@@ -93,7 +93,7 @@ class Forecast:
 
 
 def forecast(name: str, work: Workload, fleet: Fleet) -> Forecast:
-    """Return what ``fleet`` will bring, with the range of what is plausible."""
+    """Return the forecast of ``fleet``, with its plausible range."""
     fast, slow = ([machine.changed(direction) for machine in fleet] for direction in (-1, 1))
     return Forecast(name, work, fleet, predict(work, fleet), predict(work, fast), predict(work, slow))
 
@@ -106,7 +106,7 @@ class Change:
     factor: float
 
     def text_of_worth(self) -> str:
-        """Return the factor of another machine, and whether it is worth its price."""
+        """Return the factor of another machine as text, and whether it is worth its price."""
         return f"{self.factor:.2f} x" + ("" if self.factor >= WORTH_A_MACHINE else ": not worth it")
 
 
@@ -153,7 +153,7 @@ def _possible(work: Workload, fleet: Fleet) -> Iterator[tuple[str, tuple[Workloa
 
 
 def another_machine(work: Workload, fleet: Fleet) -> Change:
-    """Return what one more machine like the last one brings."""
+    """Return the gain of one more machine like the last one."""
     factor = predict(work, fleet).run / predict(work, [*fleet, fleet[-1]]).run
     return Change(f"{len(fleet) + 1} machines", factor)
 

@@ -6,7 +6,7 @@ A step ends when the slowest rank has computed and the last gradient bucket is s
     epoch  = steps x step + validation + checkpoint
     run    = start + first epoch (which fills the cache) + other epochs
 
-Each part is what it adds to the time of the part before it: the loader adds nothing while its processes keep up with the
+Each part counts only the time that it adds to the parts before it: the loader adds nothing while its processes keep up with the
 network, and the all-reduce adds what the backward pass does not hide.
 """
 
@@ -22,9 +22,9 @@ from yolofleet.parallel.partition import Partition
 from yolofleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
 from yolofleet.plan.workload import Workload
 
-BACKWARD = 2 / 3  # of a pass: the backward pass has two products where the forward pass has one
-SMALL_BYTES = 64  # the sum of the loss counts
-GLOO_HOP_S = 5e-5  # of a message of gloo, assumed; benchmarks/simulation.py counts measures it
+BACKWARD = 2 / 3  # share of a pass: the backward pass has two products where the forward pass has one
+SMALL_BYTES = 64  # message of the loss counts
+GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; `benchmarks/simulation.py counts` measures it
 MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
 
 
@@ -34,9 +34,9 @@ class StepTime:
 
     Attributes:
         network: compute of the rank that takes longest.
-        loader: that it waits for images; storage: of that, the wait for the disk.
-        stragglers: by which the slowest of all ranks exceeds one rank's mean.
-        all_reduce: that the backward pass does not hide.
+        loader: wait of that rank for images. storage: the part of this wait that the disk causes.
+        stragglers: time by which the slowest of all ranks exceeds one rank's mean.
+        all_reduce: part of the all-reduce that the backward pass does not hide.
     """
 
     network: float

@@ -26,16 +26,16 @@ PUBLISHED = Doubt(compute=0.4, load=0.4, link=0.4)
 # Operations for each byte of memory bandwidth that a training in 16 bits reaches; half of it in 32 bits. The one constant
 # fitted to a run: YOLOv5l at 640 px on one A100, 16 images, needs 0.1676 s a step (docs/plan.md).
 OPERATIONS_A_BYTE = 21.5
-VECTOR_SHARE = 0.4  # of the peak in fp32, which has no matrix units
-LAUNCH_S = 0.01  # of a pass: about 1,500 kernels, 7 us each
+VECTOR_SHARE = 0.4  # reached share of the peak in fp32, which has no matrix units
+LAUNCH_S = 0.01  # launches of a pass: about 1,500 kernels, 7 us each
 UPDATE_BYTES = (
-    40  # of memory traffic for each parameter: gradient, momentum, weight, average, each read and written
+    40  # memory traffic for each parameter: gradient, momentum, weight, average, each read and written
 )
-LINK_SHARE = 0.7  # of the peak that NCCL reaches with buckets of 4 MiB
+LINK_SHARE = 0.7  # share of the peak that NCCL reaches with buckets of 4 MiB
 INSIDE_S, BETWEEN_S = 5e-6, 25e-6  # latency of a message
-LOAD_S, CACHED_S = 0.022, 0.004  # of one core for an image of COCO at 640 px: benchmarks/README.md
+LOAD_S, CACHED_S = 0.022, 0.004  # seconds of one core for an image of COCO at 640 px: benchmarks/README.md
 COCO_IMAGE_BYTES = 163_000
-READ_BYTES_S = 500e6  # of cloud block storage
+READ_BYTES_S = 500e6  # rate of cloud block storage
 SPREAD = 0.1  # of the time of a step; of large trainings at ByteDance 42.5 % lose 10 % or more to stragglers (arXiv:2505.05713)
 SAVE_BYTES_S, START_S, VAL_END_S = 5e9, 30.0, 5.0
 
@@ -96,10 +96,10 @@ class Library:
                 )
 
     def find(self, text: str) -> tuple[str, CloudMachine]:
-        """Return the machine that ``8xA100``, ``A100`` or ``p4d.24xlarge`` names. A part of a machine has its part of all.
+        """Return the machine that ``8xA100``, ``A100`` or ``p4d.24xlarge`` names, or the part of a larger machine.
 
         Raises:
-            ConfigError: no such machine, or none with so many devices.
+            ConfigError: no such machine, or none with that many devices.
         """
         match = Name.fullmatch(text)
         count, name = (int(match[1]) if match[1] else 0, match[2]) if match else (0, text)
@@ -108,7 +108,7 @@ class Library:
             return name, self.machines[name]
         if not match or name not in self.devices or (match[1] and not count):
             raise ConfigError(
-                f"--machine {shown(text)} is no machine of the library",
+                f"--machine {shown(text)} is not in the library of machines",
                 hint=did_you_mean(name, known)
                 or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
             )
@@ -136,7 +136,7 @@ class Library:
         )
 
     def machine(self, text: str, work: Workload) -> Machine:
-        """Return the machine of the formula that ``text`` names, for a work.
+        """Return the machine of the formula that ``text`` names, for a workload.
 
         Raises:
             ConfigError: see :meth:`find`; the device cannot compute in that precision.
@@ -145,7 +145,7 @@ class Library:
         device = self.devices[found.device]
         peak = getattr(device, work.precision)
         if not peak:
-            raise ConfigError(f"{found.device} has no {work.precision}", hint="--precision fp16")
+            raise ConfigError(f"{found.device} cannot compute in {work.precision}", hint="--precision fp16")
         bytes_s = device.memory_gb_s * 1e9
         in_16_bits = work.precision in ("fp16", "bf16")
         reached = OPERATIONS_A_BYTE * bytes_s / (1 if in_16_bits else 2)

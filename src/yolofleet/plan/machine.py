@@ -1,4 +1,4 @@
-"""One machine of a fleet, as the formula sees it: seconds and rates for one work."""
+"""One machine of a fleet, as the formula sees it: seconds and rates for one workload."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-AUTO_SHARE = 0.5  # of the memory that --cache auto fills at most, as data/cache.py
-RAM_SHARE = (
-    0.8  # of the memory that the image cache or the kernel's page cache fills at most, as data/cache.py
-)
+AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in data/cache.py
+# largest share of the memory that the image cache or the kernel's page cache fills, as in data/cache.py
+RAM_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way between two ranks.
+    """The link between two ranks.
 
     Attributes:
         latency_s: of one message.
@@ -59,7 +58,7 @@ class Machine:
         read_bytes_s: of the storage, for the whole host.
         inside, between: links between its ranks, and to other hosts.
         val_image_s: of a validation, for each image of a rank; val_end_s: gather, match and average, on any fleet.
-        save_s: that training stands still for a checkpoint.
+        save_s: pause of the training for a checkpoint.
         start_s: from the command to the first step.
         spread: relative standard deviation of the time of a step of one rank.
         memory_bytes: of the host; device_bytes: of a device, 0 for a CPU.

@@ -18,7 +18,7 @@ from yolofleet.plan.workload import Workload
 
 VERSION = 1
 MAX_BYTES = 1 << 20
-MOST_ERRORS = 100  # of past predictions; the oldest go
+MOST_ERRORS = 100  # stored errors of past predictions; a newer one replaces the oldest
 AGAIN = "measure again: yolofleet plan probe --data DATA --model MODEL"
 MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
 LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
@@ -53,7 +53,7 @@ class SumTime(Measured):
 
 
 class PastError(Measured):
-    """What a prediction with this probe said of a run, and what happened, in images/s."""
+    """The predicted and the measured rate of a run, in images/s."""
 
     run: Text
     predicted: Positive
@@ -70,7 +70,7 @@ class Probe(Measured):
         load_s: seconds of one core to read, decode and augment an image; cached_s: from the image cache.
         sums_inside: between devices of this machine; sums_between: between machines, one rank each.
         val_image_s: of a validation, for each image; val_end_s: the rest of it.
-        save_s: that training stands still for a checkpoint; start_s: from the command to the first step.
+        save_s: pause of the training for a checkpoint; start_s: from the command to the first step.
         errors: of earlier predictions.
     """
 
@@ -105,7 +105,11 @@ class Probe(Measured):
         return _line([(p.images, p.seconds) for p in self.passes])
 
     def write(self, path: Path) -> None:
-        """Raises StorageError: the disk refused."""
+        """Write the probe as JSON.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         write_json(path, self.model_dump())
 
 

@@ -21,24 +21,26 @@ from yolofleet.report.console import duration
 KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
 # benchmarks/simulation.py logins, on a busy machine
 LOGIN_S, LAUNCHER_LOGIN_S = 1.0, 0.065
-# benchmarks/simulation.py ways; each host tries two ports of each
+# benchmarks/simulation.py ways; each host tries two ports of each other host
 PREFLIGHT_S, REACH_S, READ_WAY_S, FIND_WAY_S = 1.1, 2 * 5e-4, 2 * 3.5e-6, 2e-8
-MOST_HOSTS = 1024  # of --hosts, as fleet/description.py
-LOGINS_AT_ONCE = 32  # as fleet/hosts/login.py
+MOST_HOSTS = 1024  # limit of --hosts, as in fleet/description.py
+LOGINS_AT_ONCE = 32  # as in fleet/hosts/login.py
 # benchmarks/simulation.py gather
-DETECTION_BYTES, DETECTIONS = 31, 100  # of an image
-CLASSES_BYTES = 56_700  # of a rank without images: its confusion matrix of 80 classes, and numbers of objects
-MERGE_RANK_S = 5.7e-4  # of each rank's payload, on every rank
-# benchmarks/simulation.py logs: of the launcher, for a line of a rank's log
+DETECTION_BYTES, DETECTIONS = 31, 100  # size of a detection, and their number in an image
+# payload of a rank without images: its confusion matrix of 80 classes, and numbers of objects
+CLASSES_BYTES = 56_700
+MERGE_RANK_S = 5.7e-4  # every rank merges the payload of each rank
+# benchmarks/simulation.py logs: time of the launcher for a line of a rank's log
 LOG_LINE_S, LOOK_HOST_S = 4e-5, 4e-7
-CONNECTIONS = 2  # of a rank to the store: the process group's and the watchdog's
+CONNECTIONS = 2  # from a rank to the store: the process group's and the watchdog's
 OPEN_FILES = 1024  # soft limit of Linux
-OTHER_FILES = 64  # of a process
-HEARTBEATS_PER_S, HEARTBEATS_MISSED = 16, 4  # as parallel/watchdog.py
-NAMED_WITHIN_S = 60.0  # a rank that hangs, as docs/faults.md promises
-SHARE = 0.05  # of a step or a validation: a part that takes more has broken
-START_SHARE_S = 60.0  # of the start
-COLUMNS = ("from ranks", "part", "there", "with 4,096 ranks", "remedy", "then")
+OTHER_FILES = 64  # other open files of a process
+HEARTBEATS_PER_S, HEARTBEATS_MISSED = 16, 4  # as in parallel/watchdog.py
+# in this time a rank that hangs must be named: docs/distributed.md, "A run that hangs"
+NAMED_WITHIN_S = 60.0
+SHARE = 0.05  # largest share of a step or a validation: a part that takes more stops scaling
+START_SHARE_S = 60.0  # longest time of a part of the start
+COLUMNS = ("from ranks", "part", "at this size", "with 4,096 ranks", "remedy", "with the remedy")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Cost:
-    """The cost of a part on one fleet. It has broken if ``cost`` exceeds ``most``."""
+    """The cost of a part on one fleet. The part stops scaling if ``cost`` exceeds ``most``."""
 
     part: str
     cost: float
@@ -183,7 +185,7 @@ def _costs(work: Workload, fleet: Sequence[Machine], ranks: int, hosts: int) -> 
         "rendezvous",
         meets_s,
         START_SHARE_S,
-        f"{duration(meets_s)} of the store until the ranks have met",
+        f"{duration(meets_s)} of the store's time",
         "a counter in place of a key of each rank (not built)",
         duration(ranks * (REQUEST_S + 2 * KEY_FETCH_S)),
     )

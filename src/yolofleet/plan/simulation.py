@@ -32,15 +32,15 @@ from yolofleet.plan.workload import Workload
 MOST_RANKS = 4096
 STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
 PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
-LEAST_FACTOR = 0.2  # of the mean: no rank takes less time for a step
-SHOWN = 0.005  # of a step: smaller parts are left out of the table
-COLUMNS = ("fleet", "images/s", "beside the formula", "step", "a rank's time", "slowest in most steps")
+LEAST_FACTOR = 0.2  # lower limit of a step's time, as a factor of its mean
+SHOWN = 0.005  # share of a step: smaller parts are left out of the table
+COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time", "slowest in most steps")
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated fleet brings. Seconds, means over ranks and steps.
+    """The figures of a simulated fleet: seconds, as means over ranks and steps.
 
     Attributes:
         step_s, first_step_s: of later epochs, and of the first one, in which the image cache is empty.
@@ -113,7 +113,7 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
 
 
 class _Epoch:
-    """The ranks of a fleet in one epoch. Times are seconds since its begin.
+    """The ranks of a fleet in one epoch. Times are seconds since its start.
 
     Attributes:
         starts: [H] the first rank of each host. host: [R] the host of each rank.
@@ -258,7 +258,7 @@ class _Loader:
         self.rows = np.arange(len(shares))
         self.busy = np.zeros((len(shares), most))  # until when, of each process
         self.taken = np.zeros((len(shares), most * self.ahead))  # when the last passes were taken
-        self.number = np.zeros(len(shares), np.int64)  # of the next pass
+        self.number = np.zeros(len(shares), np.int64)  # number of the next pass
 
     def take(self, now: Times, factor: Times) -> tuple[Times, Times]:
         """Take the images of a step. Return [R] when each rank has them, and the part of its wait that is the disk's.

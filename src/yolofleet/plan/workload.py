@@ -1,4 +1,4 @@
-"""What is trained, as far as it decides the time: a value for the formula."""
+"""The workload of a training: the values that decide its time, for the formula."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from yolofleet.config.checks import micro_batch_of, step_images_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.partition import Partition
 
-BUCKET_BYTES = 4 << 20  # as parallel/buckets.py, which needs torch; a test compares them
-FILLED = 0.75  # of the square: images of 640 x 480
-FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # of an element in a message
+BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
+FILLED = 0.75  # share of the square that images of 640 x 480 fill
+FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # size of an element in a message
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network, as far as it decides the time of a step.
+    """The properties of a network that decide the time of a step.
 
     Attributes:
-        parameters: that are trained.
+        parameters: number of trained parameters.
         gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
         ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
             gradients come first; a share is one of operations.
@@ -46,7 +46,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training.
+    """A training, as the formula needs it.
 
     Attributes:
         img: pixels.
@@ -122,7 +122,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A data set, as far as it decides the time: images of two splits, and the mean size of an image file."""
+    """The properties of a data set that decide the time: images of two splits, and the mean size of an image file."""
 
     images: int
     val_images: int

@@ -103,7 +103,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         except KeyboardInterrupt:
             if not (seconds and is_endless(config.source)):
                 raise
-            console.note("stopped on request")  # the usual end of a camera
+            console.note("stopped on request")  # a camera usually ends in this way
         for problem in source.problems:
             console.warn(f"skipped: {problem}")
         if not seconds:

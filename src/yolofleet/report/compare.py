@@ -19,7 +19,7 @@ from yolofleet.report.page import page
 
 MOST_RUNS = 10
 PICTURES = 24
-PICTURE_BYTES = 2_300_000  # of all pictures
+PICTURE_BYTES = 2_300_000  # limit of all pictures together
 SIDE_PX = 640
 SHOWN_SCORE = 0.25
 SAME_IOU = 0.5
@@ -28,13 +28,16 @@ SAME_IOU = 0.5
 def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:
     """Write the comparison of runs as one HTML file.
 
-    Pictures come from the reports of the runs, and else from the image files.
+    Pictures come from the reports of the runs, or from the image files if a report has none.
 
     Raises:
         ConfigError: not two to ten folders of runs. StorageError: a file cannot be read or written.
     """
     if not 2 <= len(folders) <= MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs cannot be compared: expected 2 to {MOST_RUNS}")
+        raise ConfigError(
+            f"cannot compare {len(folders)} run{'s' if len(folders) != 1 else ''}: expected 2 to {MOST_RUNS}",
+            hint="yolofleet report compare runs/train/exp runs/train/exp2",
+        )
     values = comparison([read_run(folder) for folder in folders])
     write_text(out, page(f"Comparison of {len(folders)} runs", values), into_special=True)
 
@@ -115,7 +118,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _total(seconds: Any) -> float | None:
     parts = _mapping(seconds)
-    spent = [parts["wall"]] if "wall" in parts else parts.values()  # of a validation, else of a training
+    # a validation stores its total as "wall"; a training stores several parts
+    spent = [parts["wall"]] if "wall" in parts else parts.values()
     numbers = [float(value) for value in spent if isinstance(value, (int, float))]
     return sum(numbers) if numbers else None
 

@@ -23,7 +23,7 @@ _HEX = (
 PALETTE = tuple((int(h[4:], 16), int(h[2:4], 16), int(h[:2], 16)) for h in _HEX.split())  # BGR
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 GREY = (114, 114, 114)  # as in letterboxes
-JPEG_QUALITY = 80  # of pictures in a page
+JPEG_QUALITY = 80  # for pictures in a page
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 UNICODE = int(cv2.__version__.split(".")[0]) >= 5  # OpenCV 4 draws ASCII only
 

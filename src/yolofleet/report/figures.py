@@ -29,11 +29,11 @@ from yolofleet.report.draw import picture_base64
 from yolofleet.report.folder import RunFolder
 
 MOST_IMAGES = 500  # in the error analysis and in comparisons: 0.6 s for 100 detections each
-PICTURES = 12  # of the worst images, and of the others
-PICTURE_BYTES = 2_300_000  # of all pictures, so that the page stays below 5 MB
-SIDE_PX = 640  # the longest
-SHOWN_SCORE = 0.25  # of detections that count as shown
-LEAST_SCORE = 0.1  # of detections in the pictures
+PICTURES = 12  # pictures of the worst images, and as many of the others
+PICTURE_BYTES = 2_300_000  # limit of all pictures together, so that the page stays below 5 MB
+SIDE_PX = 640  # longest side of a picture
+SHOWN_SCORE = 0.25  # lowest score of detections that count as shown
+LEAST_SCORE = 0.1  # lowest score of detections in the pictures
 CURVE_POINTS = 101
 MOST_CURVES = 100  # classes
 MOST_CONFUSED = 20  # pairs of classes

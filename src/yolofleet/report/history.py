@@ -1,6 +1,6 @@
 """Read the files of a run folder as values for its report. No torch; a file that is missing leaves its part out.
 
-The folder may be of unknown origin, so every value that a page gets is text, a number, or a list of them: :func:`plain`.
+The folder may be of unknown origin, so :func:`plain` turns every value for a page into text, a number, or a list of them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from yolofleet.text import screen_line
 
 EVENTS_BYTES = 256 << 20
 FIGURES_BYTES = 64 << 20
-MOST_ROWS = 2000  # of results.csv; more are thinned out
-MOST_SPANS = 120  # of the time line; more epochs are added up
-MOST_RANKS = 64  # of the time line
-MOST_DEPTH = 12  # of nested values
+MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
+MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
+MOST_RANKS = 64  # ranks in the time line
+MOST_DEPTH = 12  # depth of nested values
 
 
 def read_run(folder: RunFolder) -> dict[str, Any]:
-    """Return all that the folder of a run tells.
+    """Return all values of a run folder for its report.
 
     Raises:
         ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
     """
     figures, curves = _figures(folder.report_json), _curves(folder)
     events = _of_this_run(_read_events(folder.events(0)))
-    # a run that was resumed after its end has results, but of before
+    # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
     results = {} if is_open else _read_json(folder.results_json)
     if not (folder.config.is_file() or curves or figures):
@@ -153,7 +153,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
     try:
         job = load_job(path)
-    except ConfigError as problem:  # for example of another version
+    except ConfigError as problem:  # for example, another version wrote the file
         return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
     recipe = [] if job.recipe is None else table(job.recipe)
     return {"verb": job.verb, "settings": table(job.config), "recipe": recipe, "problem": ""}

@@ -33,7 +33,7 @@ def write_report(folder: RunFolder) -> Path:
     """
     run = read_run(folder)
     run["batch"] = _picture(folder.plots / "train_step0.jpg")
-    if images := run["figures"].get("images"):  # those without a picture are for comparisons
+    if images := run["figures"].get("images"):  # only comparisons need images without a picture
         run["figures"]["images"] = [image for image in images if image.get("jpeg")]
     write_text(folder.report, page(f"{run['name']}: report", {"kind": "run", "run": run}))
     return folder.report

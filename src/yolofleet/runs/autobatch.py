@@ -37,7 +37,7 @@ from yolofleet.text import size_text
 HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
-# Copies of the weights that a run on a CPU has and a trial has not: slots of the optimizer, the network that validates, and a
+# Copies of the weights that a run on a CPU has and a trial does not have: slots of the optimizer, the network that validates, and a
 # state that is copied to be saved.
 KEPT_ON_CPU = 6
 WATCH_S = 0.001
@@ -257,7 +257,7 @@ def _largest(
 
     The size is at most doubled (after six trials, quadrupled), and a size is tried only if a straight line through the
     last two peaks stays below the limit. So on a host whose kernel kills processes instead of refusing memory, no trial
-    goes far beyond the limit. After a trial that failed, each one halves the sizes that are left.
+    goes far beyond the limit. After a trial that failed, each further trial halves the range that is left.
     """
     best = Measured(0, 0, meter.limit_bytes, "")
     seen = [(0, meter.peak_bytes(lambda: None))]  # what the network takes without a pass
@@ -340,7 +340,7 @@ def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
 
 
 def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
-    """Return the meter of a CPU: what this process takes above what it has now.
+    """Return the meter of a CPU: memory that this process takes in addition to what it has now.
 
     Its resident memory has its part of what the machine and the control groups leave. Its address space and its data
     have what its own limits (ulimit) leave, which it shares with no other process. Each is less the cache of images. Where
@@ -362,7 +362,7 @@ def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
     def peak_bytes(work: Callable[[], None]) -> int:
         release_heap()
         with suppress(OSError):
-            Path(PROC / "self" / "clear_refs").write_text("5")  # VmHWM begins at the present value
+            Path(PROC / "self" / "clear_refs").write_text("5")  # resets VmHWM to the present value
         with _watched(own) as peaks:
             for _ in range(HOST_PASSES):
                 work()

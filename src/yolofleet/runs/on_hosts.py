@@ -52,7 +52,7 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
     if code == 0 and folder.report_json.is_file():
         with suppress(
             YolofleetError
-        ):  # the run has its results; `yolofleet report` tells why there is no page
+        ):  # the results are complete; `yolofleet report` shows why the page is missing
             write_report(folder)
     if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
         # Without that file, the launcher has printed why it is missing.
@@ -163,7 +163,7 @@ def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
     if not (settings.fleet or settings.hosts):
         options = []
-    elif settings.device != "auto":  # the devices of hosts that are named without devices
+    elif settings.device != "auto":  # hosts that are named without devices use the devices of --device
         options += ["--device", settings.device]
     if settings.sync_code:
         options.append("--sync-code")

@@ -34,10 +34,10 @@ from yolofleet.runs.training_data import training_samples
 from yolofleet.system.cgroup import available_bytes, cpu_quota
 from yolofleet.train.step import NanRule, train_step
 
-SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # of a bucket: the smallest to the largest
+SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # sizes of buckets, from the smallest to the largest
 SUM_CALLS = 5
-LOADED = 32  # images, at least: one more micro-batch
-READ_BYTES, READ_S = 64 << 20, 3.0  # of image files, read from the disk
+LOADED = 32  # timed images, at least; one more micro-batch is loaded before, because it imports and allocates
+READ_BYTES, READ_S = 64 << 20, 3.0  # limits of reading image files from the disk
 SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
@@ -123,7 +123,7 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _timed(works: Mapping[str, Callable[[], object]], world: World, calls: int) -> dict[str, list[float]]:
-    """Return this rank's seconds of each call. The works take turns, and all ranks begin together. Collective."""
+    """Return this rank's seconds of each call. The works take turns, and all ranks begin together. Collective: every rank."""
     rows: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(calls):
         for name, work in works.items():

@@ -51,7 +51,7 @@ OWN = {
     *("recipe", "set", "spares", "min_hosts", "min_devices", "host_timeout"),
 }
 MOST_LOG_BYTES = 64 << 20
-ATTEMPTS = 3  # starts of a trial that failed for another reason than its values
+ATTEMPTS = 3  # starts of a trial that fails for reasons other than its values
 PAUSE_S = 5.0  # before another start, for the processes of the last one to end
 UNREACHABLE = f"{Unreachable.__name__}: "
 FAILED = re.compile(rf"^(?:\w+Error: |Stopped: |{UNREACHABLE}).*", re.MULTILINE)
@@ -230,7 +230,8 @@ class TrialRun:
         if self.is_resumed:
             words = [f"--resume={self.folder.path}"]
         else:
-            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)  # names a host that is not used now
+            # a list in this folder may name another host that has checkpoints
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
             path = self.folder.path
             words = [*self.base, *(f"--set={name}={_text(value)}" for name, value in self.values.items())]
             words += [f"--project={path.parent}", f"--name={path.name}", "--exist-ok"]

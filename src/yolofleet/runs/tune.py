@@ -50,7 +50,7 @@ from yolofleet.system.signals import handling, request_name
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of a supervisor that was killed
-AWAY_S = 60.0  # before another trial tries an unreachable host
+AWAY_S = 60.0  # wait before another trial tries an unreachable host
 ALL_AWAY_S = 600.0  # how long a study waits if no host can be reached
 SHOWN_VALUES = 6  # in a line about a trial
 

@@ -23,7 +23,7 @@ class TuneFolder:
     """The folder of a study, and the paths in it.
 
     Attributes:
-        resume_options: options of the command that resumes the study, which its files do not keep.
+        resume_options: options that the command which resumes the study must repeat, because its files do not store them.
     """
 
     path: Path

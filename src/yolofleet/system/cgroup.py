@@ -43,7 +43,7 @@ def shared_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | No
 def below_own_limits(proc: Path = PROC) -> dict[str, int]:
     """Return how many bytes are left below the limits (``ulimit``) of this process on its address space and its data.
 
-    The names are those of the sizes in /proc/PID/status: VmSize, VmData. A size without a limit is not there.
+    The names are those of the sizes in /proc/PID/status: VmSize, VmData. Sizes without a limit are left out.
     """
     left = {}
     if sys.platform == "linux":

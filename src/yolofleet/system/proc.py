@@ -70,7 +70,7 @@ def release_heap() -> None:
 def map_large_blocks() -> None:
     """Let each block of a mebibyte or more have a mapping of its own, which ends when the block is freed (glibc).
 
-    In the heap, one small block behind it would keep its address space. New mappings cost time, so this is only for
+    In the heap, one small block behind a freed block would keep its address space. New mappings cost time, so this is only for
     processes whose address space is limited.
     """
     if sys.platform == "linux":

@@ -44,8 +44,8 @@ from yolofleet.train.state import TrainState
 
 PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
-MEASURED_STEPS = 100  # of this process, after which the end of the run is predicted
-WRONG_END = 0.1  # of the time that is left: a larger change of the predicted end is told
+MEASURED_STEPS = 100  # steps of this process before it predicts the end of the run
+WRONG_END = 0.1  # share of the time that is left: a larger change of the predicted end is printed
 PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
@@ -197,7 +197,7 @@ class TrainReport:
         self.callbacks.step(done, self.state)
 
     def _tell_end(self, plan: StepPlan) -> None:
-        """Tell when the run will end at its present rate, if that is new or has changed; ``plan`` is the last step.
+        """Print when the run will end at its present rate, if that is new or has changed; ``plan`` is the last step.
 
         Each epoch that is left costs as much besides its steps as the last ones: validation and checkpoint.
         """

@@ -43,7 +43,7 @@ def test_unknown_machines_get_one_message(name):
 def test_a_device_without_a_number_format_is_refused():
     from dataclasses import replace
 
-    with pytest.raises(ConfigError, match="V100 has no bf16"):
+    with pytest.raises(ConfigError, match="V100 cannot compute in bf16"):
         Library().machine("8xV100", replace(WORK, precision="bf16"))
 
 

@@ -86,7 +86,7 @@ def test_a_plan_shows_the_simulation_and_what_breaks_first(
         assert sum(one["waits"].values()) == pytest.approx(one["step_s"])
     assert {"count exchange", "heartbeats"} <= {one["part"] for one in found["limits"]}
     said = capsys.readouterr().out
-    assert "what stops scaling first" in said and "beside the formula" in said
+    assert "what stops scaling first" in said and "against the formula" in said
 
 
 def test_a_plan_shows_the_expected_time_with_failures(

@@ -162,7 +162,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
         (["report", str(tmp_path / "none")], "is not a folder"),
         (["report", "a", "b"], "takes one run folder, got 2"),
         (["report"], "takes one run folder, got 0"),
-        (["report", "compare", str(tmp_path)], "1 runs cannot be compared"),
+        (["report", "compare", str(tmp_path)], "cannot compare 1 run:"),
     ):
         assert run(argv) == 2
         assert words in capsys.readouterr().err

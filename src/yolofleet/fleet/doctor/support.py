@@ -29,10 +29,10 @@ NAME = "yolofleet-support"
 OF_A_RUN = ("config.yaml", "results.csv", "results.json", "events.jsonl")
 OF_LOGS = re.compile(r"[\w.-]{1,100}\.(log|out|err|jsonl|json|yaml|txt)", re.ASCII)
 MOST_LOGS = 256
-HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of each file
+HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # the parts of a longer file that the archive keeps
 ABOUT = """yolofleet doctor --support wrote this archive for an issue report. It was not sent anywhere.
 
-findings.txt, .json   what the doctor saw
+findings.txt, .json   the findings of the doctor
 facts.json            this machine: memory, disks, GPUs, network interfaces, variables of launchers
 versions.txt          installed Python packages
 run/                  of the run folder that --log names: configuration, results, events and logs, without their middle

@@ -279,7 +279,7 @@ class Attempts:
         return True
 
     def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
-        """Say and record what failed, and leave out a host that fails again; return whether another attempt may follow."""
+        """Report and record a failure, and leave out a host that fails again; return whether another attempt may follow."""
         if not self.restarts.allow(failure):
             if self.restarts.why_not:
                 say(f"\nnot started again: {self.restarts.why_not}")

@@ -46,7 +46,7 @@ class Failure:
 
 
 def record_restart(folder: RunFolder, failure: Failure) -> None:
-    """Append to the launcher's events why a run is started again, for its report. A full disk gives a warning."""
+    """Append the reason for a restart to the launcher's events, for the report. Print a warning if the disk is full."""
     with EventLog(folder.launcher_events, rank=-1) as events:
         events.write("restart", why=failure.text, step=failure.step)
 

@@ -195,7 +195,7 @@ class Watch:
             f"{first}; Ctrl-C again ends at once" if self.stop_requests == 1 else "ending all hosts at once"
         )
         with suppress(OSError):
-            if select.select([], [2], [], 0)[1]:  # else the write would block
+            if select.select([], [2], [], 0)[1]:  # otherwise the write would block
                 os.write(2, f"\n{words}\n".encode())
         if self.stop_requests > 1:
             self.stdout.give_up()

@@ -358,7 +358,7 @@
         return cell;
       }))));
       fill(false);
-      made.push(el("p", {}, "Rows: predicted. Columns: true. Each column is divided by its sum. Confidence 0.25, IoU 0.45. The last row are missed labels, the last column detections of background."),
+      made.push(el("p", {}, "Rows: predicted. Columns: true. Each column is divided by its sum. Confidence 0.25, IoU 0.45. The last row holds missed labels, and the last column holds detections of background."),
         el("div", { class: "controls" }, check("Numbers of boxes", false, fill)),
         scroll("Confusion matrix", el("table", { class: names.length > 31 ? "matrix many" : "matrix" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "predicted \\ true"), names.map((name) => el("th", { scope: "col", title: name }, name)))), body)));
     }

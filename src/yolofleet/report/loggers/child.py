@@ -1,7 +1,7 @@
 """The process of one logger: ``python -m yolofleet.report.loggers.child NAME``. ``running.py`` starts it.
 
-Standard input has lines of JSON: a :class:`LoggedRun`, then rows, then true or false for the end of the run. Each row
-and the end are answered by a line: "" or the text of the failure. The packages of loggers patch modules, start threads
+Standard input has lines of JSON: a :class:`LoggedRun`, then rows, then true or false for the end of the run. The child
+answers each row and the end with a line: "" or the text of the failure. The packages of loggers patch modules, start threads
 and processes, print, and install handlers of signals and exits; here that harms nobody.
 """
 
@@ -22,7 +22,7 @@ from yolofleet.report.loggers.logger import LoggedRun, Logger
 from yolofleet.report.loggers.table import KINDS
 from yolofleet.system.children import die_with_parent, name_process
 
-MOST_TEXT = 300  # characters of a failure
+MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
 
 
@@ -33,7 +33,7 @@ def main(name: str) -> None:
     if hasattr(os, "nice"):
         os.nice(NICE)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    null = os.open(os.devnull, os.O_RDWR)  # what the packages print would disturb the screen of the run
+    null = os.open(os.devnull, os.O_RDWR)  # the output of the packages would disturb the screen of the run
     os.dup2(null, 1)
     os.dup2(null, 2)
     sys.argv = ["yolofleet"]  # some packages store the command line
@@ -76,7 +76,7 @@ def _user() -> str:
 
 
 def _end_only_with(parent: int) -> None:
-    """Ignore the signals that stop a run, which still sends its last rows, but end with the parent."""
+    """Ignore the signals that stop a run, because the run still sends its last rows, but end with the parent."""
 
     def on_signal(*_: Any) -> None:
         if os.getppid() != parent:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from yolofleet.files.request import open_url
 from yolofleet.report.loggers.logger import Logger
 
-TOKEN = "YOLOFLEET_LOG_TOKEN"  # of the environment: sent as a bearer token
+TOKEN = "YOLOFLEET_LOG_TOKEN"  # environment variable: its value is sent as a bearer token
 TIMEOUT_S = 10.0
 
 

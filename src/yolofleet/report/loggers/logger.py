@@ -21,7 +21,7 @@ MAX_ID_BYTES = 4 << 10
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger knows of the run.
+    """The run as a logger knows it.
 
     Attributes:
         folder: for the files of this logger, inside the run folder. The logger creates it.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 
-MOST_CHARACTERS = 500  # of a parameter, for servers of all versions
+MOST_CHARACTERS = 500  # characters of a parameter that servers of all versions accept
 
 
 class MlflowLogger(Logger):

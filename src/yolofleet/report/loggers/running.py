@@ -32,10 +32,10 @@ from yolofleet.report.loggers.table import KINDS
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import screen_line
 
-MOST_WAITING = 1000  # rows of a logger; more are dropped
+MOST_WAITING = 1000  # rows that wait for a logger; more are dropped
 FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
-STOP_S = 3.0  # the same for a run that stops or fails: its machine may be about to go
-MOST_STARTS = 3  # of a child that dies
+STOP_S = 3.0  # the same for a run that stops or fails: its machine may be switched off soon
+MOST_STARTS = 3  # starts of a child that dies again and again
 
 
 class LoggerProcess:
@@ -121,7 +121,7 @@ class LoggerProcess:
         return "its process has ended"
 
     def _running(self) -> subprocess.Popen[str] | None:
-        """Return the child, started again if it has died; None if that has happened too often."""
+        """Return the child, and start it again if it has died; return None if it has died too often."""
         with self._may_start:
             if self._child is not None and self._child.poll() is None:
                 return self._child
@@ -189,7 +189,7 @@ class Loggers:
             self._tell()
 
     def close(self, finished: bool) -> None:
-        """End all loggers within some seconds, and tell which lost rows."""
+        """End all loggers within ``FINISH_S`` or ``STOP_S``, and warn about those that lost rows."""
         until_s = time.monotonic() + (FINISH_S if finished else STOP_S)
         for process in self._processes:
             process.end(finished)

@@ -12,7 +12,7 @@ from yolofleet.report.loggers.logger import LoggedRun, Logger
 class TensorboardLogger(Logger):
     """Writes curves with the package's own writer, which does not import torch.
 
-    A resumed run adds a file. TensorBoard shows both as one run, without the epochs that are trained again.
+    A resumed run adds a file. TensorBoard shows both files as one run, without the earlier rows of epochs that are trained again.
     """
 
     def __init__(self, run: LoggedRun) -> None:

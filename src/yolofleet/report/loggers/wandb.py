@@ -17,7 +17,7 @@ class WandbLogger(Logger):
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # crashes, to its maker
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its maker would get reports of crashes
         import wandb
 
         super().__init__(run)
@@ -51,7 +51,7 @@ class WandbLogger(Logger):
             config=dict(run.settings),
             settings=wandb.Settings(**quiet),
         )
-        self._run.define_metric("*", step_metric="epoch")  # its own steps cannot be repeated
+        self._run.define_metric("*", step_metric="epoch")  # W&B's own steps cannot be repeated
         run.keep_id(identifier)
 
     def row(self, row: Mapping[str, float]) -> None:
