@@ -17,7 +17,7 @@ from modulefinder import ModuleFinder
 from os.path import relpath
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign
@@ -89,11 +89,21 @@ def identity_of(name: str, flag: str) -> str:
 def source_files(file: str) -> list[str]:
     """Return a file of the user's code and the files of its folder that it imports. Read them, and execute nothing."""
     folder = Path(file).parent
-    finder = ModuleFinder(path=[str(folder)])
+    finder = _Neighbours(path=[str(folder)])
     with suppress(OSError, SyntaxError, ValueError):  # the processes of the run report the problem
         finder.run_script(file)
     found = [getattr(module, "__file__", None) for module in finder.modules.values()]
     return [file, *sorted({str(folder / relpath(name, folder)) for name in found if name} - {file})]
+
+
+class _Neighbours(ModuleFinder):
+    """Passes over folders without ``__init__.py``, for which Python's class fails with an exception of its own."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except (AttributeError, TypeError):
+            raise ImportError(name) from None
 
 
 def failure_of_code(what: str, problem: BaseException) -> ConfigError:

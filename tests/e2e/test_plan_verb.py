@@ -63,3 +63,16 @@ def test_a_probe_a_plan_and_its_comparison_with_a_run(tmp_path: Path) -> None:
         ]
         again = called("plan", "compare", "runs/train/exp", "--probe", "p.json", "--no-keep")
         assert again.code == 0 and len(read_probe(tmp_path / "p.json").errors) == 1
+
+
+def test_ranks_with_unequal_work_are_measured_together(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path, images=40)
+    more = ["--device", "cpu:2", "--steps", "1", "--out", "p.json"]
+    with working_in(tmp_path):
+        for work in (  # passes of 8 and of 4 images, and a rank without work
+            ["--batch", "12", "--nominal-batch", "12", "--micro-batches-per-pass", "2"],
+            ["--batch", "4", "--nominal-batch", "4"],
+        ):
+            probed = called("plan", "probe", "--data", data, *SMALL, *work, *more)
+            assert probed.code == 0, probed.err
+            assert read_probe(tmp_path / "p.json").load_s < 60

@@ -71,6 +71,10 @@ def test_the_files_of_own_code_are_found_without_executing_them(folder: Path, tm
     assert source_files(str(broken)) == [str(broken)]
     broken.write_text("def :")
     assert source_files(str(broken)) == [str(broken)]
+    (tmp_path / "folder").mkdir()  # without __init__.py
+    (tmp_path / "other.py").touch()
+    broken.write_text("import folder\nimport folder.part\nimport other\n")
+    assert source_files(str(broken)) == [str(broken), str(tmp_path / "other.py")]
 
 
 def test_callbacks_see_the_events_of_a_run(one: Path) -> None:

@@ -23,6 +23,7 @@ from yolofleet.config.checks import (
     check_tune,
     check_val,
 )
+from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
 from yolofleet.config.resume import continue_run, continue_study, find_run, find_study
@@ -152,6 +153,7 @@ def resolve_tune(
     if stored.verb != "tune" or stored.recipe is None:
         raise ConfigError(f"{folder} is the folder of {stored.verb}, not of tune", source="--resume")
     config = continue_study(folder, stored.config, asked)
+    check_loggers(cast(Resolved[TrainConfig], config))
     check_tune(config)
     return config, stored.recipe
 

@@ -50,9 +50,12 @@ def check_loggers(config: Resolved[TrainConfig]) -> None:
             has_secret = url.username is not None or bool(url.query or url.fragment)
         except ValueError:
             is_usable = has_secret = False
+        if name not in SENDS:  # perhaps an address without a name
+            has_secret = any(character in text for character in "@?#")
         if has_secret:  # the message leaves out the address: a secret would reach logs
+            named = f"--log-server {name}=..." if name in SENDS else "a value of --log-server"
             raise ConfigError(
-                f"--log-server {name}=... has a user, a query or a fragment, which may hold a secret",
+                f"{named} has a user, a query or a fragment, which may hold a secret",
                 source=config.sources["log_server"],
                 hint="give the address alone; docs/loggers.md names the variable for the key of each server",
             )

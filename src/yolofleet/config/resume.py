@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
         "workers",
     ),
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
+    *("log", "log_server"),
 )
 CODE = ("recipe_class", "callbacks")
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
@@ -218,8 +220,7 @@ def continue_run(
                 again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
                 notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
             if name == "log_server" and values[name] and not new.log_server:
-                again = " ".join(f"--log-server {shown(server)}" for server in values[name])
-                notes.append(f"figures are not sent to the server of the run; to send them: {again}")
+                notes.append(_server_note(values[name]))
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
             values[name], sources[name] = field.default, DEFAULT
@@ -269,6 +270,11 @@ def options_to_repeat(settings: TrainConfig | ValConfig) -> list[str]:
         for one in (value,) if isinstance(value, str) else value:
             options += [flag_of(name, TrainConfig.model_fields[name]), one] if one else []
     return options
+
+
+def _server_note(servers: Sequence[str]) -> str:
+    again = " ".join(f"--log-server {shown(server)}" for server in servers)
+    return f"figures are not sent to the server of the run; to send them: {again}"
 
 
 def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
@@ -327,6 +333,8 @@ def continue_study(
         if not may_be_in_files(field):
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
+            if name == "log_server" and values[name] and not asked.value.log_server:
+                notes.append(_server_note(values[name]))
             values[name], sources[name] = field.default, DEFAULT
         if not asked.is_given(name) or name in ("resume", "project"):
             continue

@@ -151,7 +151,7 @@ def _fleet(folder: RunFolder) -> _Fleet:
         seconds = float(sum(found["seconds"].values()))
         if not (isinstance(hosts, list) and hosts and isinstance(processes, int) and processes > 0):
             raise ValueError("no hosts or processes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as problem:
         raise DataError(
             f"{folder.results_json} cannot be used: {type(problem).__name__}: {problem}",
             hint="name the folder of a training that has ended",

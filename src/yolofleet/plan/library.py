@@ -198,6 +198,11 @@ def network_of(name: str) -> Network:
     Raises:
         ConfigError: the name is unknown, or the file is not valid.
     """
+    if not name:
+        raise ConfigError(
+            "no network: expected --model or --cfg, and --weights alone does not name it",
+            hint="plan with the --model or --cfg of the weights",
+        )
     description = describe(name)
     known = networks().get(description.name)
     if known is not None and not Path(name).is_file():

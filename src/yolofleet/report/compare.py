@@ -23,6 +23,9 @@ PICTURE_BYTES = 2_300_000  # limit of all pictures together
 SIDE_PX = 640
 SHOWN_SCORE = 0.25
 SAME_IOU = 0.5
+MOST_BOXES = (
+    1000  # of an image; a run stores at most 100 detections, and pairing needs the square of the number
+)
 
 
 def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:
@@ -180,8 +183,10 @@ def _images(run: Mapping[str, Any]) -> dict[tuple[str, int, int], Mapping[str, A
     for image in run["figures"].get("images", ()):
         try:
             key = (os.path.basename(image["path"]), *map(int, image["size_wh_px"]))  # noqa: PTH119
-            _table(image["detections"]), _table(image["labels"], 5)
+            detections, _ = _table(image["detections"]), _table(image["labels"], 5)
         except (TypeError, KeyError, ValueError):
+            continue
+        if len(detections) > MOST_BOXES:
             continue
         if len(key) != 3 or key in found:
             twice.add(key)

@@ -27,6 +27,7 @@ MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
 MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
 MOST_RANKS = 64  # ranks in the time line
 MOST_DEPTH = 12  # depth of nested values
+MOST_NUMBER = 1e300  # sums of larger numbers may overflow, so the page leaves them out
 
 
 def read_run(folder: RunFolder) -> dict[str, Any]:
@@ -81,10 +82,22 @@ def plain(value: Any, depth: int = 0) -> Any:
     return screen_line(value)
 
 
+def _loads(text: str) -> Any:
+    """Return parsed JSON; numbers that are not finite, or too large to calculate with, become None."""
+    return json.loads(text, parse_int=_calculable, parse_float=_calculable, parse_constant=lambda _: None)
+
+
+def _calculable(text: str) -> int | float | None:
+    value = float(text)
+    if not abs(value) < MOST_NUMBER:
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else value
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing or is not JSON."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_foreign_text(path, limit_bytes=FIGURES_BYTES))
+        found = _loads(read_foreign_text(path, limit_bytes=FIGURES_BYTES))
         if isinstance(found, dict):
             return found
     return {}
@@ -109,7 +122,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     with suppress(OSError, ValueError):
         for line in read_foreign_text(path, limit_bytes=EVENTS_BYTES).splitlines():
             with suppress(ValueError, RecursionError):
-                event = json.loads(line)
+                event = _loads(line)
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
                     events.append(event)
     return events

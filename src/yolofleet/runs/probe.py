@@ -144,7 +144,9 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     """
     training, ready, alone = run.training, ReadySteps(run), World.single(world.device)
     micro = training.splitter.micro_batch
-    sizes = sorted({max(micro // 2, 1), micro, *ready.passes})
+    # all ranks time equal sizes, because each call begins with a barrier
+    every = [json.loads(packed) for packed in world.all_gather_bytes(json.dumps(ready.passes).encode())]
+    sizes = sorted({max(micro // 2, 1), micro, *(images for passes in every for images in passes)})
     made = {images: ready.micro_batch(run, images) for images in sizes}
 
     def step(images: int, passes: int) -> None:
@@ -214,8 +216,11 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     training, network = run.training, run.network
     config = training.config
     micro = training.splitter.micro_batch
-    plans = islice(training.schedule.steps(), 200)  # a rank may have no work in some steps
-    every = (key for plan in plans for key in training.splitter.keys(plan))
+    plans = list(islice(training.schedule.steps(), 200))  # a rank may have no work in some steps
+    order = [world.rank, *range(world.size)]  # or in any: then it loads the images of another rank
+    splitters = [replace(training.splitter, rank=rank) for rank in order]
+    splitter = next(s for s in splitters if any(s.keys(plan) for plan in plans))
+    every = (key for plan in plans for key in splitter.keys(plan))
     keys = list(islice(every, -(-LOADED // micro) + 1))
     images = sum(len(key.samples) for key in keys[1:])
     kept = _Kept(ImageCache(run.data.train, network.img, "none", quick=True))

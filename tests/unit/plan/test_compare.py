@@ -11,7 +11,7 @@ from test_probe import VALUES
 from yolofleet.cli import main
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import DataError
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.plan.compare import compare
 from yolofleet.plan.probe import probe_of, read_probe
 
@@ -75,6 +75,7 @@ def test_a_prediction_after_errors_is_as_doubtful_as_they_were(run: Path, tmp_pa
         ("results.json", '{"fleet": {"hosts": [], "processes": 1}, "seconds": {}}'),
         ("results.json", '{"fleet": 3}'),
         ("results.json", "[]"),
+        ("results.json", f'{{"fleet": {{"hosts": ["a"], "processes": 1}}, "seconds": {{"a": {"9" * 400}}}}}'),
         ("results.csv", HEADER),
         ("results.csv", HEADER + "1,9,,0.5,0.5,0,0.3\n"),
     ],
@@ -89,3 +90,11 @@ def test_a_run_without_figures_gets_one_message(run: Path, tmp_path: Path, name:
 def test_a_folder_that_is_no_run_gets_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "compare", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
+
+
+def test_a_run_from_weights_alone_is_refused_with_a_reason(run: Path, tmp_path: Path) -> None:
+    probe_of(VALUES).write(tmp_path / "a.json")
+    config, recipe = resolve_train({"data": str(tmp_path / "data"), "weights": "a.safetensors"})
+    (run / "config.yaml").write_text(dump_config(config, recipe))
+    with pytest.raises(ConfigError, match="--weights alone does not name it"):
+        compare(run, [tmp_path / "a.json"], keep=False)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.load import load_config_yaml, resolve_train
+from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
+from yolofleet.config.resume import STUDY
 from yolofleet.errors import ConfigError
 from yolofleet.report.loggers import running
 from yolofleet.report.loggers.logger import LoggedRun
@@ -40,6 +41,24 @@ def test_an_address_with_a_secret_is_refused_without_showing_it(address: str) ->
     with pytest.raises(ConfigError, match="may hold a secret") as caught:
         resolve_train({**TRAIN, "log": "http", "log_server": f"http={address}"})
     assert "pa55word" not in caught.value.render()
+    with pytest.raises(ConfigError, match="may hold a secret") as caught:  # without NAME=
+        resolve_train({**TRAIN, "log": "http", "log_server": address})
+    assert "pa55word" not in caught.value.render()
+
+
+def test_a_study_goes_on_with_or_without_its_server(tmp_path: Path) -> None:
+    given = {**TRAIN, "log": "mlflow", "log_server": ("mlflow=http://a.b",)}
+    config, recipe = resolve_tune(given)
+    (tmp_path / "config.yaml").write_text(dump_config(config, recipe))
+    (tmp_path / STUDY).touch()
+    again = {"resume": str(tmp_path), "log_server": ("mlflow=http://a.b",)}
+    resumed, _ = resolve_tune(again)
+    assert resumed.value.log_server == ("mlflow=http://a.b",) and not resumed.notes
+    resumed, _ = resolve_tune({"resume": str(tmp_path)})
+    assert resumed.value.log == "mlflow" and resumed.value.log_server == ()
+    assert "to send them: --log-server mlflow=http://a.b" in resumed.notes[0]
+    with pytest.raises(ConfigError, match="--log http needs an address"):
+        resolve_tune({"resume": str(tmp_path), "log": "http"})
 
 
 def test_a_file_may_choose_loggers_but_no_server(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from yolofleet.cli.app import run
 from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.report import figures
+from yolofleet.report.clock import PHASES
 from yolofleet.report.compare import comparison, unpaired
 from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
 from yolofleet.report.folder import RunFolder
@@ -154,6 +155,25 @@ def test_a_damaged_file_costs_only_its_part(tmp_path, index, file):
     values = data_of(write_report(folder).read_text(encoding="utf-8"))["run"]
     assert values["curves"]["epoch"]
     assert bool(values["settings"]["problem"]) == (file == "config.yaml")
+
+
+def test_numbers_that_nobody_can_calculate_with_are_left_out(tmp_path, index):
+    one, two = made_run(tmp_path / "one", index), made_run(tmp_path / "two", index)
+    huge, table = "9" * 400, "[" + ",".join(["9" * 400] * len(PHASES)) + "]"
+    with two.events(0).open("a") as events:
+        events.write(f'{{"time": {huge}, "kind": "end"}}\n')
+        events.write('{"time": Infinity, "kind": "rollback"}\n')
+        events.write(f'{{"time": 2e9, "kind": "start", "step": 1, "start_s": {huge}}}\n')
+        events.write(f'{{"time": 2e9, "kind": "phases", "epoch": 9, "seconds": [{table}]}}\n')
+    figures = json.loads(two.report_json.read_text())
+    for image, size in zip(figures["images"], ("[1e999, 1]", "[Infinity, 1]", f"[{huge}, 1]"), strict=False):
+        image["size_wh_px"] = size
+    figures["images"][3]["detections"] = [[0, 0, 0, 1, 1, 1]] * 1001
+    text = json.dumps(figures).replace('"size_wh_px": "', '"size_wh_px": ').replace(', 1]"', ", 1]")
+    two.report_json.write_text(text)
+    write_report(two)
+    found = comparison([read_run(one), read_run(two)])
+    assert found["images"] == 2
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
