@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +37,9 @@ def probes_folder() -> Path:
 
 
 def probe_path(host: str) -> Path:
-    """Return the file of a host's probe."""
-    return probes_folder() / f"{host.rpartition('@')[2]}.json"
+    """Return the file of a host's probe. A host reports its name, so characters that lead to another folder are replaced."""
+    name = re.sub(r"[^\w.:-]", "_", host.rpartition("@")[2])
+    return probes_folder() / f"{name}.json"
 
 
 def data_facts(config: TrainConfig, images: int = 0, val_images: int = 0) -> DataFacts:

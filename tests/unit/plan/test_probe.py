@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from yolofleet.errors import ConfigError
+from yolofleet.plan.candidates import probe_path, probes_folder
 from yolofleet.plan.library import network_of
 from yolofleet.plan.machine import Link
 from yolofleet.plan.probe import MEASURED, PastError, link_of, machine_of, probe_of, read_probe
@@ -102,3 +103,9 @@ def test_past_errors_widen_the_range() -> None:
     errors = (PastError(run="exp", predicted=20.0, happened=25.0),)
     probe = probe_of(VALUES).model_copy(update={"errors": errors})
     assert machine_of(probe, WORK, network_of("yolov5n").gflops).doubt.compute == pytest.approx(0.2)
+
+
+def test_the_name_of_a_host_leads_to_no_other_folder() -> None:
+    assert probe_path("user@node-1.lan").name == "node-1.lan.json"
+    for name in ("../../etc/x", "/etc/x", "a\\..\\b"):
+        assert probe_path(name).parent == probes_folder()
