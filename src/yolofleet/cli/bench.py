@@ -50,9 +50,24 @@ def run_inference(given: dict[str, Any], config_file: str) -> int:
 
 
 def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
-    _refuse_launcher("bench train")
+    code, figures = measure("bench train", given, config_file, BenchTrainConfig)
+    if not code:
+        show_parts(figures, json_out)
+        emit_json(figures, json_out, indent=2)
+    return code
+
+
+def measure(
+    verb: str, given: dict[str, Any], config_file: str, model: type[BenchTrainConfig]
+) -> tuple[int, dict[str, Any]]:
+    """Run the measurements of a verb in a temporary folder; return the exit code and the figures, {} after a failure.
+
+    Raises:
+        ConfigError: a setting is wrong, or a launcher started this process. StorageError: the folder cannot be made.
+    """
+    _refuse_launcher(verb)
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
-    config, recipe = resolve_train(given, config_file=config_file, model=BenchTrainConfig)
+    config, recipe = resolve_train(given, config_file=config_file, model=model)
     say([*config.notes, *recipe.notes])
     from yolofleet.runs.plan import plan_run
     from yolofleet.runs.start import start
@@ -64,14 +79,9 @@ def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
         raise storage_error(refusal, disk) from None
     with made as temporary:
         own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
-        value = cast(BenchTrainConfig, config.value).model_copy(update=own)
+        value = config.value.model_copy(update=own)
         code, folder = start(plan_run(replace(config, value=value), recipe))
-        if code:
-            return code
-        figures = json.loads(folder.results_json.read_text(encoding="utf-8"))
-    show_parts(figures, json_out)
-    emit_json(figures, json_out, indent=2)
-    return 0
+        return code, {} if code else json.loads(folder.results_json.read_text(encoding="utf-8"))
 
 
 def _refuse_launcher(verb: str) -> None:

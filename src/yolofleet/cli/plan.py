@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
-from yolofleet.cli.bench import RECIPE, WITHOUT
+from yolofleet.cli.bench import WITHOUT, measure
 from yolofleet.cli.commands import Command, SchemaCommand, say
 from yolofleet.cli.data import JSON
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
 from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.files.atomic import emit_json
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
@@ -188,28 +186,11 @@ fleets_command = SchemaCommand(
 def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
     from yolofleet.plan.candidates import probe_path
     from yolofleet.plan.probe import probe_of
-    from yolofleet.runs.plan import is_worker, plan_run
-    from yolofleet.runs.start import start
 
-    if is_worker():
-        raise ConfigError("plan probe starts its processes itself", hint="start it without torchrun")
-    given = {**given, "set": (*given.get("set", ()), *RECIPE)}
-    config, recipe = resolve_train(given, config_file=config_file, model=PlanProbeConfig)
-    say([*config.notes, *recipe.notes])
     started_at = time.time()
-    folder = Path(config.value.project or ".").absolute()
-    disk = next(above for above in (folder, *folder.parents) if above.is_dir())
-    try:
-        made = TemporaryDirectory(prefix="yolofleet-probe-", dir=disk, ignore_cleanup_errors=True)
-    except OSError as refusal:
-        raise storage_error(refusal, disk) from None
-    with made as temporary:
-        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
-        value = cast(PlanProbeConfig, config.value).model_copy(update=own)
-        code, run_folder = start(plan_run(replace(config, value=value), recipe))
-        if code:
-            return code
-        figures = json.loads(run_folder.results_json.read_text(encoding="utf-8"))
+    code, figures = measure("plan probe", given, config_file, PlanProbeConfig)
+    if code:
+        return code
     start_s = min(max(figures["ready_at"] - started_at, 0.0), 3600.0)
     probes = [probe_of({**values, "start_s": start_s}) for values in figures["probes"]]
     if out and len(probes) > 1:

@@ -57,6 +57,7 @@ MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs m
 Natural = Annotated[int, Field(ge=1)]
 OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
+PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devices train with larger steps"
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
@@ -507,11 +508,7 @@ class BenchScalingConfig(TrainConfig):
         group="input",
         pattern=r"^[1-9][0-9]{0,2}(,[1-9][0-9]{0,2})*$",
     )
-    per_device: bool = setting(
-        False,
-        "--batch and --nominal-batch count for each device: more devices train with larger steps",
-        group="length and batch size",
-    )
+    per_device: bool = setting(False, PER_DEVICE_HELP, group="length and batch size")
     epochs: Natural = setting(
         3, "epochs of each run; the first one is for warm-up", group="length and batch size"
     )
@@ -554,11 +551,7 @@ class PlanConfig(TrainConfig):
     val_images: int = setting(
         0, "validation images, in place of those of --data; 0 = count them", ge=0, group="input"
     )
-    per_device: bool = setting(
-        False,
-        "--batch and --nominal-batch count for each device: more devices train with larger steps",
-        group="length and batch size",
-    )
+    per_device: bool = setting(False, PER_DEVICE_HELP, group="length and batch size")
     deadline: str = setting(
         "",
         "choose the cheapest fleet that ends in time: 6h, 90m, 2d",

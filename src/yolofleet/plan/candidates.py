@@ -174,7 +174,7 @@ def probe_of_host(host: str, given: Sequence[Probe]) -> Probe:
     """Return the probe of a host: one of ``given`` with its name, the only one of ``given``, or the stored one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no probe of the host is stored.
     """
     name = host.rpartition("@")[2]
     for probe in given:
@@ -194,7 +194,7 @@ def newest_probe() -> Probe:
     """Return the stored probe that was written last.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no probe is stored.
     """
     folder = probes_folder()
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []

@@ -201,7 +201,7 @@ def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) ->
 
 
 def link_of(sums: Sequence[SumTime], on_cpu: bool) -> Link:
-    """Return the link that explains measured sums; one without limits if there are none."""
+    """Return the link that explains measured sums; without sums, return a link without limits."""
     if not sums:
         return NO_LINK
     ranks = sums[0].ranks

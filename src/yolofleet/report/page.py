@@ -40,7 +40,7 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def _picture(path: Path) -> str:
-    """Return a picture of the run folder as a smaller JPEG in base64; "" if there is none."""
+    """Return a picture of the run folder as a smaller JPEG in base64; "" if the picture is missing."""
     from yolofleet.report.draw import picture_base64
 
     sizes = (picture_base64(path, side_px) for side_px in BATCH_PX) if path.is_file() else ()

@@ -17,18 +17,7 @@ from yolofleet.plan.candidates import counts_of, seconds_of
 from yolofleet.plan.forecast import duration_span, rounded, span
 from yolofleet.plan.probe import probe_of
 
-COCO = (
-    "--data",
-    "coco",
-    "--images",
-    "118287",
-    "--val-images",
-    "5000",
-    "--model",
-    "yolov5l",
-    "--batch",
-    "128",
-)
+COCO = ("--data", "coco", "--images", "118287", "--val-images", "5000", "--model", "yolov5l", "--batch", "128")  # fmt: skip
 
 
 def plan(tmp_path: Path, *words: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_plan_command import COCO
 
 from yolofleet.cli import main
 from yolofleet.fleet import description
@@ -16,20 +17,6 @@ from yolofleet.plan import scaling
 from yolofleet.plan.forecast import forecast
 from yolofleet.plan.library import Library, network_of
 from yolofleet.plan.workload import Workload
-
-COCO = [
-    "plan",
-    "--data",
-    "coco",
-    "--images",
-    "118287",
-    "--val-images",
-    "5000",
-    "--model",
-    "yolov5l",
-    "--batch",
-    "128",
-]
 
 
 def limits(*, grows: bool) -> dict[str, scaling.Limit]:
@@ -72,7 +59,7 @@ def test_the_parts_that_grow_with_the_ranks_break_where_their_limits_say() -> No
 
 def plan(tmp_path: Path, *words: str) -> dict[str, Any]:
     out = tmp_path / "plan.json"
-    assert main([*COCO, *words, "--json", str(out)]) == 0
+    assert main(["plan", *COCO, *words, "--json", str(out)]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -118,6 +105,6 @@ def test_a_plan_shows_the_expected_time_with_failures(
 def test_nonsense_gets_one_message(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*COCO, "--machine", "8xA100", *words]) == 2
+    assert main(["plan", *COCO, "--machine", "8xA100", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said and said.count("Error") == 1
