@@ -16,7 +16,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 MAY_OPEN = {
     **dict.fromkeys(
         ("api.py:_run", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
-         "cli/bench.py:run_train", "cli/plan.py:run_probe"),
+         "cli/bench.py:measure"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
