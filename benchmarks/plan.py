@@ -32,10 +32,10 @@ GROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
 CORES = 0.6  # of a machine for each of its processes: three machines and the launcher fit on two cores
 COMMON = [
-    *("--img", "320", "--batch", "24", "--nominal-batch", "24", "--micro-batch", "4", "--threads", "1"),
-    *("--workers", "0", "--set", "warmup_epochs=0"),
+    *("--img", "320", "--batch", "24", "--nominal-batch", "24", "--micro-batch", "4"),
+    *("--workers", "0"),
 ]
-TRAINING = ["--epochs", "3", "--no-plots", "--save-period", "0", "--val-period", "0", "--exist-ok"]
+TRAINING = ["--threads", "1", "--set", "warmup_epochs=0", "--epochs", "3", "--no-plots", "--save-period", "0", "--val-period", "0", "--exist-ok"]
 DEADLINE_S = 3000
 
 
@@ -122,6 +122,7 @@ def measure_probe(case: Case, data: str, out: Path) -> list[Path]:
                 "--model",
                 model,
                 *COMMON,
+                *("--threads", "1", "--set", "warmup_epochs=0"),
                 "--hosts",
                 case.fleet(hosts),
                 "--project",
