@@ -35,7 +35,20 @@ COMMON = [
     *("--img", "320", "--batch", "24", "--nominal-batch", "24", "--micro-batch", "4"),
     *("--workers", "0"),
 ]
-TRAINING = ["--threads", "1", "--set", "warmup_epochs=0", "--epochs", "3", "--no-plots", "--save-period", "0", "--val-period", "0", "--exist-ok"]
+TRAINING = [
+    "--threads",
+    "1",
+    "--set",
+    "warmup_epochs=0",
+    "--epochs",
+    "3",
+    "--no-plots",
+    "--save-period",
+    "0",
+    "--val-period",
+    "0",
+    "--exist-ok",
+]
 DEADLINE_S = 3000
 
 
@@ -88,6 +101,14 @@ def limited(lab: Lab, cores: float, rate: str) -> Iterator[None]:
                 (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (folder / "cpu.cfs_quota_us").write_text(quota)
             (folder / "cgroup.procs").write_text(str(host.sshd.pid))  # its sessions inherit the group
+            # the /sys of a network namespace has no control groups; in a container, programs see them
+            kind = (
+                ["cgroup2", "none", GROUPS] if version_2 else ["cgroup", "-o", "cpu", "none", GROUPS / "cpu"]
+            )
+            if not version_2:
+                host.run("mount", "-t", "tmpfs", "none", GROUPS)
+                host.run("mkdir", GROUPS / "cpu")
+            host.run("mount", "-t", *kind)
             host.limit_rate(rate)
         yield
     finally:

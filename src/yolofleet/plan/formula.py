@@ -154,8 +154,13 @@ class RankShare:
 
     @property
     def backward_s(self) -> float:
-        """Seconds of the last backward pass, during which the buckets fill."""
-        return BACKWARD * (self.machine.pass_s + self.last * self.machine.image_s) if self.passes else 0.0
+        """Seconds of the last backward pass in which its process runs: buckets fill, and sums go on.
+
+        A quota of less than a core stops the whole process for the rest of the time, sums included.
+        """
+        machine = self.machine
+        running = min(machine.cores / machine.devices, 1.0) if machine.on_cpu else 1.0
+        return BACKWARD * running * (machine.pass_s + self.last * machine.image_s) if self.passes else 0.0
 
 
 def rank_shares(work: Workload, fleet: Sequence[Machine]) -> list[RankShare]:

@@ -7,6 +7,7 @@ seconds, and sizes vary where the formula needs a line: passes by their images, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from yolofleet.train.step import NanRule, train_step
 
 SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # sizes of buckets, from the smallest to the largest
 SUM_CALLS = 5
+BLOCK_S = 0.5  # a quota of CPU time stops a process for tens of milliseconds, so short works are timed several at once
 LOADED = 32  # timed images, at least; one more micro-batch is loaded before, because it imports and allocates
 READ_BYTES, READ_S = 64 << 20, 3.0  # limits of reading image files from the disk
 SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
@@ -122,17 +125,29 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _timed(works: Mapping[str, Callable[[], object]], world: World, calls: int) -> dict[str, list[float]]:
-    """Return this rank's seconds of each call. The works take turns, and all ranks begin together. Collective: every rank."""
+def _timed(
+    works: Mapping[str, Callable[[], object]],
+    world: World,
+    rounds: int,
+    calls: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, list[float]]:
+    """Return this rank's seconds of a call, by round. The works take turns, and all ranks begin together.
+
+    Collective: every rank.
+
+    Args:
+        calls: of each work in a round; default: one.
+    """
     rows: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(calls):
+    for _ in range(rounds):
         for name, work in works.items():
             devices.synchronize(world.device)
             world.barrier()
             began_s = time.perf_counter()
-            work()
+            for _ in range(calls.get(name, 1)):
+                work()
             devices.synchronize(world.device)
-            rows[name].append(time.perf_counter() - began_s)
+            rows[name].append((time.perf_counter() - began_s) / calls.get(name, 1))
             world.activity.tick()
     return rows
 
@@ -172,8 +187,9 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         for passes in (1, 2)
     }
     works["share"] = lambda: ready.step(alone)
-    _timed(works, world, min(WARM_UP, 2))
-    rows = _timed(works, world, steps)
+    once = _timed(works, world, min(WARM_UP, 2))
+    calls = {name: math.ceil(BLOCK_S / min(seconds)) for name, seconds in once.items() if name != "share"}
+    rows = _timed(works, world, steps, calls)
     for replica in training.state.replicas.all:
         replica.buckets.world = world
     taken = {name: statistics.median(seconds) for name, seconds in rows.items()}

@@ -137,6 +137,13 @@ def test_a_slow_link_is_exposed_less_the_backward_pass():
     assert exposed == pytest.approx((4 << 20) / 1e6 - (0.1 - first) + 64 / 1e6, rel=1e-3)
 
 
+def test_a_quota_of_less_than_a_core_stops_the_sums_too():
+    cpu = replace(GPU, on_cpu=True, cores=0.5)
+    (part,) = rank_shares(WORK, [cpu])
+    assert part.backward_s == pytest.approx(0.5 * 2 / 3 * 8 * 0.01)
+    assert rank_shares(WORK, [replace(cpu, cores=2.0)])[0].backward_s == pytest.approx(2 / 3 * 8 * 0.01)
+
+
 def test_hosts_sum_inside_first_unless_they_must_not():
     host = replace(GPU, devices=4, on_cpu=True, inside=Link(0.0, 1e9), between=Link(0.0, 1e7))
     hierarchical = exposed_sum_s(WORK, [host] * 2, 0.0)
