@@ -154,13 +154,28 @@ def measure_probe(case: Case, data: str, out: Path) -> list[Path]:
     return found
 
 
+def mean_probe(case: Case, data: str, out: Path) -> Path:
+    """Write a probe with the means of those of equal machines, and return its path."""
+    files = measure_probe(case, data, out)
+    probes = [json.loads(path.read_text()) for path in files]
+    mean = dict(probes[0])
+    for name in ("update_s", "spread", "load_s", "cached_s", "val_image_s", "val_end_s", "save_s", "start_s"):
+        mean[name] = statistics.mean(probe[name] for probe in probes)
+    mean["passes"] = [
+        {"images": each[0]["images"], "seconds": statistics.mean(row["seconds"] for row in each)}
+        for each in zip(*(probe["passes"] for probe in probes), strict=True)
+    ]
+    path = files[0].parent.parent / "mean.json"
+    path.write_text(json.dumps(mean))
+    return path
+
+
 def predict(case: Case, data: str, out: Path) -> dict[str, object]:
     """Return the prediction for a case, from its probes."""
-    probes = measure_probe(case, data, out)
     file = out / "plan.json"
     with machines(0) as lab:
         words = ["--data", data, "--model", case.model, *COMMON, "--epochs", "3", "--cache", case.cache]
-        named = [word for path in probes[:1] for word in ("--probe", str(path))]
+        named = ["--probe", str(mean_probe(case, data, out))]
         yolofleet(
             lab.desk,
             "plan",
@@ -183,7 +198,7 @@ def train(case: Case, data: str, out: Path, number: int) -> dict[str, float | st
         words = ["--data", data, "--model", case.model, *COMMON, *TRAINING, "--cache", case.cache]
         place = ["--hosts", case.fleet(case.hosts), "--project", str(out), "--name", name]
         yolofleet(lab.desk, "train", *words, *place, cache=out / "cache")
-        probes = [word for path in measure_probe(case, data, out)[:1] for word in ("--probe", str(path))]
+        probes = ["--probe", str(mean_probe(case, data, out))]
         file = out / name / "compare.json"
         compared = ("plan", "compare", str(out / name), *probes, "--no-keep", "--json", str(file))
         yolofleet(lab.desk, *compared, cache=out / "cache")
