@@ -464,6 +464,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
             return
+        _use_opencv()
         # The main process may hold the micro-batches of a step while loader processes prepare others.
         most = 2 * prefetch + 2
         self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
@@ -642,6 +643,20 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _use_opencv() -> None:
+    """Use OpenCV in this thread as loader processes do.
+
+    A thread that has used OpenCV locks a mutex while it ends, after Python's ``join``, and a process that is forked then has it
+    locked for ever. OpenCV locks it again only where a thread uses one of its functions for the first time. A loader process
+    is a copy of this thread, so it has the thread's values.
+    """
+    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))
+    image = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))
+    image = cv2.resize(image, (6, 6), interpolation=cv2.INTER_AREA)
+    cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
+    cv2.warpAffine(image, np.eye(2, 3), (4, 4))
 
 
 def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
