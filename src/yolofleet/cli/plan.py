@@ -160,6 +160,7 @@ def _draw(path: Path, rows: list[Any], title: str) -> str:
     likely = [row.likely for row in rows]
     drawn = attempt(
         lambda text: say([text]),
+        path,
         plot_forecasts,
         [row.name for row in rows],
         [(row.slow.rate_img_s, row.likely.rate_img_s, row.fast.rate_img_s) for row in rows],
