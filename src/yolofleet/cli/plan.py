@@ -177,6 +177,7 @@ fleets_command = SchemaCommand(
     run,
     spelled_as="train",
     without=set(PlanConfig.model_fields) - USED,
+    unused="does not change the prediction of {verb}",
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. The command starts no training.",
