@@ -360,7 +360,7 @@ def runs(args: argparse.Namespace) -> None:
         )  # fmt: skip
         simulated = {}
         for size in args.sizes or (2, 3, 4):
-            machine = machine_of(probe, work, network_of(probe.model).gflops, size)
+            machine = machine_of(probe, work, network_of(probe.model), size)
             simulated[size] = simulate(work, [machine]), predict(work, [machine])
             print(
                 f"{size} processes, simulated before the run: {simulated[size][0].rate_img_s:.2f} images/s",

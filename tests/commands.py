@@ -7,11 +7,13 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,24 +137,143 @@ def started(
     )
 
 
-def killed_at_step(folder: Path, step: int, run: Path, *args: str | Path, then_s: float = 0.0) -> None:
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Forked:
+    """A copy of this process that runs ``work`` in ``folder``, with torch loaded: a process of its own loads it for seconds."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str], log: Path, work: Callable[[], int]) -> None:
+        self.code: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            with log.open("ab", buffering=0) as file:
+                for number in (1, 2):
+                    os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (
+                open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+                for number in (1, 2)
+            )
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(env)
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.code is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(status[1])
+        return self.code
+
+    def wait(self, timeout: float = DEADLINE_S) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < deadline, "it does not end"
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+Process = subprocess.Popen[bytes] | subprocess.Popen[str] | Forked
+
+
+def started_ranks(
+    places: Sequence[Path],
+    *args: str | Path,
+    home: Path,
+    log: Path,
+    first: Callable[[], object] = lambda: None,
+) -> list[Process]:
+    """Start the ranks of one run, one in each of ``places``, as torchrun starts them, in copies of this process.
+
+    Args:
+        args: of the command line. Entries of ``places`` that are equal are ranks of one machine.
+        home: has the cache. log: what all of them print.
+        first: called in each rank before the command.
+    """
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(places))}
+    argv, ranks = list(map(str, args)), list[Process]()
+
+    def work() -> int:
+        first()
+        return main(argv)
+
+    for rank, place in enumerate(places):
+        local = {"LOCAL_RANK": str(places[:rank].count(place)), "LOCAL_WORLD_SIZE": str(places.count(place))}
+        env = environment(home) | (address | local | {"RANK": str(rank)} if len(places) > 1 else {})
+        if sys.platform == "linux":
+            ranks.append(Forked(place, env, log, work))
+            continue
+        with log.open("ab") as file:
+            command = [sys.executable, "-m", "yolofleet", *argv]
+            ranks.append(subprocess.Popen(command, cwd=place, env=env, stdout=file, stderr=file))
+    return ranks
+
+
+def in_ranks(folder: Path, ranks: int, *args: str | Path, code: int = 0, device: str = "cpu") -> str:
+    """Run the command line in ``folder`` as so many ranks on CPUs, and return what they print; asserts their exit codes.
+
+    A launcher would load torch twice more, for seconds. Tests of launchers use :func:`yolofleet`.
+    """
+    log = folder / f"ranks {len(list(folder.glob('ranks *.log')))}.log"
+    processes = started_ranks([folder] * ranks, *args, "--device", device, home=folder, log=log)
+    try:
+        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
+    finally:
+        kill(processes)
+    assert codes == [code] * ranks, f"{args}: {codes}\n{log.read_text()}"
+    return log.read_text()
+
+
+def kill(processes: Sequence[Process]) -> None:
+    """SIGKILL processes and their descendants, and wait for the processes."""
+    for process in processes:
+        for pid in family(process.pid) if process.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def killed_at_step(
+    folder: Path, step: int, run: Path, *args: str | Path, then_s: float = 0.0, ranks: int = 0
+) -> None:
     """Start, wait until the state of ``step`` or a later one is on disk and ``then_s`` longer, and SIGKILL every
-    process of it."""
-    launcher = started(folder, *args, out=subprocess.DEVNULL, err=subprocess.DEVNULL)
+    process of it.
+
+    Args:
+        ranks: without a launcher, see :func:`in_ranks`; 0: with one.
+    """
+    processes: Sequence[Process]
+    if ranks:
+        log = folder / "killed.log"
+        processes = started_ranks([folder] * ranks, *args, "--device", "cpu", home=folder, log=log)
+    else:
+        processes = [started(folder, *args, out=subprocess.DEVNULL, err=subprocess.DEVNULL)]
     deadline = time.monotonic() + 5 * DEADLINE_S
     try:
         while not any(int(f.stem.split("-")[1]) >= step for f in run.glob("checkpoints/step-*.safetensors")):
-            assert launcher.poll() is None, "it ended before it could be killed"
+            assert processes[0].poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline, "no checkpoint in time"
             time.sleep(0.02)
         time.sleep(then_s)
     finally:
-        for process in family(launcher.pid):
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        launcher.wait()
+        kill(processes)
 
 
 def family(pid: int) -> list[int]:

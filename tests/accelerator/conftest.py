@@ -1,5 +1,5 @@
-"""Every test here has the accelerator, which a process keeps: ``tests/unit/test_miniature_accelerator.py`` runs each
-file in a process of its own."""
+"""Every test here has the accelerator, which a process keeps: ``tests/unit/test_miniature_accelerator.py`` runs them in
+a process of their own."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import small_shapes, train_args, yolofleet
+from commands import in_ranks, small_shapes, train_args, yolofleet
 
 from yolofleet.checkpoint.format import read_tensors, write_tensors
 
@@ -26,7 +26,7 @@ def run(folder: Path) -> Path:
     data = small_shapes(folder, images=16, val_images=4)
     for steps, seed in ((3, 1), (2, 2)):
         args = ("--max-steps", steps, "--seed", seed, "--save-steps", 1, "--name", "used", "--exist-ok")
-        yolofleet(folder, *train_args(data, "--device", "cpu", *map(str, args)))
+        in_ranks(folder, 1, *train_args(data, *map(str, args)))
     return folder / "runs" / "train" / "used"
 
 

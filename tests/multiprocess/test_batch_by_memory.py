@@ -18,8 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, environment, results, yolofleet
-from test_training import free_port
+from commands import DEADLINE_S, environment, free_port, results, yolofleet
 
 from yolofleet.config.load import load_config_yaml
 from yolofleet.datasets.shapes import make_shapes

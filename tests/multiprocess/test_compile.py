@@ -63,6 +63,16 @@ def test_compiled_processes_learn_what_one_learns_up_to_rounding(
 
 
 @pytest.mark.slow
+def test_compiled_passes_of_several_micro_batches_learn_the_same(
+    folder: Path, eager: dict[str, torch.Tensor]
+) -> None:
+    yolofleet(folder, *arguments("together", "--compile", "--micro-batches-per-pass", "2"))
+    assert_equal_up_to_rounding(
+        weights(folder, "together"), eager
+    )  # also the statistics of both micro-batches
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("begins", "ends"), [("--compile", "--no-compile"), ("--no-compile", "--compile")])
 def test_a_resumed_run_may_begin_or_end_to_compile(
     folder: Path, eager: dict[str, torch.Tensor], begins: str, ends: str

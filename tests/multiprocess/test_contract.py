@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import killed_at_step, results, yolofleet
+from commands import in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
 
+from yolofleet.config.device import processes_of
 from yolofleet.config.schema import Recipe
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.shapes import make_shapes
@@ -71,7 +72,11 @@ def trained(folder: Path, name: str, steps: int, *more: str) -> str:
         "--max-steps",
         str(steps),
     ]
-    yolofleet(folder, *args, "--name", name, *more)
+    device = more[more.index("--device") + 1]
+    if "--parallel" in more:  # all devices in one process
+        in_ranks(folder, 1, *args, "--name", name, *more, device=device)
+    else:
+        in_ranks(folder, processes_of(device), *args, "--name", name, *more)
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 

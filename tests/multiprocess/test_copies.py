@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from commands import environment, family, results, small_shapes, train_args, yolofleet
+from commands import Process, in_ranks, kill, results, small_shapes, started_ranks, train_args
 
 from yolofleet.checkpoint.store import CheckpointStore
 
-SCRIPT = Path(__file__).parents[2] / "train.py"
 DEADLINE_S = 600
 LONG = ("--epochs", "4", "--reduce", "exact", "--name", "run")  # 10 steps
 
@@ -31,30 +26,17 @@ class Machines:
         for name in names:
             (folder / name).mkdir(exist_ok=True)
 
-    def start(self, order: str, *args: str | Path) -> list[subprocess.Popen[bytes]]:
-        """Start torchrun in the folders of ``order``; the first has rank 0."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-        agent += ["--nnodes", str(len(order)), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        started = []
-        for node, name in enumerate(order):
-            with (self.folder / f"{name}.log").open("ab") as log:
-                command = [*agent, "--node-rank", str(node), str(SCRIPT), *map(str, args), "--device", "cpu"]
-                place = self.folder / name
-                started.append(
-                    subprocess.Popen(command, cwd=place, env=environment(self.folder), stdout=log, stderr=log)
-                )
-        return started
+    def start(self, order: str, *args: str | Path) -> list[Process]:
+        """Start a rank in each folder of ``order``; the first has rank 0."""
+        places, log = [self.folder / name for name in order], self.folder / f"{order}.log"
+        return started_ranks(places, *args, "--device", "cpu", home=self.folder, log=log)
 
     def train(self, order: str, *args: str | Path) -> None:
-        agents = self.start(order, *args)
+        ranks = self.start(order, *args)
         try:
-            ended = [agent.wait(timeout=DEADLINE_S) for agent in agents]
+            ended = [rank.wait(timeout=DEADLINE_S) for rank in ranks]
         finally:
-            for agent in agents:
-                agent.kill()
+            kill(ranks)
         assert not any(ended), self.logs()
 
     def logs(self) -> str:
@@ -76,19 +58,19 @@ def machines(tmp_path: Path) -> Machines:
 
 def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines) -> None:
     data = small_shapes(tmp_path)
-    args = train_args(data, *LONG)[1:]  # without the verb
-    yolofleet(tmp_path, *train_args(data, *LONG, "--device", "cpu"))
+    args = train_args(data, *LONG)
+    in_ranks(tmp_path, 1, *args)
     whole = results(tmp_path / "runs/train/run")
 
-    agents = machines.start("abc", *args, "--save-steps", "1", "--checkpoint-copies", "3")
+    ranks = machines.start("abc", *args, "--save-steps", "1", "--checkpoint-copies", "3")
     deadline_s = time.monotonic() + DEADLINE_S
     while not machines.runs["b"].joinpath("weights/best.safetensors").exists():
-        assert time.monotonic() < deadline_s and agents[0].poll() is None, machines.logs()
+        assert time.monotonic() < deadline_s and ranks[0].poll() is None, machines.logs()
         time.sleep(0.05)
-    for agent in agents:
-        agent.send_signal(signal.SIGTERM)
-    for agent in agents:
-        agent.wait(timeout=DEADLINE_S)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    for rank in ranks:
+        rank.wait(timeout=DEADLINE_S)
     assert machines.steps("a") == machines.steps("b") == machines.steps("c")
 
     shutil.rmtree(tmp_path / "a")
@@ -96,7 +78,7 @@ def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines
     newest.path.unlink()  # c was behind
     machines.runs["c"].joinpath("results.csv").unlink()
     shutil.rmtree(machines.runs["c"] / "weights")
-    machines.train("cb", "--resume", "runs/train/run")
+    machines.train("cb", "train", "--resume", "runs/train/run")
     assert f"resumed after step {newest.step} " in machines.logs(), "the newest state of all machines"
     for name in "cb":
         assert results(machines.runs[name])["weights_sha256"] == whole["weights_sha256"], name
@@ -112,28 +94,26 @@ def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
 ) -> None:
     data = small_shapes(tmp_path, images=16, val_images=4)
     args = train_args(data, "--epochs", "10000", "--val-period", "0", "--save-steps", "1", "--name", "run")
-    agents = machines.start("ab", *args[1:])
+    ranks = machines.start("ab", *args)
     try:
         deadline_s = time.monotonic() + DEADLINE_S
         while not (machines.runs["b"].is_dir() and machines.steps("b")):
-            assert time.monotonic() < deadline_s and agents[0].poll() is None, machines.logs()
+            assert time.monotonic() < deadline_s and ranks[0].poll() is None, machines.logs()
             time.sleep(0.05)
         for name in "ab":
-            (again,) = machines.start(name, "--resume", "runs/train/run")
+            (again,) = machines.start(name, "train", "--resume", "runs/train/run")
             assert again.wait(timeout=DEADLINE_S)
             assert "another process is writing into" in (tmp_path / f"{name}.log").read_text(), (
                 machines.logs()
             )
-        assert all(agent.poll() is None for agent in agents), machines.logs()
-        for agent in agents:
-            agent.send_signal(signal.SIGTERM)
-        for agent in agents:
-            agent.wait(timeout=DEADLINE_S)
+        assert all(rank.poll() is None for rank in ranks), machines.logs()
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        for rank in ranks:
+            rank.wait(timeout=DEADLINE_S)
         assert "the state is saved" in machines.logs()
     finally:
-        for agent in agents:
-            for pid in family(agent.pid) if agent.poll() is None else ():
-                os.kill(pid, signal.SIGKILL)
+        kill(ranks)
 
 
 @pytest.mark.slow
@@ -141,7 +121,7 @@ def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
 def test_how_many_machines_keep_states(
     tmp_path: Path, machines: Machines, more: tuple[str, ...], copies: str
 ) -> None:
-    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run", *more)[1:])
+    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run", *more))
     for name, run in machines.runs.items():
         kept = bool(machines.steps(name)), (run / "weights/last.safetensors").exists()
         assert kept == ((name in copies),) * 2
@@ -151,5 +131,5 @@ def test_how_many_machines_keep_states(
 def test_a_copy_that_cannot_be_written_ends_nothing(tmp_path: Path, machines: Machines) -> None:
     machines.runs["b"].mkdir(parents=True)
     machines.runs["b"].joinpath("checkpoints").write_text("in the way of a folder")
-    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run")[1:])
+    machines.train("abc", *train_args(small_shapes(tmp_path), "--name", "run"))
     assert machines.steps("a") == machines.steps("c") and machines.steps("a")

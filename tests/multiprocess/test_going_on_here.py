@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, SMALL, environment, small_shapes, yolofleet
+from commands import DEADLINE_S, SMALL, environment, in_ranks, small_shapes, yolofleet
 
 from yolofleet.system.proc import descendants, rank_of
 
@@ -56,18 +56,7 @@ def rank_1(run: subprocess.Popen[str]) -> int:
 
 def test_a_killed_rank_changes_nothing_in_the_result(tmp_path: Path) -> None:
     epochs = ("--epochs", "6")
-    yolofleet(
-        tmp_path,
-        "train",
-        "--data",
-        small_shapes(tmp_path),
-        *ARGS,
-        *epochs,
-        "--device",
-        "cpu",
-        "--name",
-        "quiet",
-    )
+    in_ranks(tmp_path, 1, "train", "--data", small_shapes(tmp_path), *ARGS, *epochs, "--name", "quiet")
     runs = tmp_path / "runs/train"
     with started(tmp_path, *epochs, "--device", "cpu:2", "--name", "killed") as run:
         read_until(run, "epoch 2/")

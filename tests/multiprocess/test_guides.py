@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, environment, results, small_shapes
+from commands import DEADLINE_S, environment, free_port, results, small_shapes
 from guides import given, guide_folder, put_weights
-from test_training import free_port
 
 
 @dataclass(frozen=True)

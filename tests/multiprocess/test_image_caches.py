@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commands import small_shapes, train_args, yolofleet
+from commands import in_ranks, small_shapes, train_args
 
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
 
@@ -14,10 +14,8 @@ def test_jpegs_and_staged_files_give_the_same_bits_on_every_fleet(tmp_path: Path
     exact = ("--reduce", "exact", "--cache", "jpeg")
     stage = tmp_path / "local disk"
     said = {
-        "one": yolofleet(tmp_path, *train_args(data, *exact, "--device", "cpu", "--name", "one")).out,
-        "two": yolofleet(
-            tmp_path, *train_args(data, *exact, "--device", "cpu:2", "--name", "two", "--stage", stage)
-        ).out,
+        "one": in_ranks(tmp_path, 1, *train_args(data, *exact, "--name", "one")),
+        "two": in_ranks(tmp_path, 2, *train_args(data, *exact, "--name", "two", "--stage", stage)),
     }
     weights = {
         tensors_sha256(read_tensors(tmp_path / "runs" / "train" / name / "weights" / "last.safetensors")[0])
@@ -27,7 +25,7 @@ def test_jpegs_and_staged_files_give_the_same_bits_on_every_fleet(tmp_path: Path
     assert all("cache: jpeg, " in text for text in said.values())
     assert len(list(stage.glob("*.images"))) == 2  # training and validation
     assert said["two"].count("copied in") == 2
-    changed = yolofleet(
-        tmp_path, "train", "--resume", tmp_path / "runs" / "train" / "one", "--cache", "ram", code=2
+    changed = in_ranks(
+        tmp_path, 1, "train", "--resume", tmp_path / "runs" / "train" / "one", "--cache", "ram", code=2
     )
-    assert "--cache ram differs from the run's jpeg" in changed.err
+    assert "--cache ram differs from the run's jpeg" in changed

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -22,11 +21,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from commands import DEADLINE_S, environment, results, small_shapes
+from commands import DEADLINE_S, kill, results, small_shapes, started_ranks
 from small_files import TINY_YAML
-from test_training import free_port
 
-from yolofleet.cli import main
 from yolofleet.config.schema import Optimizer
 from yolofleet.train import loop
 
@@ -136,40 +133,20 @@ def different_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ran(folder: Path, argv: list[str], *, processes: int = 1, killed: bool = False) -> None:
     """Run a command line in as many ranks, until its end or until they kill themselves."""
-    context = multiprocessing.get_context("fork")
-    place = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}  # fmt: skip
     log = folder / f"log {len(list(folder.glob('log *')))}"
-    ranks = [
-        context.Process(target=rank, args=(folder, argv, log, place | numbers, killed), daemon=True)
-        for numbers in ({"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes))
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(DEADLINE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.close()
+
+    def first() -> None:
+        if killed:
+            run = folder / "runs/train" / argv[argv.index("--name") + 1]
+            loop.train_step = killed_later(loop.train_step, run)
+
+    places = [folder] * processes
+    ranks = started_ranks(places, *argv, "--device", "cpu", home=folder, log=log, first=first)
+    try:
+        codes = [rank.wait(timeout=DEADLINE_S) for rank in ranks]
+    finally:
+        kill(ranks)
     assert codes == [-signal.SIGKILL if killed else 0] * processes, f"{argv}: {codes}\n{log.read_text()}"
-
-
-def rank(folder: Path, argv: list[str], log: Path, place: dict[str, str], killed: bool) -> None:
-    os.chdir(folder)
-    os.environ.update(environment(folder) | (place if place["WORLD_SIZE"] != "1" else {}))
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if killed:
-        loop.train_step = killed_later(
-            loop.train_step, folder / "runs/train" / argv[argv.index("--name") + 1]
-        )
-    code = main([*argv, "--device", "cpu"])
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def killed_later(train_step: Callable, run: Path) -> Callable:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import events_of, killed_at_step, results, train_args, yolofleet
+from commands import events_of, in_ranks, killed_at_step, results, train_args, yolofleet
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 EXACT = ["--reduce", "exact", "--no-autoanchor"]
@@ -20,16 +20,16 @@ NO_PROGRESS = [*EXACT, "--epochs", "30", "--set", "lr0=1e-9", "--set", "warmup_b
 
 def repeated(folder: Path, data: Path, steps: int, name: str) -> Path:
     """The run on one process whose last step is known from the start."""
-    more = ["--lr-schedule", "cooldown", "--max-steps", str(steps), "--device", "cpu", "--name", name]
-    yolofleet(folder, *train_args(data, *IN_TIME, *more))
+    more = ["--lr-schedule", "cooldown", "--max-steps", str(steps), "--name", name]
+    in_ranks(folder, 1, *train_args(data, *IN_TIME, *more))
     return folder / "runs/train" / name
 
 
 def test_a_run_of_minutes_on_two_processes_is_the_run_on_one_with_its_last_step(
     folder: Path, data: Path
 ) -> None:
-    args = train_args(data, *IN_TIME, "--minutes", "0.03", "--device", "cpu:2", "--name", "minutes")
-    said = yolofleet(folder, *args).out
+    args = train_args(data, *IN_TIME, "--minutes", "0.03", "--name", "minutes")
+    said = in_ranks(folder, 2, *args)
     run = folder / "runs/train/minutes"
     (decided,) = events_of(run, "ends_in_time")
     steps = results(run)["steps"]

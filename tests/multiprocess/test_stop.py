@@ -12,7 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, family, results, small_shapes, started, train_args, yolofleet
+from commands import (
+    DEADLINE_S,
+    family,
+    in_ranks,
+    kill,
+    results,
+    small_shapes,
+    started,
+    started_ranks,
+    train_args,
+    yolofleet,
+)
 
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.system.proc import rank_of
@@ -62,17 +73,18 @@ def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repe
 
 
 def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path: Path) -> None:
-    data = small_shapes(tmp_path, images=16, val_images=300)
-    args = train_args(data, *SAVING, "--epochs", "3", "--val-batch", "1", "--val-overlap")
-    run = tmp_path / "runs" / "train" / "exp"
-    process = started(tmp_path, *args, "--device", "cpu:2")
-    wait_until(lambda: (run / "results.csv").exists() or process.poll() is not None)
-    ranks = {rank_of(pid): pid for pid in family(process.pid)}
-    os.kill(ranks[1], signal.SIGUSR1)
-    _, told = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 75, told
+    data = small_shapes(tmp_path, images=16, val_images=150)
+    args = train_args(data, *SAVING, "--epochs", "3", "--val-batch", "1", "--val-overlap", "--device", "cpu")
+    run, log = tmp_path / "runs" / "train" / "exp", tmp_path / "log"
+    ranks = started_ranks([tmp_path] * 2, *args, home=tmp_path, log=log)
+    try:
+        wait_until(lambda: (run / "results.csv").exists() or ranks[0].poll() is not None)
+        ranks[1].send_signal(signal.SIGUSR1)
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [75, 75], log.read_text()
+    finally:
+        kill(ranks)
     assert 1 <= len(rows(run)) <= 2
-    yolofleet(tmp_path, "train", "--resume", run, "--device", "cpu")
+    in_ranks(tmp_path, 1, "train", "--resume", run)
     assert [epoch for epoch, _, _ in rows(run)] == ["1", "2", "3"] and rows(run)[2][2]
 
 
@@ -93,5 +105,5 @@ def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> 
 
 def test_a_preempt_notice_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
-    told = yolofleet(tmp_path, *train_args(data, "--device", "cpu", "--preempt-notice", "true"), code=75).err
+    told = in_ranks(tmp_path, 1, *train_args(data, "--preempt-notice", "true"), code=75)
     assert "  from : --preempt-notice on " in told and "Traceback" not in told

@@ -13,7 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, family, small_shapes, started, train_args, yolofleet
+from commands import (
+    DEADLINE_S,
+    called,
+    family,
+    small_shapes,
+    started,
+    train_args,
+    working_in,
+    yolofleet,
+)
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.system.proc import children
@@ -50,7 +59,7 @@ def wait_for(ready: Callable[[], object], process: subprocess.Popen[str]) -> Non
 
 def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -> None:
     study = tmp_path / "runs" / "tune" / "exp"
-    args = tune_args(tmp_path, "--trials", "2", "--epochs", "6", "--device", "cpu:2")
+    args = tune_args(tmp_path, "--trials", "2", "--epochs", "5", "--device", "cpu:2")
     process = started(tmp_path, *args)
     wait_for(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1, process)
     processes = family(process.pid)
@@ -59,10 +68,11 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
     assert process.returncode == 75, told
     assert f"yolofleet tune --resume {study.relative_to(tmp_path)}" in told and "Traceback" not in told
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-    refused = yolofleet(tmp_path, "tune", "--resume", "auto", "--epochs", "3", code=2).err
-    assert "--epochs 3 differs from the study's 6" in refused
-
-    yolofleet(tmp_path, "tune", "--resume", "auto")
+    with working_in(tmp_path):
+        refused = called("tune", "--resume", "auto", "--epochs", "3")
+        assert refused.code == 2 and "--epochs 3 differs from the study's 5" in refused.err
+        done = called("tune", "--resume", "auto")
+        assert done.code == 0, done.out + done.err
     assert [row["state"] for row in table(study)] == ["complete", "complete"]
     assert "resumed after step" in (study / "logs" / "trial-0000.log").read_text()
     assert (study / "best.yaml").is_file() and (study / "tune.png").is_file()

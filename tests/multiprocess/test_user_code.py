@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, killed_at_step, results, working_in, yolofleet
+from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
 from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
 from yolofleet.user_code import source_files
@@ -91,17 +91,17 @@ def test_callbacks_see_the_events_of_a_run(one: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 def test_two_processes_and_a_resumed_run_train_the_same_weights(folder: Path, one: Path) -> None:
     run = folder / "runs" / "train" / "two"
-    more = ["--device", "cpu:2", "--name", "two", "--save-steps", "1", "--keep-last", "9"]
-    killed_at_step(folder, 2, run, *OWN_RUN, *more)
+    more = ["--name", "two", "--save-steps", "1", "--keep-last", "9"]
+    killed_at_step(folder, 2, run, *OWN_RUN, *more, ranks=2)
     for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
         state.unlink()
     (run / "results.json").unlink(missing_ok=True)
     resumed = ["train", "--resume", str(run), "--recipe-class", "all_parts.py:All"]
-    refused = yolofleet(folder, "train", "--resume", run, code=2).err
+    refused = in_ranks(folder, 1, "train", "--resume", run, code=2)
     assert "loads only code that you name again" in refused and "--recipe-class all_parts.py:All" in refused
-    refused = yolofleet(folder, *resumed, code=3).err
+    refused = in_ranks(folder, 1, *resumed, code=3)
     assert "with other settings: callbacks was LimitBiases" in refused
-    yolofleet(folder, *resumed, *CALLBACKS)
+    in_ranks(folder, 2, *resumed, *CALLBACKS)
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
     assert journal(run)[-1]["event"] == "stop" and any(event.get("resumed") for event in journal(run))
 

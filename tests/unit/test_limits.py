@@ -22,6 +22,7 @@ from yolofleet.export.runtime import open_exported
 from yolofleet.files import archive
 from yolofleet.fleet.doctor import log_files
 from yolofleet.fleet.hosts import wire_protocol
+from yolofleet.geometry import tiles
 from yolofleet.images import decode, header
 from yolofleet.models import darknet_cfg, description
 from yolofleet.plan import probe
@@ -52,6 +53,7 @@ LIMITS = {
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
     "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
     "images": f"file {gib(decode.MAX_FILE_BYTES)}, {header.MAX_PIXELS:,} pixels",
+    "tiles of an image (`--tile`)": f"{tiles.MAX_TILES:,}",
     "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
     "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_METADATA_BYTES)}",

@@ -1,4 +1,4 @@
-"""Runs each file of ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
+"""Runs ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
-SLOW = ("test_device_checks.py",)  # the checks of `yolofleet selftest`
-FILES = [
-    pytest.param(path.name, marks=pytest.mark.slow if path.name in SLOW else ())
-    for path in sorted(FOLDER.glob("test_*.py"))
-]
+SLOW = {"test_device_checks.py"}  # the checks of `yolofleet selftest`
+QUICK = {path.name for path in FOLDER.glob("test_*.py")} - SLOW
 
 
 @pytest.mark.skipif(
@@ -25,8 +22,8 @@ FILES = [
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("file", FILES)
-def test_everything_passes_on_the_miniature_accelerator(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -36,7 +33,7 @@ def test_everything_passes_on_the_miniature_accelerator(file: str, tmp_path: Pat
             "no:cacheprovider",
             "--basetemp",
             tmp_path / "t",
-            FOLDER / file,
+            *(FOLDER / name for name in sorted(names)),
         ],
         cwd=FOLDER.parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -201,6 +201,7 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
         picture = folder.path / "scaling.png"
         drawn = attempt(
             console.note,
+            picture,
             plot_scaling,
             [s.devices for s in scales],
             [s.rate_img_s for s in scales],

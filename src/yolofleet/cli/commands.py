@@ -25,6 +25,9 @@ DOWNLOAD = click.Option(
     is_flag=True,
     help="download the public data set (coco128, coco, voc) if it is missing",
 )
+TYPED = (
+    "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
+)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -57,7 +60,9 @@ class Verbs(click.Group):
         self.default, self.default_takes_arguments = default, default_takes_arguments
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._with_verb(args))
+        if (whole := self._with_verb(args)) is not args:
+            ctx.meta[TYPED] = ctx.command_path
+        return super().parse_args(ctx, whole)
 
     def _with_verb(self, args: list[str]) -> list[str]:
         """Put the default verb in front of arguments that begin with an option, or with a word that is not a verb."""
@@ -120,23 +125,39 @@ class Command(click.Command):
 
     Args:
         spelled_as: the verb whose old spellings these are, when it is another.
+        left_out: flags of ``spelled_as`` that this verb does not take.
+        unused: what such a flag does not do, for the error; {verb} is what the user typed.
     """
 
-    def __init__(self, name: str, *, spelled_as: str = "", **extra: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        spelled_as: str = "",
+        left_out: Collection[str] = (),
+        unused: str = "is a setting of training that {verb} does not take",
+        **extra: Any,
+    ) -> None:
         super().__init__(name, context_settings=SETTINGS, **extra)
         self.spelled_as = spelled_as or name
+        self.left_out, self.unused = frozenset(left_out), unused
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # an incomplete line: it may end before the value of an option
             return super().parse_args(ctx, args)
-        from yolofleet.config.aliases import rewrite
+        from yolofleet.config.aliases import Verb, rewrite
 
         flags: dict[str, bool] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option):
                 takes_value = not (parameter.is_flag or parameter.count)
                 flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
-        rewritten = rewrite(self.spelled_as, args, flags)
+        path, typed = (
+            text.removeprefix("yolofleet ")
+            for text in (ctx.command_path, ctx.meta.get(TYPED, ctx.command_path))
+        )
+        verb = Verb(typed, path, self.left_out, self.unused.format(verb=typed))
+        rewritten = rewrite(self.spelled_as, args, flags, verb)
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 
@@ -191,13 +212,22 @@ class SchemaCommand(Command):
 
         fields = model.model_fields.items()
         options = [_option(name, field) for name, field in fields if name not in without]
+        left_out = {
+            flag
+            for name, field in fields
+            if name in without
+            for option in [_option(name, field)]
+            for flag in (*option.opts, *option.secondary_opts)
+        }
         config = click.Option(
             ["--config", "config_file"],
             default="",
             metavar="FILE",
             help="read settings from a YAML file; flags of the command line win",
         )
-        super().__init__(name, params=[*options, config, *extra_options], callback=callback, **extra)
+        super().__init__(
+            name, params=[*options, config, *extra_options], callback=callback, left_out=left_out, **extra
+        )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from yolofleet.config.schema import group_of

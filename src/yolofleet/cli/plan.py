@@ -20,6 +20,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json
+from yolofleet.fleet.description import named_fleet
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 
@@ -53,6 +54,13 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             hint="--batch 64",
         )
     rows = forecasts(config)
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        raise ConfigError(
+            rows[-1].memory_text(),
+            source=rows[-1].fleet[0].source,
+            hint="a smaller --micro-batch or --img, or devices with more memory",
+        )
     deadline_s, budget = seconds_of(c.deadline), c.budget or math.inf
     if math.isfinite(budget) and all(math.isnan(row.likely.price_hour) for row in rows):
         raise ConfigError(
@@ -60,16 +68,16 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             source=config.sources["budget"],
             hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
         )
-    best, why = rows[-1], ""
+    best, why = fitting[-1], ""
     if math.isfinite(deadline_s) or math.isfinite(budget):
-        chosen, why = choose(rows, deadline_s, budget)
-        best = chosen or min(rows, key=lambda row: row.likely.run)
+        chosen, why = choose(fitting, deadline_s, budget)
+        best = chosen or min(fitting, key=lambda row: row.likely.run)
         why = f"choose {best.name}: {why}" if chosen else f"none of these fleets fits: {why}"
     work, machine = best.work, best.fleet[0]
     helps = changes(work, best.fleet)
     more = another_machine(work, best.fleet)
-    picture = _draw(c.picture, rows, work.network.name) if c.picture else ""
-    extra = _extra_tables(c, rows, best)
+    picture = _draw(c.picture, fitting, work.network.name) if c.picture else ""
+    extra = _extra_tables(c, fitting, best)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header(
             "yolofleet plan",
@@ -82,11 +90,12 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
                 "figures": machine.source,
             },
         )
-        console.table("predicted ranges", COLUMNS, [row.row(rows[0]) for row in rows])
+        console.table("predicted ranges", COLUMNS, [row.row(fitting[0]) for row in rows])
         for table in extra.values():
             console.table(table.title, table.columns, table.cells)
-        for text in best.notes():
-            console.note(text)
+        for row in (*(row for row in rows if not row.fits), best):
+            for text in row.notes():
+                console.note(text)
         wasted = best.likely.wasted_share
         facts = {change.text: f"{change.factor:.1f} x" for change in helps}
         facts |= {more.text: more.text_of_worth()}
@@ -160,6 +169,7 @@ def _draw(path: Path, rows: list[Any], title: str) -> str:
     likely = [row.likely for row in rows]
     drawn = attempt(
         lambda text: say([text]),
+        path,
         plot_forecasts,
         [row.name for row in rows],
         [(row.slow.rate_img_s, row.likely.rate_img_s, row.fast.rate_img_s) for row in rows],
@@ -176,6 +186,7 @@ fleets_command = SchemaCommand(
     run,
     spelled_as="train",
     without=set(PlanConfig.model_fields) - USED,
+    unused="does not change the prediction of {verb}",
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
     "Say what binds, and which changes would help most. The command starts no training.",
@@ -187,14 +198,27 @@ def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
     from yolofleet.plan.candidates import probe_path
     from yolofleet.plan.probe import probe_of
 
+    if out:
+        config = resolve_train(given, config_file=config_file, model=PlanProbeConfig)[0]
+        c = config.value
+        hosts = named_fleet(
+            c.hosts if config.is_given("hosts") else None,
+            c.fleet if config.is_given("fleet") else None,
+            c.device,
+        )
+        if hosts is not None and len(hosts.hosts) > 1:
+            raise ConfigError(
+                f"--out {out} is one file, and there are {len(hosts.hosts)} hosts with a probe each",
+                source="command line",
+                hint="leave out --out: the probes are then in the cache folder",
+            )
     started_at = time.time()
     code, figures = measure("plan probe", given, config_file, PlanProbeConfig)
     if code:
         return code
     start_s = min(max(figures["ready_at"] - started_at, 0.0), 3600.0)
     probes = [probe_of({**values, "start_s": start_s}) for values in figures["probes"]]
-    if out and len(probes) > 1:
-        raise ConfigError(f"--out {out}: there are {len(probes)} hosts", hint="leave out --out")
+    assert not (out and len(probes) > 1), "one file for several hosts"
     with Console() as console:
         console.header("yolofleet plan probe", {})
         for probe in probes:

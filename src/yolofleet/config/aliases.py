@@ -7,7 +7,7 @@ like a flag. Underscores and hyphens are equivalent. No flag is silently ignored
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -291,17 +291,39 @@ class Rewritten:
     notes: list[str]
 
 
-def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewritten:
+@dataclass(frozen=True)
+class Verb:
+    """A verb in messages.
+
+    Attributes:
+        typed: as the user typed it; shown: its name before ``--help``.
+        left_out: flags of the verb with the same spellings that this one does not take.
+        why: what to say of these flags, such as ``does not change the prediction of plan``.
+    """
+
+    typed: str
+    shown: str
+    left_out: frozenset[str] = frozenset()
+    why: str = ""
+
+
+def rewrite(
+    spelled_as: str, argv: Sequence[str], flags: Mapping[str, bool], verb: Verb | None = None
+) -> Rewritten:
     """Return the command line ``argv`` with our flags, and notes for the user.
 
     Args:
+        spelled_as: the verb whose spellings these are.
         flags: our flags of the command, and whether each takes a value.
+        verb: of the user, if that is another one.
 
     Raises:
         ConfigError: a flag is unknown or refused, or its value is missing.
     """
     known = {flag: Spelling("one" if takes else "none", _keep(flag, takes)) for flag, takes in flags.items()}
-    known |= SPELLINGS.get(verb, {})
+    known |= SPELLINGS.get(spelled_as, {})
+    usable = [flag for flag, way in known.items() if not way.refusal and way is not FROM_LAUNCHER]
+    verb = verb or Verb(spelled_as, spelled_as)
     result, notes = [], []
     rest = list(argv)
     while rest:
@@ -315,12 +337,18 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
         spelled, equals, value = token.partition("=")
         flag = spelled.replace("_", "-")
         spelling = known.get(flag)
+        if flag in verb.left_out:
+            raise _left_out(verb, spelled)
         if spelling is None:
-            raise _unknown(verb, spelled, known)
+            raise _unknown(verb, spelled, flags if verb.left_out else usable)
         if spelling.refusal:
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
         values = _values(spelled, spelling.values, [value] if equals else None, rest)
         arguments = spelling.to(values)
+        if arguments and verb.why:  # plan takes the model of -c, and not its recipe
+            arguments = [argument for argument in arguments if argument.partition("=")[0] in flags]
+            if not arguments:
+                raise _left_out(verb, spelled)
         at = 0 if spelled == "-c" else len(result)  # at the start, because later flags override earlier ones
         result[at:at] = arguments
         if isinstance(spelling.note, str):
@@ -352,12 +380,11 @@ def _values(flag: str, wanted: Values, attached: list[str] | None, rest: list[st
     return taken
 
 
-def _unknown(verb: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigError:
-    usable = [
-        flag[2:]
-        for flag, spelling in known.items()
-        if flag.startswith("--") and not spelling.refusal and spelling is not FROM_LAUNCHER
-    ]
-    near = nearest(spelled.replace("_", "-")[2:], usable)
-    hint = f"did you mean --{near}?" if near else f"yolofleet {verb} --help lists them"
-    return ConfigError(f"{verb} has no {shown(spelled)}", source="command line", hint=hint)
+def _left_out(verb: Verb, spelled: str) -> ConfigError:
+    return ConfigError(f"{shown(spelled)} {verb.why}", source="command line", hint="leave it out")
+
+
+def _unknown(verb: Verb, spelled: str, known: Collection[str]) -> ConfigError:
+    near = nearest(spelled.replace("_", "-")[2:], [flag[2:] for flag in known if flag.startswith("--")])
+    hint = f"did you mean --{near}?" if near else f"yolofleet {verb.shown} --help lists them"
+    return ConfigError(f"{verb.typed} has no {shown(spelled)}", source="command line", hint=hint)

@@ -193,6 +193,12 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
         ):
             if is_set:
                 raise _clash(config, "compile", name, why, "leave out --compile")
+        if c.batch < 0:
+            raise ConfigError(
+                "--compile and --batch auto are mutually exclusive: a trial of each size would compile it, which takes minutes",
+                source=_sources(config, "compile", "batch"),
+                hint="--batch 16 or another number, or leave out --compile",
+            )
     if c.patience and not c.val_period and config.is_given("patience"):
         raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
     _check_precision(config)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import cv2
@@ -41,7 +42,7 @@ from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.geometry.letterbox import Letterbox, letterbox
-from yolofleet.geometry.tiles import parts_of
+from yolofleet.geometry.tiles import Place
 from yolofleet.images.decode import read_image
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
@@ -200,29 +201,35 @@ def tile_batches(index: DataIndex) -> list[ValBatch]:
 
 
 def tile_loader(
-    index: DataIndex,
-    batches: Sequence[ValBatch],
-    size: int | tuple[int, int],
-    *,
-    stride: int | None,
-    tile: int,
-    overlap: float,
-    workers: int,
-    prefetch: int = 4,
-    pin_memory: bool = False,
+    index: DataIndex, batches: Sequence[ValBatch], *, workers: int
 ) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
-    """Return a loader of images and their tiles, for each of ``tile_batches`` or this rank's part of them.
+    """Return a loader of whole images uint8 [h, w, 3] BGR, for each of ``tile_batches`` or this rank's part of them.
 
-    The tensor has the pixels of the whole image and then those of its tiles, uint8 RGB, one after another; the letterboxes
-    map boxes to the pixels of each part.
+    A loader process prepares one image ahead, because an image may take 800 MB. :func:`tile_parts` cuts it.
+    """
+    workers = min(workers, len(batches))
+    return Loader(_WholeImage(index), batches, workers=workers, prefetch=1, pin_memory=False)
+
+
+def tile_parts(
+    image: np.ndarray, places: Sequence[Place], size: int | tuple[int, int], stride: int | None, batch: int
+) -> Iterator[tuple[ValBatch, Tensor, list[Letterbox]]]:
+    """Yield the whole image, and then its tiles, ``batch`` of them at a time, so that few are in memory.
+
+    Each value is a batch as from :func:`val_loader`, with the numbers of the parts for those of the images.
 
     Args:
+        image: uint8 [h, w, 3] BGR. places: see ``geometry.tiles.parts_of``.
         size, stride: the parts are letterboxed to it, see ``geometry.letterbox.letterbox``.
-        tile: side of the tiles, pixels. overlap: of neighbours, as a fraction of their side.
     """
-    builder = _TileBuilder(index, size, stride, tile, overlap)
-    workers = min(workers, len(batches))
-    return Loader(builder, batches, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+    for start, stop in pairwise([0, *range(1, len(places), batch), len(places)]):
+        fitted = [
+            letterbox(image[y1:y2, x1:x2], size, stride=stride) for x1, y1, x2, y2 in places[start:stop]
+        ]
+        pixels = np.stack([cv2.cvtColor(part, cv2.COLOR_BGR2RGB) for part, _ in fitted])  # [m, H, W, 3]
+        letterboxes = [back for _, back in fitted]
+        numbers = ValBatch(0, tuple(range(start, stop)), letterboxes[0].size_hw)
+        yield numbers, torch.from_numpy(pixels).permute(0, 3, 1, 2), letterboxes
 
 
 class _TrainBuilder:
@@ -293,14 +300,10 @@ class _ValBuilder:
 
 
 @dataclass(frozen=True)
-class _TileBuilder:
-    """Cuts an image into tiles, see :func:`tile_loader`."""
+class _WholeImage:
+    """Decodes an image for :func:`tile_loader`."""
 
     index: DataIndex
-    size: int | tuple[int, int]
-    stride: int | None
-    tile: int
-    overlap: float
 
     def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
         path = self.index.path(batch.image_idx[0])
@@ -311,16 +314,9 @@ class _TileBuilder:
                 f"{batch.size_hw[1]} x {batch.size_hw[0]}",
                 hint="the file changed during the run: start again",
             )
-        parts = [
-            letterbox(image[y1:y2, x1:x2], self.size, stride=self.stride)
-            for x1, y1, x2, y2 in parts_of(*batch.size_hw, self.tile, self.overlap)
-        ]
-        pixels = _buffer(sum(part.size for part, _ in parts))
-        rest = pixels.numpy()
-        for part, _ in parts:
-            cv2.cvtColor(part, cv2.COLOR_BGR2RGB, dst=rest[: part.size].reshape(part.shape))
-            rest = rest[part.size :]
-        return batch, pixels, [fitted for _, fitted in parts]
+        pixels = _buffer(*image.shape)
+        pixels.numpy()[:] = image
+        return batch, pixels, []
 
 
 def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
@@ -468,6 +464,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
             return
+        _use_opencv()
         # The main process may hold the micro-batches of a step while loader processes prepare others.
         most = 2 * prefetch + 2
         self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
@@ -646,6 +643,20 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _use_opencv() -> None:
+    """Use OpenCV in this thread as loader processes do.
+
+    A thread that has used OpenCV locks a mutex while it ends, after Python's ``join``, and a process that is forked then has it
+    locked for ever. OpenCV locks it again only where a thread uses one of its functions for the first time. A loader process
+    is a copy of this thread, so it has the thread's values.
+    """
+    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))
+    image = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))
+    image = cv2.resize(image, (6, 6), interpolation=cv2.INTER_AREA)
+    cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
+    cv2.warpAffine(image, np.eye(2, 3), (4, 4))
 
 
 def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:

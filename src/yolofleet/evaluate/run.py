@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import islice, pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -25,7 +26,14 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import ValBatch, tile_batches, tile_loader, val_batches, val_loader
+from yolofleet.data.loader import (
+    ValBatch,
+    tile_batches,
+    tile_loader,
+    tile_parts,
+    val_batches,
+    val_loader,
+)
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
@@ -41,13 +49,14 @@ from yolofleet.evaluate.matching import (
 )
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
-from yolofleet.geometry.tiles import merged_tiles, parts_of
+from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import autocast
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 Item = TypeVar("Item")
 Done = TypeVar("Done")
+Loaded = tuple[ValBatch, Tensor, list[Letterbox]]  # as of ``data.loader.val_loader``
 OnBatch = Callable[[int, int], None]  # (batches done, batches of this rank)
 
 
@@ -179,6 +188,10 @@ class Validation:
         stride = max(model.strides)
         if settings.tile:
             assert loss is None, "there is no loss on tiles"
+            for (width, height), image in zip(
+                *np.unique(index.sizes_wh, axis=0, return_index=True), strict=True
+            ):
+                check_tiles(height, width, settings.tile, settings.overlap, source=index.path(image))
             every = tile_batches(index)
         else:
             every = val_batches(
@@ -193,16 +206,7 @@ class Validation:
         self._watch = _Stopwatch()
         pin_memory = devices.can_pin(device)
         if settings.tile:
-            self._loader = tile_loader(
-                index,
-                self._share,
-                settings.size_hw or -(-settings.img // stride) * stride,
-                stride=None if settings.size_hw else stride,
-                tile=settings.tile,
-                overlap=settings.overlap,
-                workers=workers,
-                pin_memory=pin_memory,
-            )
+            self._loader = tile_loader(index, self._share, workers=workers)
         else:
             self._loader = val_loader(
                 index, self._share, settings.img, workers=workers, cache=cache, pin_memory=pin_memory
@@ -226,8 +230,10 @@ class Validation:
         """Compute this rank's part, without collectives, in any thread."""
         index, share, watch, shard = self._index, self._share, self._watch, _Shard()
         with self._loader as batches, _Threads(self._detect.device) as threads:
-            done = 0
-            for done, detected in enumerate(threads.map(self._detect, watch.each("load", batches)), 1):
+            done, tile = 0, self._settings.tile
+            loaded = watch.each("load", self._cut(batches) if tile else batches)
+            found = threads.map(self._detect, loaded)
+            for done, detected in enumerate(self._whole(found) if tile else found, 1):
                 shard.add(detected)
                 watch.add("forward", detected.forward_s / threads.count)
                 watch.add("nms", detected.nms_s / threads.count)
@@ -250,6 +256,54 @@ class Validation:
             )
             confusion = confusion_matrix(labels, self._found, len(index.names))
         self._payload = shard.to_bytes(records, confusion, watch.seconds(), self._settings.gather_detections)
+
+    def _cut(self, images: Iterable[Loaded]) -> Iterator[Loaded]:
+        """Yield the parts of each image, a few at a time."""
+        settings, stride = self._settings, max(self._detect.model.strides)
+        for batch, pixels, _ in images:
+            places = parts_of(*batch.size_hw, settings.tile, settings.overlap)
+            if settings.size_hw:
+                yield from tile_parts(pixels.numpy(), places, settings.size_hw, None, settings.batch)
+            else:
+                side = -(-settings.img // stride) * stride
+                yield from tile_parts(pixels.numpy(), places, side, stride, settings.batch)
+
+    def _whole(self, found: Iterator[_Detected]) -> Iterator[_Detected]:
+        """Yield the merged detections of each image of this rank, from those of its parts."""
+        settings = self._settings
+        for batch in self._share:
+            places = parts_of(*batch.size_hw, settings.tile, settings.overlap)
+            parts = list(islice(found, 1 + -(-(len(places) - 1) // settings.batch)))
+            began_s = time.perf_counter()
+            boxes = joined([part.found for part in parts])  # their images are the numbers of the parts
+            xy, wh = boxes.boxes_xywh_px[:, :2], boxes.boxes_xywh_px[:, 2:]
+            xyxy = np.concatenate([xy, xy + wh], axis=1)
+            ends = np.searchsorted(boxes.image, np.arange(len(places) + 1)).tolist()
+            merged, scores, classes = merged_tiles(
+                [
+                    (xyxy[start:stop], boxes.score[start:stop], boxes.class_idx[start:stop], place)
+                    for (start, stop), place in zip(pairwise(ends), places, strict=True)
+                ],
+                iou=settings.iou,
+                max_det=settings.max_det,
+                agnostic=settings.agnostic or settings.single_cls,
+                fuse=settings.fuse_tiles,
+            )
+            merged = merged.astype(np.float64)
+            yield _Detected(
+                ScoredBoxes(
+                    image=np.full(len(merged), batch.image_idx[0], np.int64),
+                    class_idx=classes,
+                    boxes_xywh_px=np.concatenate([merged[:, :2], merged[:, 2:] - merged[:, :2]], axis=1),
+                    score=scores.astype(np.float64),
+                ),
+                sum(part.candidates_cut for part in parts),
+                batch.ordinal,
+                None,
+                None,
+                sum(part.forward_s for part in parts),
+                sum(part.nms_s for part in parts) + time.perf_counter() - began_s,
+            )
 
     def leave_out_rest(self) -> None:
         """End :meth:`run`, which another thread executes, after its current batch."""
@@ -353,12 +407,12 @@ class _Detect:
     loss: DetectionLoss | None
 
     @torch.inference_mode()
-    def __call__(self, loaded: tuple[ValBatch, Tensor, list[Letterbox]]) -> _Detected:
+    def __call__(self, loaded: Loaded) -> _Detected:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
-        if self.settings.tile:
-            return self._on_tiles(batch, images_u8, letterboxes)
-        raws = self._passed(images_u8)
+        images = images_u8.to(self.device, non_blocking=True).float().div_(255)  # [N, 3, H, W]
+        with autocast(self.settings.precision, self.device):
+            raws = self.model(images)
         sums = divisors = None
         if self.loss is not None:
             labels = _letterboxed_labels(self.index, batch, letterboxes)
@@ -370,20 +424,7 @@ class _Detect:
         decoded = self.model.decode(raws)
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
-        per_image, cut = self._suppressed(decoded)
-        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
-        nms_s = time.perf_counter() - began_s - forward_s
-        return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
-
-    def _passed(self, images_u8: Tensor) -> Any:
-        """Return the raw predictions for images uint8 [N, 3, H, W]."""
-        images = images_u8.to(self.device, non_blocking=True).float().div_(255)
-        with autocast(self.settings.precision, self.device):
-            return self.model(images)
-
-    def _suppressed(self, decoded: Tensor | list[Tensor]) -> tuple[list[Tensor], int]:
-        """Return [n, 6] of each image, and how many candidates were left out before suppression."""
-        return decoded_to_detections(
+        per_image, cut = decoded_to_detections(
             decoded,
             conf=self.settings.conf,
             iou=self.settings.iou,
@@ -392,46 +433,9 @@ class _Detect:
             agnostic=self.settings.agnostic or self.settings.single_cls,
             classes=self.settings.classes,
         )
-
-    def _on_tiles(self, batch: ValBatch, pixels: Tensor, letterboxes: Sequence[Letterbox]) -> _Detected:
-        """Detect on the parts of one image, see ``data.loader.tile_loader``, and merge their boxes."""
-        began_s = time.perf_counter()
-        height, width = letterboxes[0].size_hw
-        images = [pixels[: height * width * 3].view(1, height, width, 3)]
-        if len(letterboxes) > 1:
-            tiles = pixels[height * width * 3 :].view(-1, *letterboxes[1].size_hw, 3)
-            images += tiles.split(self.settings.batch)
-        per_part: list[Tensor] = []
-        cut, forward_s = 0, 0.0
-        for part in images:
-            passed_s = time.perf_counter()
-            decoded = self.model.decode(self._passed(part.permute(0, 3, 1, 2)))
-            devices.wait_for(self.device)
-            forward_s += time.perf_counter() - passed_s
-            found, left_out = self._suppressed(decoded)
-            per_part += found
-            cut += left_out
-        rows_of = [found.cpu().numpy().astype(np.float64) for found in per_part]
-        places = parts_of(*letterboxes[0].native_hw, self.settings.tile, self.settings.overlap)
-        boxes, scores, classes = merged_tiles(
-            [
-                (back.to_native(part[:, :4]), part[:, 4], part[:, 5], place)
-                for back, part, place in zip(letterboxes, rows_of, places, strict=True)
-            ],
-            iou=self.settings.iou,
-            max_det=self.settings.max_det,
-            agnostic=self.settings.agnostic or self.settings.single_cls,
-            fuse=self.settings.fuse_tiles,
-        )
-        boxes = boxes.astype(np.float64)
-        merged = ScoredBoxes(
-            image=np.full(len(boxes), batch.image_idx[0], np.int64),
-            class_idx=np.zeros_like(classes) if self.settings.single_cls else classes,
-            boxes_xywh_px=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1),
-            score=scores.astype(np.float64),
-        )
+        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
-        return _Detected(merged, cut, batch.ordinal, None, None, forward_s, nms_s)
+        return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
 
 
 class _Threads:

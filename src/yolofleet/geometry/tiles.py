@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from yolofleet.errors import ConfigError
 from yolofleet.geometry.fusion import fuse_boxes
 from yolofleet.geometry.nms import nms
 
 Place = tuple[int, int, int, int]  # x1, y1, x2, y2 of a part, pixels of the image
 CUT_PX = 2  # a box this near to an inner border is cut by it
 INSIDE = 0.6  # a cut box belongs to a whole one that covers more than this part of it
+MAX_TILES = 10_000  # of an image: their boxes are merged at once, in memory
 
 
 def tiles(height: int, width: int, side: int, overlap: float) -> list[Place]:
@@ -30,13 +32,33 @@ def parts_of(height: int, width: int, side: int, overlap: float) -> list[Place]:
     return [(0, 0, width, height), *tiles(height, width, side, overlap)]
 
 
+def check_tiles(height: int, width: int, side: int, overlap: float, *, source: str) -> None:
+    """Raise if :func:`tiles` would return more than ``MAX_TILES``.
+
+    Args:
+        source: name of the image.
+    Raises:
+        ConfigError: there would be more.
+    """
+    count = (_steps(width, side, overlap) + 1) * (_steps(height, side, overlap) + 1)
+    if count > MAX_TILES:
+        raise ConfigError(
+            f"--tile {side} and --overlap {overlap:g} cut an image of {width} x {height} pixels into {count:,} tiles; the "
+            f"limit is {MAX_TILES:,}",
+            source=source,
+            hint="a larger --tile, or a smaller --overlap",
+        )
+
+
 def _starts(length: int, side: int, overlap: float) -> list[int]:
     """Return evenly spaced first pixels of tiles along one side of the image."""
-    if length <= side:
-        return [0]
-    step = max(1, int(side * (1 - overlap)))
-    count = -(-(length - side) // step)
-    return [round(i * (length - side) / count) for i in range(count + 1)]
+    steps = _steps(length, side, overlap)
+    return [round(i * (length - side) / steps) for i in range(steps + 1)] if steps else [0]
+
+
+def _steps(length: int, side: int, overlap: float) -> int:
+    """Return the number of tiles along one side of the image, less one."""
+    return max(-(-(length - side) // max(1, int(side * (1 - overlap)))), 0)
 
 
 def merged_tiles(

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a network without running it."""
+"""Count the floating-point operations and the memory of a network without running it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def ready_shares(model: Detector, points: int = 8) -> tuple[float, ...]:
         while len(shares) < points and filled * points >= (len(shares) + 1) * size:
             shares.append(latest)
     return tuple(shares)
+
+
+def saved_bytes(model: Detector, img: int = 640) -> int:
+    """Return the bytes that the backward pass of one image needs of its forward pass in fp32, without the parameters."""
+    shadow = copy.deepcopy(model).to("meta").train()
+    parameters = {p.untyped_storage()._cdata for p in shadow.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # two layers may need the same values
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        shadow(torch.zeros(1, 3, img, img, device="meta"))
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _operations(module: nn.Module, output: Tensor) -> int:

@@ -157,8 +157,13 @@ class Planned:
             ConfigError: there are several machines, and nobody measured or named the link between them.
         """
         work = self.workload(sum(devices for _, devices in measured), on_cpu=measured[0][0].on_cpu)
+        mine = self.network  # such as that of weights or of a file, which has no name that plan knows
         machines = [
-            self.linked(machine_of(probe, work, network_of(probe.model).gflops, devices))
+            self.linked(
+                machine_of(
+                    probe, work, mine if probe.model == mine.name else network_of(probe.model), devices
+                )
+            )
             for probe, devices in measured
         ]
         if len(machines) > 1 and all(machine.between == NO_LINK for machine in machines):

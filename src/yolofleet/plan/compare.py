@@ -15,7 +15,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.plan.candidates import Planned, data_facts, probe_of_host, probe_path
 from yolofleet.plan.forecast import Forecast
-from yolofleet.plan.library import network_of
+from yolofleet.plan.library import network_of, network_of_weights
 from yolofleet.plan.probe import MOST_ERRORS, PastError, Probe, read_probe
 from yolofleet.report.console import duration
 from yolofleet.report.folder import RunFolder
@@ -88,6 +88,7 @@ def compare(run: Path, probes: Sequence[Path], *, keep: bool) -> Comparison:
 
     Raises:
         ConfigError: no configuration, no probe. DataError: the run has no figures yet.
+        CheckpointError: the run began from weights alone, and its own weights cannot be read.
         StorageError: a probe cannot be written.
     """
     folder = RunFolder(run)
@@ -109,7 +110,11 @@ def compare(run: Path, probes: Sequence[Path], *, keep: bool) -> Comparison:
         path = next((path for path, given in files.items() if given is probe), probe_path(host))
         used[path] = probe
         measured.append((probe, max(fleet.processes // len(fleet.hosts), 1)))
-    planned = Planned(config, data_facts(config), network_of(config.cfg or config.model))
+    named = (
+        config.cfg or config.model
+    )  # a run from weights alone has the network of the weights that it wrote
+    network = network_of(named) if named else network_of_weights(folder.weights / "last.safetensors")
+    planned = Planned(config, data_facts(config), network)
     forecast = planned.measured(run.name, measured)
     validations = _column(rows[1:] or rows, "val_seconds")
     happened = {

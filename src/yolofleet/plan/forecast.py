@@ -11,6 +11,7 @@ from yolofleet.plan.formula import Prediction, cached_share, loader_count, predi
 from yolofleet.plan.machine import RAM_SHARE, Link, Machine
 from yolofleet.plan.workload import Workload
 from yolofleet.report.console import duration
+from yolofleet.text import size_text
 
 Fleet = Sequence[Machine]
 WORTH = 1.05  # a change that helps less is not shown
@@ -36,11 +37,26 @@ class Forecast:
     slow: Prediction
 
     @property
+    def fits(self) -> bool:
+        """Return whether a micro-batch may fit into the memory of each device."""
+        return all(machine.fits for machine in self.fleet)
+
+    @property
     def binds(self) -> str:
-        return NAMES.get(self.likely.binds, self.likely.binds)
+        return NAMES.get(self.likely.binds, self.likely.binds) if self.fits else "memory"
+
+    def memory_text(self) -> str:
+        """Return what a micro-batch needs, and what the first device that is too small has."""
+        worst = next(machine for machine in self.fleet if not machine.fits)
+        return (
+            f"a micro-batch of {self.work.micro_batch} images of {self.work.img} px needs at least "
+            f"{size_text(worst.needed_bytes)}, and a device of {worst.name} has {size_text(worst.device_bytes)}"
+        )
 
     def notes(self) -> list[str]:
         """Return the notes below the table."""
+        if not self.fits:
+            return [f"{self.name} is too small: {self.memory_text()}"]
         found = []
         idle = [part for part in rank_shares(self.work, self.fleet) if not part.images]
         if idle:
@@ -55,6 +71,8 @@ class Forecast:
     def row(self, first: Forecast) -> list[str]:
         """Return the cells under ``COLUMNS``; the gain is the speed-up over ``first``."""
         likely, priced = self.likely, not math.isnan(self.likely.price_hour)
+        if not self.fits:
+            return [self.name, str(likely.devices), "too small", "-", "-", "-", "-", self.binds]
         return [
             self.name,
             str(likely.devices),
@@ -70,11 +88,14 @@ class Forecast:
         """Return values for JSON."""
 
         def of(one: Prediction) -> dict[str, Any]:
-            return {
+            values = {
                 "images_per_s": one.rate_img_s,
                 "epoch_s": one.epoch,
                 "run_s": one.run,
-                "cost": None if math.isnan(one.price_hour) else one.cost,
+                "cost": one.cost,
+            }
+            return {
+                name: value if self.fits and not math.isnan(value) else None for name, value in values.items()
             }
 
         likely = self.likely
@@ -86,9 +107,12 @@ class Forecast:
             "fast": of(self.fast),
             "slow": of(self.slow),
             "binds": self.binds,
-            "device_hours": likely.device_hours,
-            "wasted_share": likely.wasted_share,
-            "seconds": {NAMES.get(name, name): seconds for name, seconds in likely.parts.items()},
+            "fits": self.fits,
+            "device_hours": likely.device_hours if self.fits else None,
+            "wasted_share": likely.wasted_share if self.fits else None,
+            "seconds": {
+                NAMES.get(name, name): seconds for name, seconds in likely.parts.items() if self.fits
+            },
         }
 
 
@@ -132,7 +156,8 @@ def _possible(work: Workload, fleet: Fleet) -> Iterator[tuple[str, tuple[Workloa
     ranks = sum(machine.devices for machine in fleet)
     doubled = replace(work, step_images=2 * work.step_images)
     yield f"--nominal-batch {2 * work.step_images} (half as many updates an image)", (doubled, fleet)
-    if work.step_images // (2 * work.micro_batch) >= ranks and work.per_pass == 1:
+    room = all(replace(machine, needed_bytes=2 * machine.needed_bytes).fits for machine in fleet)
+    if work.step_images // (2 * work.micro_batch) >= ranks and work.per_pass == 1 and room:
         yield (
             f"--micro-batch {2 * work.micro_batch}",
             (replace(work, micro_batch=2 * work.micro_batch), fleet),

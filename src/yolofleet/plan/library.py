@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
-from yolofleet.models.description import describe
+from yolofleet.models.description import ModelDescription, describe
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.workload import Network, Workload
 from yolofleet.text import did_you_mean, shown
@@ -175,6 +175,7 @@ class Library:
             spread=SPREAD,
             memory_bytes=found.memory_gib * 2**30,
             device_bytes=device.memory_gib * 2**30,
+            needed_bytes=work.device_bytes,
             on_cpu=False,
             doubt=PUBLISHED,
             price_hour=found.price_hour,
@@ -188,7 +189,13 @@ def networks() -> dict[str, Network]:
     found = {}
     for name, row in read_yaml(HERE / "networks.yaml").items():
         values = {key: located.value for key, located in row.value.items()}
-        found[name] = Network(name, values["parameters"], values["gflops"], tuple(values["ready"]))
+        found[name] = Network(
+            name,
+            values["parameters"],
+            values["gflops"],
+            tuple(values["ready"]),
+            values["saved_mb"] * 1e6,
+        )
     return found
 
 
@@ -207,12 +214,35 @@ def network_of(name: str) -> Network:
     known = networks().get(description.name)
     if known is not None and not Path(name).is_file():
         return known
-    from yolofleet.families import build_model
-    from yolofleet.models.cost import gflops, ready_shares
+    return _counted(description, 80)
 
-    model = build_model(description, 80)
+
+def network_of_weights(path: Path) -> Network:
+    """Return the network that a weights file describes. It needs torch.
+
+    Raises:
+        CheckpointError: the file is missing or damaged. ConfigError: the user's code builds the network.
+    """
+    from yolofleet.checkpoint.reader import read_weights
+
+    header = read_weights(path).header
+    if header.family == "custom":
+        raise ConfigError(
+            f"{header.description.name} is the network of a recipe class, which plan cannot build",
+            source=str(path),
+            hint="compare a run with a network that yolofleet has",
+        )
+    return _counted(header.description, header.nc)
+
+
+def _counted(description: ModelDescription, nc: int) -> Network:
+    """Return the figures of a network, counted on tensors without data."""
+    from yolofleet.families import build_model
+    from yolofleet.models.cost import gflops, ready_shares, saved_bytes
+
+    model = build_model(description, nc)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Network(description.name, trained, gflops(model), ready_shares(model))
+    return Network(description.name, trained, gflops(model), ready_shares(model), saved_bytes(model))
 
 
 SECTIONS = ("devices", "machines", "sources")

@@ -62,6 +62,7 @@ class Machine:
         start_s: from the command to the first step.
         spread: relative standard deviation of the time of a step of one rank.
         memory_bytes: of the host; device_bytes: of a device, 0 for a CPU.
+        needed_bytes: of a device, at least, for a pass of one micro-batch; 0 = unknown.
         on_cpu: loader processes take cores from the network.
         price_hour: of the host, in US dollars; NaN = unknown.
         source: where the figures come from.
@@ -87,8 +88,14 @@ class Machine:
     device_bytes: float
     on_cpu: bool
     doubt: Doubt
+    needed_bytes: float = 0.0
     price_hour: float = math.nan
     source: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a device may hold a pass of one micro-batch."""
+        return self.on_cpu or not self.device_bytes or self.needed_bytes <= self.device_bytes
 
     def changed(self, direction: Literal[-1, 1]) -> Machine:
         """Return the machine where all doubts come true: -1 the fast way, 1 the slow way."""

@@ -14,7 +14,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_json
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.plan.workload import Workload
+from yolofleet.plan.workload import Network, Workload
 
 VERSION = 1
 MAX_BYTES = 1 << 20
@@ -38,10 +38,11 @@ class Measured(BaseModel):
 
 
 class PassTime(Measured):
-    """Seconds of a forward and backward pass of ``images`` images."""
+    """Seconds of a forward and backward pass of ``images`` images, and its peak memory on a device; 0: not measured."""
 
     images: Count
     seconds: Positive
+    device_bytes: Annotated[int, Field(ge=0, le=1 << 48)] = 0
 
 
 class SumTime(Measured):
@@ -104,6 +105,11 @@ class Probe(Measured):
         """Return (seconds of a pass besides its images, seconds of an image), by least squares."""
         return _line([(p.images, p.seconds) for p in self.passes])
 
+    def device_line(self) -> tuple[float, float] | None:
+        """Return (bytes of a device besides the images of a pass, bytes of an image); None: not measured."""
+        points = [(p.images, float(p.device_bytes)) for p in self.passes if p.device_bytes]
+        return _line(points) if points else None
+
     def write(self, path: Path) -> None:
         """Write the probe as JSON.
 
@@ -152,18 +158,18 @@ def _first(problem: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
-def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) -> Machine:
+def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0) -> Machine:
     """Return the machine of a probe for a workload; another network, size or precision is scaled, with more doubt.
 
     Args:
-        gflops: of the probe's network at 640 px; a pass takes time in proportion to its operations.
+        network: of the probe. A pass takes time in proportion to its operations, and memory in proportion to the estimate.
         devices: in use; 0 = all. Processes on CPUs share the cores, so fewer of them are faster.
     """
     pass_s, image_s = probe.pass_line()
     devices = devices or probe.devices
     share = devices / probe.devices if probe.on_cpu else 1.0
     area = (work.img / probe.img) ** 2
-    load = work.network.gflops / gflops * area * share
+    load = work.network.gflops / network.gflops * area * share
     doubt = MEASURED
     if (work.network.name, work.img) != (probe.model, probe.img):
         doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
@@ -194,10 +200,21 @@ def machine_of(probe: Probe, work: Workload, gflops: float, devices: int = 0) ->
         spread=probe.spread,
         memory_bytes=probe.memory_bytes,
         device_bytes=probe.device_bytes,
+        needed_bytes=_needed_bytes(probe, work, network),
         on_cpu=probe.on_cpu,
         doubt=doubt,
         source=f"probe of {probe.host}",
     )
+
+
+def _needed_bytes(probe: Probe, work: Workload, network: Network) -> float:
+    """Return the bytes that a device needs for a pass of one micro-batch: measured, or at least."""
+    line = probe.device_line()
+    if line is None:
+        return work.device_bytes
+    measured = replace(work, network=network, img=probe.img, precision=probe.precision)
+    start, image = line
+    return (start + work.micro_batch * image) * work.device_bytes / measured.device_bytes
 
 
 def link_of(sums: Sequence[SumTime], on_cpu: bool) -> Link:

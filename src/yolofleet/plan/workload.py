@@ -14,6 +14,7 @@ from yolofleet.parallel.partition import Partition
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
 FILLED = 0.75  # share of the square that images of 640 x 480 fill
+STATE_BYTES = 16  # of each parameter, in fp32: weight, gradient, momentum and moving average
 FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # size of an element in a message
 
 
@@ -26,12 +27,14 @@ class Network:
         gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
         ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
             gradients come first; a share is one of operations.
+        saved_bytes: that the backward pass needs of the forward pass of one image at 640 px, in fp32.
     """
 
     name: str
     parameters: int
     gflops: float
     ready: tuple[float, ...]
+    saved_bytes: float = 0.0
 
     def ready_at(self, share: float) -> float:
         """Return the share of the backward pass after which ``share`` of the gradients is final; both 0..1."""
@@ -92,6 +95,17 @@ class Workload:
     def validations(self) -> int:
         """Validations of the whole run; the last epoch has one."""
         return math.ceil(self.epochs / self.val_period) if self.val_period else 1
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of a device that a pass of one micro-batch needs at least.
+
+        This counts the state and what the backward pass needs of the forward pass. It leaves out what the kernels, the loss
+        and the allocator add.
+        """
+        saved = self.network.saved_bytes * (self.img / 640) ** 2 * self.micro_batch
+        in_16_bits = self.precision in ("fp16", "bf16")
+        return STATE_BYTES * self.network.parameters + saved / (2 if in_16_bits else 1)
 
     @property
     def cached_bytes(self) -> int:

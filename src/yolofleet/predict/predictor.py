@@ -25,7 +25,7 @@ from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
-from yolofleet.geometry.tiles import merged_tiles, parts_of
+from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
@@ -233,8 +233,14 @@ class Predictor:
             yield from self._pass(waiting)
 
     def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
-        """Detect on the image and on its tiles, and merge the boxes."""
-        places = parts_of(frame.image.shape[0], frame.image.shape[1], self.tile, self.overlap)
+        """Detect on the image and on its tiles, and merge the boxes.
+
+        Raises:
+            ConfigError: there would be too many tiles.
+        """
+        height, width = frame.image.shape[:2]
+        check_tiles(height, width, self.tile, self.overlap, source=frame.path)
+        places = parts_of(height, width, self.tile, self.overlap)
         parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
         found = list(whole.stream(parts))
         boxes, scores, classes = merged_tiles(

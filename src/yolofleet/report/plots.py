@@ -66,14 +66,19 @@ MANY = 30  # with more classes, names do not fit under bars and beside cells
 
 
 def attempt(
-    note: Callable[[str], None], draw: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+    note: Callable[[str], None],
+    what: str | Path,
+    write: Callable[P, object],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> bool:
-    """Call ``draw``; if it fails, pass one line with the reason to ``note``. Return whether it worked."""
+    """Call ``write``, which writes ``what``; if it fails, say so through ``note``. Return whether it worked."""
     try:
-        draw(*args, **kwargs)
+        write(*args, **kwargs)
     except Exception as problem:  # fonts, disk, a broken matplotlib: none may end a run
-        first_line = (str(problem).splitlines() or [type(problem).__name__])[0]
-        note(f"no picture from {draw.__name__}: {first_line}")
+        reason = str(getattr(problem, "what", problem))
+        first_line = (reason.splitlines() or [type(problem).__name__])[0]
+        note(f"cannot write {what}: {first_line}; the command continues without it")
         return False
     return True
 

@@ -69,7 +69,7 @@ def find_rate(
                 f"the smoothed loss fell by {1 - min(smooth) / smooth[0]:.0%} only, so the suggestion is a guess: more --steps, a "
                 "larger --nominal-batch or start weights give a clearer curve"
             )
-        drawn = attempt(console.note, plot_rates, rates, losses, smooth, suggested, picture)
+        drawn = attempt(console.note, picture, plot_rates, rates, losses, smooth, suggested, picture)
         console.summary(
             f"suggested: --set lr0={suggested:.2g} ({len(rates)} steps)",
             {"curve": str(table), **({"picture": str(picture)} if drawn else {})},

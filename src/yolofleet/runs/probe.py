@@ -111,14 +111,19 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(statistics.median(rank[name] for rank in ranks))
 
-    first, passes = ranks[0], [dict(rank["passes"]) for rank in ranks]
+    first = ranks[0]
+    passes = [{images: (seconds, peak) for images, seconds, peak in rank["passes"]} for rank in ranks]
     return {
         **{name: first[name] for name in ("host", "device", "cores", "memory_bytes", "device_bytes")},
         **{name: median(name) for name in ("update_s", "spread", "load_s", "cached_s")},
         "read_bytes_s": sum(rank["read_bytes_s"] for rank in ranks),
         "devices": len(ranks),
         "passes": [
-            {"images": images, "seconds": statistics.median(rank[images] for rank in passes)}
+            {
+                "images": images,
+                "seconds": statistics.median(rank[images][0] for rank in passes),
+                "device_bytes": max(rank[images][1] for rank in passes),
+            }
             for images in passes[0]
             if all(images in rank for rank in passes)
         ],
@@ -155,7 +160,7 @@ def _timed(
 def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     """Time steps of one and of two passes, for several sizes of a pass, without other ranks. Collective: every rank.
 
-    The difference of the two is a pass; the rest of a step is the update.
+    The difference of the two is a pass; the rest of a step is the update. A pass is (images, seconds, bytes of the device).
     """
     training, ready, alone = run.training, ReadySteps(run), World.single(world.device)
     micro = training.splitter.micro_batch
@@ -190,15 +195,28 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     once = _timed(works, world, min(WARM_UP, 2))
     calls = {name: math.ceil(BLOCK_S / min(seconds)) for name, seconds in once.items() if name != "share"}
     rows = _timed(works, world, steps, calls)
+    peaks = {images: _peak_bytes(lambda images=images: step(images, 1), world.device) for images in sizes}  # type: ignore[misc]
     for replica in training.state.replicas.all:
         replica.buckets.world = world
     taken = {name: statistics.median(seconds) for name, seconds in rows.items()}
-    passes = [(images, max(taken[f"{images} x 2"] - taken[f"{images} x 1"], 1e-6)) for images in sizes]
+    passes = [
+        (images, max(taken[f"{images} x 2"] - taken[f"{images} x 1"], 1e-6), peaks[images])
+        for images in sizes
+    ]
     update = statistics.median(2 * taken[f"{images} x 1"] - taken[f"{images} x 2"] for images in sizes)
     share = rows["share"]
     middle = statistics.median(share)
     spread = SPREAD_OF_MAD * statistics.median(abs(seconds - middle) for seconds in share) / middle
     return {"passes": passes, "update_s": max(update, 0.0), "spread": spread}
+
+
+def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Return the memory that torch takes on a device during ``work``; 0 on a CPU."""
+    devices.release_memory(device)
+    devices.reset_peak_memory(device)
+    work()
+    devices.synchronize(device)
+    return devices.peak_reserved_bytes(device)
 
 
 def _sums(world: World) -> list[dict[str, Any]]:

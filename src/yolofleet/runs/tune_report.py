@@ -145,4 +145,4 @@ def write_picture(
     }
     fitness = [fitness for _, fitness in ended]
     numbers = [trial.number for trial, _ in ended]
-    attempt(note, plot_tune, numbers, fitness, importances, columns, folder.picture)
+    attempt(note, folder.picture, plot_tune, numbers, fitness, importances, columns, folder.picture)

@@ -209,6 +209,7 @@ def _write(
             write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
-        attempt(console.note, write_figures, folder, {config.split: index}, evaluation, sample)
-        attempt(console.note, write_report, folder)
+        splits: dict[str, DataIndex] = {config.split: index}
+        attempt(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
+        attempt(console.note, folder.report, write_report, folder)
     console.summary("validated", {"results": str(folder.path)})

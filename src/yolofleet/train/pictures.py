@@ -30,7 +30,8 @@ SHOWN_SCORE = 0.25  # detections drawn
 
 
 def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:
-    attempt(note, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, folder / "labels.png")
+    path = folder / "labels.png"
+    attempt(note, path, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, path)
 
 
 def draw_micro_batch(
@@ -39,16 +40,19 @@ def draw_micro_batch(
     """Draw images of a micro-batch with their labels, as the network sees them."""
     images = micro_batch.images_on(torch.device("cpu"))
     pictures = training_pictures(images, micro_batch.labels, most=SHOWN)
-    attempt(note, plot_pictures, pictures, names, folder / f"train_step{micro_batch.step}.jpg")
+    path = folder / f"train_step{micro_batch.step}.jpg"
+    attempt(note, path, plot_pictures, pictures, names, path)
 
 
 def draw_evaluation(
     evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]
 ) -> None:
     """Draw curves, the confusion matrix, and some of this rank's images with labels and with detections."""
-    attempt(note, plot_curves, evaluation.metrics.curves, index.names, folder)
-    attempt(note, plot_confusion, evaluation.confusion, index.names, folder / "confusion_matrix.png")
-    attempt(note, _draw_examples, evaluation, index, folder)
+    curves = f"the curves of the validation in {folder}"
+    attempt(note, curves, plot_curves, evaluation.metrics.curves, index.names, folder)
+    matrix = folder / "confusion_matrix.png"
+    attempt(note, matrix, plot_confusion, evaluation.confusion, index.names, matrix)
+    attempt(note, f"the examples of the validation in {folder}", _draw_examples, evaluation, index, folder)
 
 
 def draw_worst(
@@ -75,7 +79,8 @@ def draw_worst(
 
 
 def draw_results(results_csv: Path, folder: Path, note: Callable[[str], None]) -> None:
-    attempt(note, plot_results, results_csv, folder / "results.png")
+    path = folder / "results.png"
+    attempt(note, path, plot_results, results_csv, path)
 
 
 def _draw_examples(evaluation: Evaluation, index: DataIndex, folder: Path) -> None:

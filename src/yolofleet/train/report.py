@@ -156,7 +156,7 @@ class TrainReport:
                 self.table.drop_after(state.progress.epochs_done)
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
-            attempt(self.console.note, self._write_figures)
+            attempt(self.console.note, self.folder.report_json, self._write_figures)
         self._open_epoch(state.progress.epochs_done + 1)
         run = RunStart(
             folder=self.folder.path,
@@ -430,9 +430,8 @@ class TrainReport:
         with self.saving("results.json", is_last=True):
             write_json(self.folder.results_json, results)
         if self.draws and sample is not None:
-            attempt(self.console.note, self._write_figures, sample)
-        if self.draws:
-            attempt(self.console.note, write_report, self.folder)
+            attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
+        has_page = self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
         accuracy = {}
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics
@@ -445,7 +444,7 @@ class TrainReport:
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256 of last": sha256,
-                **({"report": str(self.folder.report)} if self.draws else {}),
+                **({"report": str(self.folder.report)} if has_page else {}),
             },
         )
 

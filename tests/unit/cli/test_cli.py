@@ -17,6 +17,8 @@ from reference import reference
 
 import yolofleet
 from yolofleet.cli import main
+from yolofleet.cli.app import APP
+from yolofleet.cli.commands import Verbs
 from yolofleet.config.aliases import SPELLINGS
 from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
 
@@ -216,6 +218,58 @@ def test_mistakes_end_with_one_message_and_their_exit_code(cli, line, code, says
     found, out, err = cli(*line.split())
     assert found == code and says in err and out == ""
     assert sum("Error: " in text for text in err.splitlines()) == 1
+
+
+TAKES = "is a setting of training that {verb} does not take"
+SPELLED_AS_TRAIN = [  # as typed, its name, a setting of train and an old spelling that it does not take, and what it says of them
+    ("plan", "plan fleets", "--threads 4", "--nosave", "does not change the prediction of plan"),
+    ("plan fleets", "plan fleets", "--no-plots", "--hyp a.yaml", "does not change the prediction of plan fleets"),
+    ("plan probe", "plan probe", "--epochs 3", "--noval", TAKES),
+    ("bench train", "bench train", "--name a", "--nosave", TAKES),
+    ("bench scaling", "bench scaling", "--shares 1,2", "--noval", TAKES),
+    ("lr-find", "lr-find", "--cos_lr", "--noval", TAKES),
+    ("tune", "tune", "--exist_ok", "--detach", TAKES),
+    ("render slurm", "render slurm", "", "", ""),
+    ("render kubernetes", "render kubernetes", "", "", ""),
+    ("fleet render slurm", "fleet render slurm", "", "", ""),
+    ("fleet render kubernetes", "fleet render kubernetes", "", "", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "name", "setting", "spelling", "says"), SPELLED_AS_TRAIN)
+def test_errors_of_a_verb_with_the_spellings_of_train_name_the_verb(
+    cli, typed, name, setting, spelling, says
+):
+    code, _, err = cli(*typed.split(), "--zzz")
+    assert code == 2 and f"ConfigError: {typed} has no --zzz\n" in err
+    assert f"yolofleet {name} --help lists them" in err
+    for words in filter(None, (setting, spelling)):
+        code, _, err = cli(*typed.split(), *words.split())
+        assert code == 2 and f"ConfigError: {words.split()[0]} {says.format(verb=typed)}\n" in err
+
+
+def test_every_verb_with_the_spellings_of_another_is_tried_above():
+    def verbs(group, path):
+        for name in group.members:
+            member = group.get_command(None, name)
+            if isinstance(member, Verbs):
+                yield from verbs(member, f"{path}{name} ")
+            elif member.spelled_as in SPELLINGS and member.spelled_as != f"{path}{name}":
+                yield f"{path}{name}"
+
+    assert set(verbs(APP, "")) == {name for _, name, *_ in SPELLED_AS_TRAIN}
+
+
+def test_plan_takes_the_model_of_a_configuration_and_not_its_recipe(cli):
+    words = "-c ppyoloe_crn_s_300e_coco.yml --machine 8xA100 --images 1000 --val-images 100 --json -"
+    code, out, err = cli("plan", *words.split())
+    assert code == 0 and "-c ppyoloe_crn_s_300e_coco.yml is now --model ppyoloe-s" in err
+    assert json.loads(out)["workload"]["network"]["name"] == "ppyoloe-s"
+
+
+def test_a_mistake_below_a_group_of_verbs_names_the_group(cli):
+    code, _, err = cli("data", "check", "--zzz")
+    assert code == 2 and "data check has no --zzz" in err and "yolofleet data check --help lists them" in err
 
 
 def test_a_failure_shows_its_traceback_when_asked(capsys, monkeypatch):

@@ -355,6 +355,7 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"compile": True, "rect": True}, "each image size would be compiled"),
         ({"compile": True, "sync_bn": True}, "cannot wait for other ranks"),
         ({"compile": True, "parallel": "dp"}, "does not run in several threads"),
+        ({"compile": True, "batch": "auto"}, "--compile and --batch auto are mutually exclusive"),
         ({"sampler": "weight"}, "is not one of none, weights, balanced, repeat-factor"),
         ({"fraction": "1.5"}, "--fraction 1.5 is above 1"),
         ({"set": ["albumentations=[Lambda]"]}, "Lambda is not a transform"),

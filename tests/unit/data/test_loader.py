@@ -343,6 +343,49 @@ def test_loader_processes_end_with_their_parent(end):
     assert wait_until(lambda: not alive(pids), 5)
 
 
+ENDING_THREADS = """
+import signal, sys, threading
+sys.path.insert(0, {tests!r})
+from test_loader import *
+from yolofleet.data.loader import Loader
+
+over = threading.Event()
+
+def use_opencv(*_):
+    pixels = cv2.imdecode(cv2.imencode(".jpg", np.zeros((64, 64, 3), np.uint8))[1], cv2.IMREAD_COLOR)
+    cv2.warpAffine(cv2.cvtColor(cv2.resize(pixels, (40, 40)), cv2.COLOR_BGR2HSV), np.eye(2, 3), (30, 30))
+    return None, torch.zeros(1)
+
+def threads_end():
+    while not over.is_set():
+        some = [threading.Thread(target=use_opencv) for _ in range(8)]
+        [thread.start() for thread in some], [thread.join() for thread in some]
+
+def load():
+    with Loader(use_opencv, range(1), workers=4, prefetch=1, pin_memory=False) as loader:
+        next(loader)
+
+ending = threading.Thread(target=threads_end)
+ending.start()
+for _ in range({loaders}):
+    signal.alarm(120)  # ends this process if a loader process waits for a mutex
+    thread = threading.Thread(target=load)  # its first use of OpenCV
+    thread.start()
+    thread.join()
+signal.alarm(0)
+over.set()
+ending.join()
+"""
+
+
+@forks
+@pytest.mark.slow
+def test_loader_processes_start_while_threads_that_used_opencv_end():
+    code = ENDING_THREADS.format(tests=str(Path(__file__).parent), loaders=600)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
+
+
 @forks
 def test_shared_memory_that_is_too_small_is_explained(tmp_path):
     code = textwrap.dedent(f"""

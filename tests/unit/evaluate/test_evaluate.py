@@ -2,6 +2,7 @@
 
 import json
 import threading
+import tracemalloc
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -281,6 +282,36 @@ def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
     (whole,) = on_ranks(1, evaluate)
     (tiled,) = on_ranks(1, lambda world: evaluate(world, tile=33, overlap=0.9))
     assert whole.metrics.figures["R"] < tiled.metrics.figures["R"]
+
+
+def test_few_tiles_of_an_image_are_in_memory_at_a_time(index, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread holds tiles
+    # 200 x 110 pixels, tiles every 16 pixels: 12 x 6 of 256 x 144 pixels or more
+    settings = EvaluationSettings(img=256, batch=2, tile=33, overlap=0.5)
+    all_tiles_bytes = 12 * 6 * 256 * 144 * 3
+
+    def peak_bytes(world):
+        tracemalloc.start()  # NumPy reports its arrays
+        Validation(NamedFinder(), index, settings, world=world, device=torch.device("cpu")).evaluate()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    (peak,) = on_ranks(1, peak_bytes)
+    assert peak < all_tiles_bytes / 2
+
+
+def test_too_many_tiles_are_refused_before_the_first_image(index):
+    # 200 x 110 pixels, a tile at each pixel: 169 x 79
+    settings = EvaluationSettings(img=64, tile=32, overlap=0.99)
+    with pytest.raises(
+        ConfigError, match="200 x 110 pixels into 13,351 tiles; the limit is 10,000"
+    ) as caught:
+        on_ranks(
+            1,
+            lambda world: Validation(NamedFinder(), index, settings, world=world, device=torch.device("cpu")),
+        )
+    assert str(caught.value.source).endswith(".png")
 
 
 def test_classes_leave_out_labels_and_detections_of_the_others(index):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.geometry.tiles import merged_tiles, tiles
+from yolofleet.errors import ConfigError
+from yolofleet.geometry.tiles import check_tiles, merged_tiles, tiles
 from yolofleet.predict.predictor import Predictor
 
 
@@ -18,6 +19,16 @@ def test_tiles_cover_the_image_and_overlap():
             assert (x2 - x1, y2 - y1) == (96, 96)
             covered[y1:y2, x1:x2] += 1
         assert covered.min() >= 1
+
+
+def test_more_tiles_than_the_limit_are_an_error_that_names_the_image():
+    check_tiles(100 * 32, 100 * 32, 32, 0.0, source="a.png")  # 10,000
+    with pytest.raises(ConfigError, match="3200 x 3201 pixels into 10,100 tiles; the limit is 10,000"):
+        check_tiles(3201, 3200, 32, 0.0, source="a.png")
+    predictor = Predictor(Bright(), img=64, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="into 11,236 tiles") as caught:
+        predictor.predict(np.zeros((1700, 1700, 3), np.uint8), tile=32, overlap=0.5)
+    assert caught.value.source == "image 0"
 
 
 WHOLE, LEFT, RIGHT = (0, 0, 200, 100), (0, 0, 120, 100), (80, 0, 200, 100)

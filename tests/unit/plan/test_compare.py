@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from small_training import narrow_cfg
 from test_probe import VALUES
 
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.errors import CheckpointError, DataError
+from yolofleet.families import build_model
+from yolofleet.models.description import describe
 from yolofleet.plan.compare import compare
 from yolofleet.plan.probe import probe_of, read_probe
 
@@ -92,9 +96,20 @@ def test_a_folder_that_is_no_run_gets_one_message(tmp_path: Path, capsys: pytest
     assert "config.yaml" in capsys.readouterr().err
 
 
-def test_a_run_from_weights_alone_is_refused_with_a_reason(run: Path, tmp_path: Path) -> None:
-    probe_of(VALUES).write(tmp_path / "a.json")
-    config, recipe = resolve_train({"data": str(tmp_path / "data"), "weights": "a.safetensors"})
+def test_a_run_from_weights_alone_has_the_network_of_the_weights_that_it_wrote(
+    run: Path, tmp_path: Path
+) -> None:
+    config, recipe = resolve_train({"data": str(tmp_path / "data"), "weights": "a.safetensors", "img": "320"})
     (run / "config.yaml").write_text(dump_config(config, recipe))
-    with pytest.raises(ConfigError, match="--weights alone does not name it"):
+    (tmp_path / "narrow.cfg").write_text(narrow_cfg("darknet-narrow"))
+    model = build_model(describe(str(tmp_path / "narrow.cfg")), 3)
+    model.names = ("a", "b", "c")
+    probe_of({**VALUES, "model": model.description.name}).write(tmp_path / "a.json")
+    with pytest.raises(CheckpointError, match=r"last\.safetensors"):
         compare(run, [tmp_path / "a.json"], keep=False)
+    weights = Weights(model.state_dict(), WeightsHeader.of(model, img=320))
+    write_weights(run / "weights" / "last.safetensors", weights)
+    found = compare(run, [tmp_path / "a.json"], keep=False).forecast
+    assert found.work.network.name == "narrow"
+    assert found.work.network.parameters == sum(p.numel() for p in model.parameters())
+    assert found.likely.rate_img_s > 0

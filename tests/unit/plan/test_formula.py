@@ -177,13 +177,35 @@ def test_every_built_in_network_has_figures():
 @pytest.mark.parametrize("name", ["yolov5n", "ppyoloe-s"])
 def test_figures_of_networks_are_those_of_the_code(name):
     from yolofleet.families import build_model
-    from yolofleet.models.cost import gflops, ready_shares
+    from yolofleet.models.cost import gflops, ready_shares, saved_bytes
     from yolofleet.models.description import preset
 
     model, stored = build_model(preset(name), 80), network_of(name)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == stored.parameters
     assert gflops(model) == pytest.approx(stored.gflops, rel=1e-3)
     assert ready_shares(model) == pytest.approx(stored.ready, abs=0.006)
+    assert saved_bytes(model) == pytest.approx(stored.saved_bytes, rel=1e-3)
+
+
+def test_saved_bytes_are_those_of_a_forward_pass_by_hand():
+    from yolofleet.models.cost import saved_bytes
+
+    class Two(torch.nn.Sequential):
+        """A convolution from 3 to 4 channels and a SiLU, on 8 x 8 pixels."""
+
+    model = Two(torch.nn.Conv2d(3, 4, 1), torch.nn.SiLU(), torch.nn.SiLU())
+    # the inputs of three layers: 3, 4 and 4 channels of 8 x 8 float32; the last output is nobody's input
+    assert saved_bytes(model, 8) == (3 + 4 + 4) * 64 * 4  # type: ignore[arg-type]
+
+
+def test_the_memory_of_a_micro_batch_is_state_and_saved_activations():
+    work = replace(WORK, network=replace(TINY, saved_bytes=1e9), img=320)
+    # 8 images with a quarter of the pixels, and 16 bytes for each of 2^20 parameters
+    assert work.device_bytes == pytest.approx(8 * 0.25e9 + (16 << 20))
+    assert replace(work, precision="fp16").device_bytes == pytest.approx(8 * 0.125e9 + (16 << 20))
+    gpu = replace(GPU, needed_bytes=work.device_bytes)
+    assert replace(gpu, device_bytes=2.1e9).fits and not replace(gpu, device_bytes=2.0e9).fits
+    assert replace(gpu, device_bytes=0.0, on_cpu=True).fits
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,32 @@ def test_nonsense_gets_one_message(
     assert message in error and "Traceback" not in error
 
 
+def test_a_fleet_that_cannot_hold_a_micro_batch_has_no_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machine", "8xH100,4xL4", "--micro-batch", "64"]
+    large, small = plan(tmp_path, *words, "--deadline", "90d")["fleets"]
+    told = capsys.readouterr().out
+    assert large["fits"] and large["images_per_s"] > 0
+    assert not small["fits"] and small["binds"] == "memory"
+    for values in (small, small["fast"], small["slow"]):
+        assert values["images_per_s"] is values["run_s"] is values["cost"] is None
+    assert "1 x 4xL4 is too small: a micro-batch of 64 images of 640 px needs at least" in told
+    assert "and a device of 4xL4 (g6.12xlarge) has 24.0 GiB" in told
+    assert "choose 1 x 8xH100" in told
+    assert main(["plan", *COCO, "--machine", "4xL4", "--micro-batch", "64"]) == 2
+    assert "a smaller --micro-batch" in capsys.readouterr().err
+
+
+def test_several_hosts_are_refused_one_file_of_probes_before_they_are_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.json"
+    words = ["plan", "probe", "--data", "coco", "--model", "yolov5n", "--hosts", "a.invalid:1,b.invalid:1"]
+    assert main([*words, "--out", str(out)]) == 2
+    assert "is one file, and there are 2 hosts" in capsys.readouterr().err
+
+
 def test_several_machines_need_a_link(probe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probe_of({**VALUES, "sums_between": []}).write(probe)
     assert main(["plan", *COCO, "--probe", str(probe), "--machines", "2"]) == 2

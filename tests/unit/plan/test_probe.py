@@ -85,24 +85,38 @@ def test_sums_give_a_link() -> None:
 
 
 def test_another_network_and_size_scale_the_figures_and_the_doubt() -> None:
-    probe, gflops = probe_of(VALUES), network_of("yolov5n").gflops
-    same = machine_of(probe, WORK, gflops)
+    probe, network = probe_of(VALUES), network_of("yolov5n")
+    same = machine_of(probe, WORK, network)
     assert same.image_s == pytest.approx(0.05) and same.doubt == MEASURED
-    larger = machine_of(probe, replace(WORK, network=network_of("yolov5s"), img=640), gflops)
-    assert larger.image_s == pytest.approx(0.05 * 4 * network_of("yolov5s").gflops / gflops)
+    larger = machine_of(probe, replace(WORK, network=network_of("yolov5s"), img=640), network)
+    assert larger.image_s == pytest.approx(0.05 * 4 * network_of("yolov5s").gflops / network.gflops)
     assert larger.cached_s == pytest.approx(0.008)  # augmentation follows the pixels
     assert larger.load_s == pytest.approx(0.006 + 0.008)  # decoding follows the files
     assert larger.doubt.compute > MEASURED.compute
 
 
 def test_one_process_has_the_cores_of_two() -> None:
-    assert machine_of(probe_of(VALUES), WORK, network_of("yolov5n").gflops, 1).image_s == pytest.approx(0.025)
+    assert machine_of(probe_of(VALUES), WORK, network_of("yolov5n"), 1).image_s == pytest.approx(0.025)
+
+
+def test_measured_memory_decides_what_fits() -> None:
+    # 1 GB and 0.25 GB an image: 60 images need 16 GB
+    passes = [{**row, "device_bytes": int(1e9 + row["images"] * 0.25e9)} for row in VALUES["passes"]]
+    probe = probe_of({**VALUES, "passes": passes, "on_cpu": False, "device_bytes": 16e9})
+    network = network_of("yolov5n")
+    fits = {n: machine_of(probe, replace(WORK, micro_batch=n), network) for n in (59, 61)}
+    assert fits[59].fits and not fits[61].fits
+    assert fits[61].needed_bytes == pytest.approx(16.25e9)
+    double = machine_of(
+        probe, replace(WORK, img=640), network
+    )  # a little less than four times, because of the state
+    assert 3 < double.needed_bytes / machine_of(probe, WORK, network).needed_bytes < 4
 
 
 def test_past_errors_widen_the_range() -> None:
     errors = (PastError(run="exp", predicted=20.0, happened=25.0),)
     probe = probe_of(VALUES).model_copy(update={"errors": errors})
-    assert machine_of(probe, WORK, network_of("yolov5n").gflops).doubt.compute == pytest.approx(0.2)
+    assert machine_of(probe, WORK, network_of("yolov5n")).doubt.compute == pytest.approx(0.2)
 
 
 def test_the_name_of_a_host_leads_to_no_other_folder() -> None:

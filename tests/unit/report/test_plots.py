@@ -8,6 +8,8 @@ import torch
 
 from yolofleet.evaluate.precision_recall import precision_recall
 from yolofleet.report import plots
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.page import write_report
 from yolofleet.report.plots import (
     attempt,
     plot_confusion,
@@ -73,12 +75,13 @@ def test_label_statistics_of_many_classes_are_drawn(tmp_path):
 def test_a_picture_that_fails_is_a_note_and_not_the_end_of_a_run(tmp_path):
     notes: list[str] = []
     (tmp_path / "file").write_text("")
-    boxes = np.full((1, 4), 0.5)
-    assert not attempt(
-        notes.append, plot_labels, np.zeros(1, int), boxes, ["a"], tmp_path / "file" / "labels.png"
-    )
-    assert len(notes) == 1 and notes[0].startswith("no picture from plot_labels: ")
-    assert attempt(notes.append, plot_pictures, [], ["a"], tmp_path / "p.jpg")
+    boxes, path = np.full((1, 4), 0.5), tmp_path / "file" / "labels.png"
+    assert not attempt(notes.append, path, plot_labels, np.zeros(1, int), boxes, ["a"], path)
+    assert not attempt(notes.append, "report.html", write_report, RunFolder(tmp_path / "none"))
+    assert len(notes) == 2 and notes[0].startswith(f"cannot write {path}: ")
+    assert notes[1].startswith("cannot write report.html: ")
+    assert all(note.endswith("; the command continues without it") for note in notes)
+    assert attempt(notes.append, "p.jpg", plot_pictures, [], ["a"], tmp_path / "p.jpg")
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
