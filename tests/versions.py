@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # units, the record of what users rely on, and trainings with one and with two processes
 QUICK_TESTS = ["tests/unit", "tests/golden", "tests/multiprocess/test_training.py"]
+TOOLS = ["pytest>=8.4", "pytest-timeout", "pytest-xdist", "pycocotools>=2.0.8", "kubernetes-validate>=1.37"]
 PARTS_OF_A_BUILD = ["pyproject.toml", "README.md", "LICENSE", "NOTICE"]
 
 
@@ -33,7 +34,7 @@ def installed_wheel(folder: Path, constraints: list[str]) -> Path:
     """Make an environment in ``folder`` and install the wheel with its dependencies there; return its Python."""
     venv.create(folder, with_pip=True, clear=True)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    source = folder / "source"  # a copy: setuptools would pack files that an earlier build left in the checkout
+    source = folder / "source"  # a copy: setuptools packs what an earlier build left in the checkout
     shutil.copytree(
         ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
     )
@@ -42,16 +43,16 @@ def installed_wheel(folder: Path, constraints: list[str]) -> Path:
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints), encoding="utf-8")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", limits]
-    subprocess.run([*pip, source, "pytest>=8.4", "pytest-timeout", "pytest-xdist"], check=True)
+    subprocess.run([*pip, source, *TOOLS], check=True)
     return python
 
 
 def main(dependencies: str, *pytest_options: str) -> int:
     bounds = lower_bounds()
-    constraints = [f"{name}=={lowest}.*" for name, lowest in bounds.items()] if dependencies == "oldest" else []
-    folder = (
-        ROOT / "build" / "versions" / f"{dependencies}-{sys.version_info.major}.{sys.version_info.minor}"
+    constraints = (
+        [f"{name}=={lowest}.*" for name, lowest in bounds.items()] if dependencies == "oldest" else []
     )
+    folder = ROOT / "build" / "versions" / f"{dependencies}-{sys.version_info.major}.{sys.version_info.minor}"
     python = installed_wheel(folder, constraints)
     versions = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {[*bounds]}), sep=', ')"
     subprocess.run([python, "-c", f"import sys; print('Python', sys.version); {versions}"], check=True)
