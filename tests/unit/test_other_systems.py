@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 
 PRETEND = r"""
-import builtins, importlib, io, multiprocessing, os, pkgutil, signal, sys
-
-multiprocessing.set_start_method("spawn")  # as there
-import click, cv2, matplotlib.pyplot, rich.live, safetensors.torch, torch, torch._dynamo  # noqa: E401
-import torch.distributed.elastic.multiprocessing, torch.utils.data  # noqa: E401
+import builtins, importlib, io, multiprocessing, os, pkgutil, select, signal, socket, sys
 
 system, *argv = sys.argv[1:]
+HELP = "the help of every verb"
+multiprocessing.set_start_method("spawn")  # as there
+import click, pydantic.main, rich.live, subprocess, yaml  # noqa: E401
+if argv != [HELP]:
+    import cv2, matplotlib.pyplot, safetensors.torch, torch, torch._dynamo  # noqa: E401
+    import torch.distributed.elastic.multiprocessing, torch.utils.data  # noqa: E401
+
 MODULES = {"win32": ["fcntl", "resource", "termios", "pty", "pwd", "grp"], "darwin": []}[system]
 SIGNALS = {"win32": ["KILL", "USR1", "USR2", "HUP", "CHLD", "STOP", "CONT", "QUIT"], "darwin": []}[system]
 CALLS = {
@@ -45,7 +48,15 @@ sys.platform = system
 sys.meta_path.insert(0, Absent())
 for name in MODULES:
     sys.modules.pop(name, None)
-for owner, names in ((signal, [f"SIG{name}" for name in SIGNALS]), (os, CALLS)):
+LACKING = [(signal, [f"SIG{name}" for name in SIGNALS]), (os, CALLS)]
+if system == "win32" and argv == [HELP]:  # what Python's own modules need on Linux as soon as a process starts
+    LACKING += [
+        (os, ["fork", "waitid", "WNOHANG", "statvfs", "pwrite", "preadv", "nice", "memfd_create", "posix_fadvise"]),
+        (signal, ["SIGALRM", "SIGPIPE", "pthread_sigmask", "sigwait", "setitimer", "alarm"]),
+        (socket, ["AF_UNIX", "SOCK_SEQPACKET", "send_fds", "recv_fds"]),
+        (select, ["poll", "epoll"]),
+    ]
+for owner, names in LACKING:
     for name in names:
         if hasattr(owner, name):
             delattr(owner, name)
@@ -58,6 +69,9 @@ if argv == ["import everything"]:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     sys.exit()
+if argv == [HELP]:
+    from yolofleet.cli.app import APP
+    sys.exit(any([main(["--version"]), main(["--help"]), *(main([verb, "--help"]) for verb in APP.members)]))
 sys.exit(main(argv))
 """
 TRAIN = ("train", "--data", "shapes:8", "--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8",
@@ -91,6 +105,11 @@ def test_every_module_can_be_imported(system: str, tmp_path: Path) -> None:
     there(system, tmp_path, "import everything")
 
 
+def test_windows_shows_the_help_of_every_verb(tmp_path: Path) -> None:
+    said = there("win32", tmp_path, "the help of every verb")
+    assert "Usage: yolofleet plan" in said and "Usage: yolofleet val" in said
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_one_machine_trains_with_loader_processes_and_with_two_processes(system: str, tmp_path: Path) -> None:
     if system == "darwin":  # to spawn a loader process needs what Windows was made to lack
@@ -103,8 +122,9 @@ def test_one_machine_trains_with_loader_processes_and_with_two_processes(system:
 def test_several_machines_cannot_be_started_from_windows(tmp_path: Path) -> None:
     said = there("win32", tmp_path, *TRAIN, "--hosts", "a:1,b:1", code=2)
     assert "several machines cannot be started from Windows" in said and "WSL" in said
-    said = there("win32", tmp_path, "fleet", "ps", "--hosts", "a,b", code=2)
-    assert "cannot be started from Windows" in said
+    for verb in (("fleet", "ps"), ("plan", "probe"), ("doctor",)):
+        said = there("win32", tmp_path, *verb, "--hosts", "a,b", code=2)
+        assert "cannot be started from Windows" in said, verb
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import yolofleet
 from yolofleet.cli.app import APP
@@ -36,10 +37,22 @@ def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
 def test_every_file_names_the_same_version() -> None:
     version = yolofleet.__version__
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f'version = "{version}"' in (ROOT / "conda" / "meta.yaml").read_text(encoding="utf-8")
+    assert f'version: "{version}"\n' in (ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8")
     assert re.search(
         rf"^## {re.escape(version)} \(", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
     )
+
+
+def test_the_conda_recipe_has_the_dependencies_of_the_package() -> None:
+    renamed = {
+        "torch": "pytorch", "opencv-python-headless": "py-opencv", "PyYAML": "pyyaml", "matplotlib": "matplotlib-base",
+    }  # fmt: skip
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r'"([\w-]+)(>=[^"]+)"', text.split("\ndependencies = [")[1].split("]")[0])
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    python = re.findall(r'^requires-python = "(.*)"', text, re.M)[0]
+    expected = [f"python {python}", *(f"{renamed.get(name, name)} {bound}" for name, bound in named)]
+    assert recipe["requirements"]["run"] == expected
 
 
 def test_the_policy_names_the_versions_of_the_package() -> None:

