@@ -136,7 +136,7 @@ class Command(click.Command):
             if isinstance(parameter, click.Option):
                 takes_value = not (parameter.is_flag or parameter.count)
                 flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
-        rewritten = rewrite(self.spelled_as, args, flags)
+        rewritten = rewrite(self.spelled_as, args, flags, ctx.command_path.partition(" ")[2])
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 

@@ -291,11 +291,13 @@ class Rewritten:
     notes: list[str]
 
 
-def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewritten:
+def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool], command: str = "") -> Rewritten:
     """Return the command line ``argv`` with our flags, and notes for the user.
 
     Args:
+        verb: whose old spellings these are.
         flags: our flags of the command, and whether each takes a value.
+        command: its name in messages, such as "bench train"; "" = ``verb``.
 
     Raises:
         ConfigError: a flag is unknown or refused, or its value is missing.
@@ -316,7 +318,7 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
         flag = spelled.replace("_", "-")
         spelling = known.get(flag)
         if spelling is None:
-            raise _unknown(verb, spelled, known)
+            raise _unknown(command or verb, spelled, known)
         if spelling.refusal:
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
         values = _values(spelled, spelling.values, [value] if equals else None, rest)
@@ -352,12 +354,12 @@ def _values(flag: str, wanted: Values, attached: list[str] | None, rest: list[st
     return taken
 
 
-def _unknown(verb: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigError:
+def _unknown(command: str, spelled: str, known: Mapping[str, Spelling]) -> ConfigError:
     usable = [
         flag[2:]
         for flag, spelling in known.items()
         if flag.startswith("--") and not spelling.refusal and spelling is not FROM_LAUNCHER
     ]
     near = nearest(spelled.replace("_", "-")[2:], usable)
-    hint = f"did you mean --{near}?" if near else f"yolofleet {verb} --help lists them"
-    return ConfigError(f"{verb} has no {shown(spelled)}", source="command line", hint=hint)
+    hint = f"did you mean --{near}?" if near else f"yolofleet {command} --help lists them"
+    return ConfigError(f"{command} has no {shown(spelled)}", source="command line", hint=hint)
