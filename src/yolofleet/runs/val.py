@@ -211,4 +211,6 @@ def _write(
         draw_evaluation(evaluation, index, folder.plots, console.note)
         attempt(console.note, write_figures, folder, {config.split: index}, evaluation, sample)
         attempt(console.note, write_report, folder)
+    else:
+        folder.discard_report()  # of another validation, with --exist-ok
     console.summary("validated", {"results": str(folder.path)})

@@ -402,7 +402,10 @@ class TrainReport:
         )
 
     def finish(self, state: TrainState) -> None:
-        """Write results.json, the plots and the report, and print the summary. Collective: every rank."""
+        """Write results.json, the plots and the report, and print the summary. Collective: every rank.
+
+        Without plots, delete an older report: it lacks the epochs since then.
+        """
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
@@ -433,6 +436,8 @@ class TrainReport:
             attempt(self.console.note, self._write_figures, sample)
         if self.draws:
             attempt(self.console.note, write_report, self.folder)
+        elif not self.config.plots:
+            self.folder.discard_report()
         accuracy = {}
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics
