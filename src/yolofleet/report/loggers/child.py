@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,7 @@ from yolofleet.system.children import die_with_parent, name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
+MOST_MEMORY_BYTES = 4 << 30  # clients read the answer of a server to its end, also if it has none
 
 
 def main(name: str) -> None:
@@ -32,6 +34,7 @@ def main(name: str) -> None:
     name_process(f"yolofleet-{name}")
     if hasattr(os, "nice"):
         os.nice(NICE)
+    _limit_memory()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)  # the output of the packages would disturb the screen of the run
     os.dup2(null, 1)
@@ -73,6 +76,15 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # an account without a name, as in containers
         return ""
+
+
+def _limit_memory() -> None:
+    with suppress(ImportError, OSError, ValueError):  # other systems
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = MOST_MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MOST_MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def _end_only_with(parent: int) -> None:

@@ -49,6 +49,7 @@ class ClearmlLogger(Logger):
         run.keep_id(self._task.id)
 
     def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
         logger, epoch = self._task.get_logger(), int(row["epoch"])
         for name, value in row.items():
             if name != "epoch":

@@ -59,6 +59,7 @@ class CometLogger(Logger):
         run.keep_id(identifier)
 
     def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
         epoch = int(row["epoch"])
         self._experiment.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch, epoch=epoch)
 

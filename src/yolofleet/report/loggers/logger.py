@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import write_json
+from yolofleet.files.atomic import write_bytes, write_json
 from yolofleet.files.foreign import read_foreign_text
 
 MAX_ID_BYTES = 4 << 10
+PROBE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,22 @@ class LoggedRun:
         """Store the identifier for a resumed run."""
         write_json(self._id_file, {"server": self.server, "id": identifier})
 
+    def check_disk(self) -> None:
+        """Write a file and delete it: packages that write in the background hide a full disk.
+
+        Raises:
+            StorageError: the disk is full, or has another fault.
+        """
+        probe = self.folder / ".probe"
+        write_bytes(probe, bytes(PROBE_BYTES))
+        probe.unlink()
+
 
 class Logger:
     """Base of loggers: a store outside of ``results.csv``. Every method may block or raise: the training does not wait.
 
-    After an exception of ``__init__`` or :meth:`row`, both are tried again with the next row. So ``__init__`` must
-    be able to run twice.
+    After an exception of ``__init__`` or :meth:`row`, the same method gets the same row again, before the next one.
+    So ``__init__`` must be able to run twice.
 
     Args:
         run: see :class:`LoggedRun`.
