@@ -25,7 +25,7 @@ from yolofleet.system.children import die_with_parent, name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
-MOST_MEMORY_BYTES = 4 << 30  # clients read the answer of a server to its end, also if it has none
+MOST_MEMORY_BYTES = 2 << 30  # clients read the answer of a server to its end, also if it has none
 
 
 def main(name: str) -> None:
@@ -62,7 +62,7 @@ def main(name: str) -> None:
             run = replace(
                 run, resumed=True
             )  # the next attempt continues what this one has begun in the store
-            text = " ".join(str(failure).split()) or type(failure).__name__
+            text = " ".join(str(getattr(failure, "what", failure)).split())
             problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")
         answers.flush()

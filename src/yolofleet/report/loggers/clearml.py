@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
 
 
 class ClearmlLogger(Logger):
@@ -55,9 +55,11 @@ class ClearmlLogger(Logger):
             if name != "epoch":
                 title, _, series = name.rpartition("/")
                 logger.report_scalar(title or name, series, value, epoch)
-        self._task.flush()
+        self._task.flush()  # waiting for its thread would take 5 s
 
     def close(self, finished: bool) -> None:
         if not finished and self.run.server:
             self._task.mark_stopped(force=True)
         self._task.close()
+        if not self.run.server:
+            check_archives([self.run.folder / "offline" / f"{self._task.id}.zip"])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,17 @@ class LoggedRun:
         probe = self.folder / ".probe"
         write_bytes(probe, bytes(PROBE_BYTES))
         probe.unlink()
+
+
+def check_archives(archives: Collection[Path]) -> None:
+    """Raise if a package has written no archive, or one that is not whole: packages hide failures of the disk.
+
+    Raises:
+        OSError: names the archive.
+    """
+    damaged = [archive.name for archive in archives if not zipfile.is_zipfile(archive)]
+    if damaged or not archives:
+        raise OSError(f"{', '.join(damaged) or 'its archive'} was not written; is the disk full?")
 
 
 class Logger:

@@ -102,11 +102,10 @@ class LoggerProcess:
                     self._done += 1
             if is_end:
                 problem = self._ask(text) or problem
-            if problem and not warned and not self.timed_out:
+            if problem and not self.timed_out and (not warned or (is_end and not waiting)):
                 warned = True
-                self._lines.put(
-                    f"--log {self.name}: {problem}; the training goes on, and later rows try again"
-                )
+                what_follows = "" if is_end else "; the training goes on, and later rows try again"
+                self._lines.put(f"--log {self.name}: {problem}{what_follows}")
         if self._child is not None:
             with suppress(OSError):
                 self._child.__exit__(None, None, None)  # closes the pipes and waits
