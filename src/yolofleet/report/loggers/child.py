@@ -63,7 +63,7 @@ def main(name: str) -> None:
                 run, resumed=True
             )  # the next attempt continues what this one has begun in the store
             text = " ".join(str(getattr(failure, "what", failure)).split())
-            problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
+            problem = without_secrets(f"{type(failure).__name__}: {text}".rstrip(": "))[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")
         answers.flush()
         if isinstance(message, bool):
