@@ -30,6 +30,7 @@ from logger_stores import Rows, agree, posted, table, tensorboard_rows
 from yolofleet.report.loggers.child import MOST_MEMORY_BYTES
 from yolofleet.report.loggers.running import MOST_WAITING, Loggers
 from yolofleet.report.loggers.table import KINDS
+from yolofleet.system.children import module_argv, module_environment
 
 SECRET = "k3y-that-nobody-may-see-0123456789"
 KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "MY_TOKEN")
@@ -494,21 +495,29 @@ Summary.Value = Any
 """
 
 
+def fake_tensorboard(folder: Path, writer: str) -> str:
+    """Make a package whose writer misbehaves; return the folder for PYTHONPATH."""
+    files = {
+        "summary/writer/event_file_writer.py": writer,
+        **dict.fromkeys(("compat/proto/event_pb2.py", "compat/proto/summary_pb2.py"), HANGS_TOO),
+    }
+    for name, content in files.items():
+        path = folder / "packages" / "tensorboard" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        for part in (path.parent, path.parents[1]):
+            (part / "__init__.py").touch()
+    return str(folder / "packages")
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_logger_that_hangs_in_close_and_leaves_a_process_does_not_keep_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {
-        "summary/writer/event_file_writer.py": HANGS,
-        **dict.fromkeys(("compat/proto/event_pb2.py", "compat/proto/summary_pb2.py"), HANGS_TOO),
-    }
-    for name, content in files.items():
-        path = tmp_path / "packages" / "tensorboard" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-        for folder in (path.parent, path.parents[1]):
-            (folder / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", fake_tensorboard(tmp_path, HANGS))
     monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 3.0)
     said: list[str] = []
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, said.append)
@@ -524,7 +533,40 @@ def test_a_logger_that_hangs_in_close_and_leaves_a_process_does_not_keep_the_run
         loggers._processes[0]._thread.join()  # the pipe is closed now
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+PARENT = """
+import json, subprocess, sys, time
+child = subprocess.Popen(json.loads(sys.argv[1]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+child.stdin.write(sys.argv[2] + "\\n" + '{"epoch": 1}\\n')
+child.stdin.flush()
+print(child.pid, child.stdout.readline(), flush=True)
+child.stdin.write("true\\n")
+child.stdin.flush()
+time.sleep(3600)
+"""
+
+
+@needs_proc
+def test_a_logger_whose_package_hangs_and_ignores_signals_ends_with_the_run(tmp_path: Path) -> None:
+    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    packages = fake_tensorboard(tmp_path, ignores + HANGS.replace("os.fork()", "1"))
+    run = json.dumps({**RUN, "folder": str(tmp_path / "tensorboard"), "server": ""})
+    argv = json.dumps(module_argv("yolofleet.report.loggers.child", "tensorboard"))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, argv, run],
+        env=module_environment({**os.environ, "PYTHONPATH": packages}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid, answer = parent.stdout.readline().split()
+    assert answer == '""'
+    parent.kill()
+    parent.communicate()
+    stat = Path("/proc", pid, "stat")
+    until(lambda: not stat.exists() or ") Z " in stat.read_text())
+
+
+@needs_proc
 def test_a_logger_cannot_use_up_the_memory_of_the_host(tmp_path: Path) -> None:
     loggers = Loggers(["prometheus"], {}, tmp_path, RUN, print)
     loggers.row(row(1))

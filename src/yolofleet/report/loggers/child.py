@@ -12,25 +12,26 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from yolofleet.redaction import Redaction
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 from yolofleet.report.loggers.table import KINDS
-from yolofleet.system.children import die_with_parent, name_process
+from yolofleet.system.children import name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
+PARENT_S = 1.0  # between looks at the parent
 MOST_MEMORY_BYTES = 2 << 30  # clients read the answer of a server to its end, also if it has none
 
 
 def main(name: str) -> None:
-    parent = os.getppid()
-    _end_only_with(parent)
+    _end_only_with(os.getppid())
     name_process(f"yolofleet-{name}")
     if hasattr(os, "nice"):
         os.nice(NICE)
@@ -89,16 +90,19 @@ def _limit_memory() -> None:
 
 def _end_only_with(parent: int) -> None:
     """Ignore the signals that stop a run, because the run still sends its last rows, but end with the parent."""
-
-    def on_signal(*_: Any) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), on_signal)
-    die_with_parent()
-    on_signal()
+            signal.signal(
+                getattr(signal, name), lambda *_: None
+            )  # programs of the packages do not inherit it
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
+
+    # not a signal of the kernel: packages replace the handlers, and may hang in theirs
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

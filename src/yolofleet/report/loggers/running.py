@@ -51,7 +51,7 @@ class LoggerProcess:
 
     def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
         self.name, self._run, self._lines = name, run, lines
-        self.lacks_rows = KINDS[name].has_folder and run["resumed"] and not os.path.exists(run["folder"])
+        self.lacks_rows = KINDS[name].has_folder and run["resumed"] and not Path(run["folder"]).exists()
         self.dropped, self.timed_out = 0, False
         self._sent = self._done = self._starts = 0
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
