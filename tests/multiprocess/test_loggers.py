@@ -505,7 +505,7 @@ def fake_tensorboard(folder: Path, writer: str) -> str:
         path = folder / "packages" / "tensorboard" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-        for part in (path.parent, path.parents[1]):
+        for part in path.parents[:3]:
             (part / "__init__.py").touch()
     return str(folder / "packages")
 
