@@ -7,7 +7,7 @@ environment stores under such a name, the formats of well-known tokens, and user
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 REMOVED = "[removed]"
@@ -15,12 +15,20 @@ _SECRET = r"(?:secret|token|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|
 _REST = r"[\w.-]{0,60}"  # of the name
 SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 SHORTEST = 4  # characters of a value of the environment; shorter ones would remove parts of words
-_RULES = tuple(
+
+
+def _without_query(url: re.Match[str]) -> str:
+    return f"{url[1]}?{REMOVED}" if url[2] else url[0]
+
+
+# A log may have a line of megabytes, so the time of a rule is linear: an unbounded part either ends a pattern or stops at
+# the next possible start, so no two attempts read the same text.
+_RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
         (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/@\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
-        (r"(?i)(\bhttps?://[^\s?#\"'<>]{1,4096})[?#][^\s\"'<>,)\]}]{1,4096}", rf"\1?{REMOVED}"),
+        (r"(?i)(\bhttps?://[^\s?#\"'<>]+)([?#][^\s\"'<>,)\]}]+)?", _without_query),
         (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
         (r"(?i)\b((?:set-)?cookie\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
         (
@@ -29,7 +37,7 @@ _RULES = tuple(
         ),  # curl -u NAME:PASSWORD
         # NAME=value, NAME: value, "NAME": "value", also inside a JSON string; the quotes stay, so JSON stays JSON
         (
-            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})(\\?[\"'])(?:(?!\2)[^\n])*\2",
+            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})(\\?[\"'])[^\n]*?\2",
             rf"\1\2{REMOVED}\2",
         ),
         (rf"(?i)({_SECRET}{_REST}\"\s{{0,3}}:\s{{0,3}})[^\s\"'\[{{,}}\]\\]+", rf'\1"{REMOVED}"'),
@@ -39,12 +47,12 @@ _RULES = tuple(
         ),
         # --name value, also as neighbours in a list of arguments
         (
-            rf"(?i)(--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
+            rf"(?i)((?<!-)--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
             rf"\1{REMOVED}",
         ),
         (
             r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
-            r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}\.[\w-]{4,}\.[\w-]*"
+            r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}(?:\.[\w-]*){0,2}"
             r"|\b(?:local-)?[0-9a-f]{40}\b",  # Weights & Biases; also a commit, which is no loss
             REMOVED,
         ),

@@ -83,8 +83,12 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     args = train_args(data, "--device", device, "--name", run.name, "--save-steps", "2", "--keep-last", "9")
     killed_at_step(folder, 2, run, *args)
     assert not (run / "results.json").exists(), "it was to die before the end"
+    reports = (run / "report.html", run / "report.json")
+    for report in reports:
+        report.write_text("of an earlier part of the run")
     said = yolofleet(folder, "train", "--resume", run).out
     assert "resumed after step" in said
+    assert not any(report.exists() for report in reports), "--no-plots"
     assert weights_of(run) == weights_of(whole[name])
     assert results(run)["metrics"] == results(whole[name])["metrics"]
     assert [line.split(",")[0] for line in (run / "results.csv").read_text().splitlines()] == [

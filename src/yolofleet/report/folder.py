@@ -190,6 +190,12 @@ class RunFolder:
         """Return the JSON file with the reason if the worker of ``rank`` fails."""
         return self.logs / f"error-rank-{rank}.json"
 
+    def discard_report(self) -> None:
+        """Delete the report that an earlier run, or an earlier part of this run, has left; ignore errors."""
+        for path in (self.report, self.report_json):
+            with suppress(OSError):
+                path.unlink()
+
     def make_tree(self) -> None:
         """Create the sub-folders of a training run.
 

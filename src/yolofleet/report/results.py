@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.errors import StorageError
@@ -101,6 +102,15 @@ class ResultsTable:
         table.writeheader()
         table.writerows(rows)
         write_text(self.path, text.getvalue())
+
+
+def numbers(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the cells of a row of :meth:`ResultsTable.rows` that are numbers."""
+    found: dict[str, float] = {}
+    for name, cell in row.items():
+        with suppress(ValueError, TypeError, AttributeError):  # empty, or somebody has changed the file
+            found[name] = int(cell) if cell.isdecimal() else float(cell)
+    return found
 
 
 def _epoch(row: Mapping[str, str]) -> int:

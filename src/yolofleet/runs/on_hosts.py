@@ -49,6 +49,8 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
     if supervision is not None and supervision.term > 1:  # the folder is this run's own
         job = replace(job, may_link=True)
     code, folder = run_job(job, plan.fleet)
+    if code == 0 and not settings.plots:
+        folder.discard_report()
     if code == 0 and folder.report_json.is_file():
         with suppress(
             YolofleetError

@@ -169,7 +169,7 @@ def built_run(
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     callbacks = Callbacks(config.callbacks, world)
-    if world.is_main:
+    if world.is_main and not world.restarts:  # a run that goes on from another host must not fail here
         check_installed(config)
     code = {"callbacks": callbacks.identity()}
     if config.recipe_class:

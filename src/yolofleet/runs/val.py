@@ -212,4 +212,6 @@ def _write(
         splits: dict[str, DataIndex] = {config.split: index}
         attempt(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
         attempt(console.note, folder.report, write_report, folder)
+    else:
+        folder.discard_report()  # of another validation, with --exist-ok
     console.summary("validated", {"results": str(folder.path)})

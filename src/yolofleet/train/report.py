@@ -35,7 +35,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.loggers.running import Loggers
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import ResultsTable, numbers
 from yolofleet.train.agreement import kernels
 from yolofleet.train.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
@@ -154,6 +154,7 @@ class TrainReport:
         if self.is_writer:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
+                self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -358,7 +359,7 @@ class TrainReport:
         self.console.note(f"validation of epoch {epoch}")
         if self._row.get("epoch") != epoch:  # the run was resumed in between
             cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
-            self._row = {k: int(v) if v.isdecimal() else float(v) for k, v in cells.items() if v}
+            self._row = numbers(cells)
             self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
         self.events.write("validation", **row)
@@ -402,7 +403,10 @@ class TrainReport:
         )
 
     def finish(self, state: TrainState) -> None:
-        """Write results.json, the plots and the report, and print the summary. Collective: every rank."""
+        """Write results.json, the plots and the report, and print the summary. Collective: every rank.
+
+        Without plots, delete an older report: it lacks the epochs since then.
+        """
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
@@ -432,6 +436,8 @@ class TrainReport:
         if self.draws and sample is not None:
             attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
         has_page = self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
+        if not self.draws and not self.config.plots:
+            self.folder.discard_report()
         accuracy = {}
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics

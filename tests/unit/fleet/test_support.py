@@ -144,10 +144,24 @@ def test_links_of_a_run_folder_are_not_followed_and_long_logs_are_cut(
         ("/home/bob/x and C:\\Users\\bob\\x", "/home/[user]/x and C:\\Users\\[user]\\x"),
         ("ghp_" + "a1" * 18, "[removed]"),
         ("eyJhbGciOi.eyJzdWIi.c2ln", "[removed]"),
+        ("http://a.b/c?key=1, https://d.e/f", "http://a.b/c?[removed], https://d.e/f"),
+        ("http://a.b/" + "c" * 5000 + "?key=1", "http://a.b/" + "c" * 5000 + "?[removed]"),
+        ("----token abcdef", "----token [removed]"),
+        (r"a\n--api-key abcdef\n", r"a\n--api-key [removed]\n"),
+        (r'{"line": "token=\"a b\" c"}', r'{"line": "token=\"[removed]\" c"}'),
     ],
 )
 def test_what_the_rules_remove(text: str, clean: str) -> None:
     assert Redaction({})(text) == clean
+
+
+@pytest.mark.parametrize(
+    ("part", "size"), [("eyJhbGciOi-", 5 << 20), ("http://", 1 << 18), ("token='\"", 1 << 18), ("-", 1 << 18)]
+)
+def test_a_long_line_is_cleaned_in_linear_time(part: str, size: int) -> None:
+    """A rule that could begin at every part would take hours if each attempt read the rest of the line."""
+    text = part * (size // len(part)) + f" password={SECRETS[0]}"
+    assert SECRETS[0] not in Redaction({})(text)
 
 
 def test_root_and_short_values_stay() -> None:

@@ -46,6 +46,7 @@ def test_a_search_writes_a_curve_and_no_weights(tmp_path: Path) -> None:
     with working_in(tmp_path):
         done = called("lr-find", "--data", data, "--device", "cpu", *SEARCH)
         wrong = called("lr-find", "--data", data, "--device", "cpu", *SEARCH, "--highest", "0.00001")
+        unknown = called("lr-find", "--data", data, "--log", "mlflow")
     assert done.code == 0, done.err
     run = tmp_path / "runs/lr-find/exp"
     found = curve(run)
@@ -56,3 +57,5 @@ def test_a_search_writes_a_curve_and_no_weights(tmp_path: Path) -> None:
     assert f"suggested: --set lr0={lr0:.2g}" in done.out
     assert not list(run.rglob("*.safetensors"))
     assert wrong.code == ConfigError.exit_code and "is not below --highest" in wrong.err
+    assert unknown.code == ConfigError.exit_code and "lr-find has no --log" in unknown.err
+    assert "yolofleet lr-find --help lists them" in unknown.err

@@ -12,26 +12,30 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from yolofleet.redaction import Redaction
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 from yolofleet.report.loggers.table import KINDS
-from yolofleet.system.children import die_with_parent, name_process
+from yolofleet.system.children import name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
+PARENT_S = 1.0  # between looks at the parent
+MOST_MEMORY_BYTES = 2 << 30  # clients read the answer of a server to its end, also if it has none
 
 
 def main(name: str) -> None:
-    parent = os.getppid()
-    _end_only_with(parent)
+    _end_only_with(os.getppid())
     name_process(f"yolofleet-{name}")
     if hasattr(os, "nice"):
         os.nice(NICE)
+    _limit_memory()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)  # the output of the packages would disturb the screen of the run
     os.dup2(null, 1)
@@ -59,8 +63,8 @@ def main(name: str) -> None:
             run = replace(
                 run, resumed=True
             )  # the next attempt continues what this one has begun in the store
-            text = " ".join(str(failure).split()) or type(failure).__name__
-            problem = without_secrets(f"{type(failure).__name__}: {text}")[:MOST_TEXT]
+            text = " ".join(str(getattr(failure, "what", failure)).split())
+            problem = without_secrets(f"{type(failure).__name__}: {text}".rstrip(": "))[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")
         answers.flush()
         if isinstance(message, bool):
@@ -75,18 +79,30 @@ def _user() -> str:
         return ""
 
 
+def _limit_memory() -> None:
+    with suppress(ImportError, OSError, ValueError):  # other systems
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = MOST_MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MOST_MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
 def _end_only_with(parent: int) -> None:
     """Ignore the signals that stop a run, because the run still sends its last rows, but end with the parent."""
-
-    def on_signal(*_: Any) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), on_signal)
-    die_with_parent()
-    on_signal()
+            signal.signal(
+                getattr(signal, name), lambda *_: None
+            )  # programs of the packages do not inherit it
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
+
+    # not a signal of the kernel: packages replace the handlers, and may hang in theirs
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
 
 
 class ClearmlLogger(Logger):
@@ -49,14 +49,17 @@ class ClearmlLogger(Logger):
         run.keep_id(self._task.id)
 
     def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
         logger, epoch = self._task.get_logger(), int(row["epoch"])
         for name, value in row.items():
             if name != "epoch":
                 title, _, series = name.rpartition("/")
                 logger.report_scalar(title or name, series, value, epoch)
-        self._task.flush()
+        self._task.flush()  # waiting for its thread would take 5 s
 
     def close(self, finished: bool) -> None:
         if not finished and self.run.server:
             self._task.mark_stopped(force=True)
         self._task.close()
+        if not self.run.server:
+            check_archives([self.run.folder / "offline" / f"{self._task.id}.zip"])

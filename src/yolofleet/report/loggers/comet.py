@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
 
 
 class CometLogger(Logger):
@@ -29,6 +29,7 @@ class CometLogger(Logger):
 
         super().__init__(run)
         run.folder.mkdir(parents=True, exist_ok=True)
+        self._archives = set(run.folder.glob("*.zip"))
         known = run.known_id()
         identifier = known or secrets.token_hex(16)
         off: dict[str, Any] = {
@@ -59,9 +60,12 @@ class CometLogger(Logger):
         run.keep_id(identifier)
 
     def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
         epoch = int(row["epoch"])
         self._experiment.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch, epoch=epoch)
 
     def close(self, finished: bool) -> None:
         self._experiment.log_other("finished", finished)
         self._experiment.end()
+        if not self.run.server:
+            check_archives(set(self.run.folder.glob("*.zip")) - self._archives)

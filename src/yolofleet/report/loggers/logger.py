@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import write_json
+from yolofleet.files.atomic import write_bytes, write_json
 from yolofleet.files.foreign import read_foreign_text
 
 MAX_ID_BYTES = 4 << 10
+PROBE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,33 @@ class LoggedRun:
         """Store the identifier for a resumed run."""
         write_json(self._id_file, {"server": self.server, "id": identifier})
 
+    def check_disk(self) -> None:
+        """Write a file and delete it: packages that write in the background hide a full disk.
+
+        Raises:
+            StorageError: the disk is full, or has another fault.
+        """
+        probe = self.folder / ".probe"
+        write_bytes(probe, bytes(PROBE_BYTES))
+        probe.unlink()
+
+
+def check_archives(archives: Collection[Path]) -> None:
+    """Raise if a package has written no archive, or one that is not whole: packages hide failures of the disk.
+
+    Raises:
+        OSError: names the archive.
+    """
+    damaged = [archive.name for archive in archives if not zipfile.is_zipfile(archive)]
+    if damaged or not archives:
+        raise OSError(f"{', '.join(damaged) or 'its archive'} was not written; is the disk full?")
+
 
 class Logger:
     """Base of loggers: a store outside of ``results.csv``. Every method may block or raise: the training does not wait.
 
-    After an exception of ``__init__`` or :meth:`row`, both are tried again with the next row. So ``__init__`` must
-    be able to run twice.
+    After an exception of ``__init__`` or :meth:`row`, the same method gets the same row again, before the next one.
+    So ``__init__`` must be able to run twice.
 
     Args:
         run: see :class:`LoggedRun`.

@@ -17,9 +17,10 @@ class PrometheusLogger(Logger):
     """
 
     def row(self, row: Mapping[str, float]) -> None:
-        run = self.run.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        lines = []
+        run = self.run.name.encode("utf-8", "replace").decode()
+        run = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        lines = {}  # by metric: a file that repeats one is not valid
         for name, value in {**row, "written_at_seconds": round(time.time(), 3)}.items():
             metric = "yolofleet_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-            lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {value!r}']
-        write_text(self.run.folder / "metrics.prom", "\n".join(lines) + "\n")
+            lines[metric] = f'# TYPE {metric} gauge\n{metric}{{run="{run}"}} {value!r}\n'
+        write_text(self.run.folder / "metrics.prom", "".join(lines.values()))

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ from yolofleet.text import screen_line
 MOST_WAITING = 1000  # rows that wait for a logger; more are dropped
 FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
 STOP_S = 3.0  # the same for a run that stops or fails: its machine may be switched off soon
+KILLED_S = 1.0  # longest wait after a kill: a child may hang in the kernel, on a network disk
 MOST_STARTS = 3  # starts of a child that dies again and again
 
 
@@ -44,15 +45,17 @@ class LoggerProcess:
     Args:
         run: the attributes of :class:`LoggedRun`.
         lines: gets one line when the logger fails for the first time.
+    Attributes:
+        lacks_rows: the run is resumed, and has no store here: another host wrote it, or the logger is new.
     """
 
     def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
         self.name, self._run, self._lines = name, run, lines
+        self.lacks_rows = KINDS[name].has_folder and run["resumed"] and not Path(run["folder"]).exists()
         self.dropped, self.timed_out = 0, False
         self._sent = self._done = self._starts = 0
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._child: subprocess.Popen[str] | None = None
-        self._may_start = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
@@ -69,16 +72,20 @@ class LoggerProcess:
         self._messages.put(json.dumps(finished))
         self._messages.put(None)
 
-    def close(self, wait_s: float) -> None:
-        """Wait for the child; then kill it, and count the rows that it has not stored."""
-        self._thread.join(wait_s)
-        with self._may_start:
-            self._starts = MOST_STARTS
-            self.timed_out = self._thread.is_alive()
-            if self._child is not None and self.timed_out:
-                _kill(self._child)
-        self._thread.join()
-        self.dropped += self._sent - self._done
+    def wait(self, until_s: float) -> bool:
+        """Wait for the child until a moment of ``time.monotonic``; return whether it has ended."""
+        self._thread.join(max(until_s - time.monotonic(), 0.0))
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """End the child and everything that its package has started. Does not wait."""
+        self.timed_out = True  # first: then the thread ends a child that it is just starting
+        if self._child is not None:
+            _kill(self._child)
+
+    def lost(self) -> int:
+        """Return the number of rows that are not stored."""
+        return self.dropped + self._sent - self._done
 
     def _work(self) -> None:
         waiting: deque[str] = deque()
@@ -95,11 +102,10 @@ class LoggerProcess:
                     self._done += 1
             if is_end:
                 problem = self._ask(text) or problem
-            if problem and not warned and not self.timed_out:
+            if problem and not self.timed_out and (not warned or (is_end and not waiting)):
                 warned = True
-                self._lines.put(
-                    f"--log {self.name}: {problem}; the training goes on, and later rows try again"
-                )
+                what_follows = "" if is_end else "; the training goes on, and later rows try again"
+                self._lines.put(f"--log {self.name}: {problem}{what_follows}")
         if self._child is not None:
             with suppress(OSError):
                 self._child.__exit__(None, None, None)  # closes the pipes and waits
@@ -122,29 +128,30 @@ class LoggerProcess:
 
     def _running(self) -> subprocess.Popen[str] | None:
         """Return the child, and start it again if it has died; return None if it has died too often."""
-        with self._may_start:
-            if self._child is not None and self._child.poll() is None:
-                return self._child
-            if self._starts >= MOST_STARTS:
-                return None
-            self._starts += 1
-            if self._child is not None:
-                with suppress(OSError):
-                    self._child.__exit__(None, None, None)
-            self._child = subprocess.Popen(
-                module_argv("yolofleet.report.loggers.child", self.name),
-                env=module_environment(os.environ),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,  # Ctrl-C in a terminal reaches the run, not its loggers
-            )
-            assert self._child.stdin is not None
-            resumed = self._run["resumed"] or self._starts > 1
-            self._child.stdin.write(json.dumps({**self._run, "resumed": resumed}) + "\n")
+        if self._child is not None and self._child.poll() is None:
             return self._child
+        if self._starts >= MOST_STARTS or self.timed_out:
+            return None
+        self._starts += 1
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.__exit__(None, None, None)
+        self._child = subprocess.Popen(
+            module_argv("yolofleet.report.loggers.child", self.name),
+            env=module_environment(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C in a terminal reaches the run, not its loggers
+        )
+        if self.timed_out:
+            _kill(self._child)
+        assert self._child.stdin is not None
+        resumed = self._run["resumed"] or self._starts > 1
+        self._child.stdin.write(json.dumps({**self._run, "resumed": resumed}) + "\n")
+        return self._child
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
@@ -182,23 +189,35 @@ class Loggers:
 
     def row(self, row: Mapping[str, float]) -> None:
         """Send a row of ``results.ResultsTable.write`` to every logger. Never waits."""
-        if self._processes:
+        self._send(row, self._processes)
+
+    def begin(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Send the rows of a resumed run to the loggers that have no store of them. Never waits."""
+        for row in rows:
+            self._send(row, [process for process in self._processes if process.lacks_rows])
+
+    def _send(self, row: Mapping[str, float], processes: Sequence[LoggerProcess]) -> None:
+        if processes:
             text = json.dumps({name: value for name, value in row.items() if math.isfinite(value)})
-            for process in self._processes:
+            for process in processes:
                 process.row(text)
             self._tell()
 
     def close(self, finished: bool) -> None:
-        """End all loggers within ``FINISH_S`` or ``STOP_S``, and warn about those that lost rows."""
+        """End all loggers, and warn about those that lost rows. Waits ``FINISH_S`` or ``STOP_S``, and ``KILLED_S``."""
         until_s = time.monotonic() + (FINISH_S if finished else STOP_S)
         for process in self._processes:
             process.end(finished)
-        for process in self._processes:
-            process.close(max(until_s - time.monotonic(), 0.0))
+        late = [process for process in self._processes if not process.wait(until_s)]
+        for process in late:
+            process.kill()
+        until_s = time.monotonic() + KILLED_S
+        for process in late:  # a thread whose child cannot be killed ends with this process
+            process.wait(until_s)
         self._tell()
         for process in self._processes:
-            if process.dropped:
-                rows = "1 row" if process.dropped == 1 else f"{process.dropped} rows"
+            if lost := process.lost():
+                rows = "1 row" if lost == 1 else f"{lost} rows"
                 self._warn(f"--log {process.name}: {rows} of the run not stored there; results.csv has all")
             elif process.timed_out:
                 self._warn(f"--log {process.name}: not closed in time; the last rows may be missing there")

@@ -12,10 +12,12 @@ class Kind:
     Attributes:
         target: ``module:class`` in this folder.
         package: that must be installed; "" = none. The extra of ``pyproject.toml`` has the name of the logger.
+        has_folder: it writes into its folder in the run folder, also if it sends to a server.
     """
 
     target: str
     package: str = ""
+    has_folder: bool = True
 
 
 KINDS = {
@@ -25,5 +27,5 @@ KINDS = {
     "clearml": Kind("clearml:ClearmlLogger", "clearml"),
     "comet": Kind("comet:CometLogger", "comet_ml"),
     "prometheus": Kind("prometheus:PrometheusLogger"),
-    "http": Kind("http:HttpLogger"),
+    "http": Kind("http:HttpLogger", has_folder=False),
 }

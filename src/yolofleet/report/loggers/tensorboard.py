@@ -16,24 +16,26 @@ class TensorboardLogger(Logger):
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         super().__init__(run)
-        self._writer: Any = EventFileWriter(str(run.folder))
+        self._writer: Any = None
         self._next_epoch = 0 if run.resumed else 1  # the first row of a resumed run replaces later ones
 
     def row(self, row: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         epoch, now = int(row["epoch"]), time.time()
-        if epoch != self._next_epoch:  # rows of this epoch and later ones are replaced
+        writer, next_epoch = self._writer or EventFileWriter(str(self.run.folder)), self._next_epoch
+        self._writer, self._next_epoch = None, 0  # a writer that fails once, on a full disk, does not recover
+        if epoch != next_epoch:  # rows of this epoch and later ones are replaced
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
+            writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
         values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items() if k != "epoch"]
-        self._writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
-        self._writer.flush()
-        self._next_epoch = epoch + 1
+        writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
+        writer.flush()
+        self._writer, self._next_epoch = writer, epoch + 1
 
     def close(self, finished: bool) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

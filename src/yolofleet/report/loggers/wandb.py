@@ -55,6 +55,7 @@ class WandbLogger(Logger):
         run.keep_id(identifier)
 
     def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
         self._run.log(dict(row))
 
     def close(self, finished: bool) -> None:
