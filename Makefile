@@ -76,9 +76,10 @@ docs: env
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	$(PY) -m mkdocs build --strict
 
-# builds the site, and follows every link of it
+# builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested
 test-docs: docs
-	$(PY) -m pytest tests/e2e/test_site.py -m slow
+	$(PY) tests/pages.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/e2e/test_site.py tests/e2e/test_page_blocks.py -m slow
 
 # manual pages in build/man: man -l build/man/yolofleet-train.1
 man: env

@@ -30,13 +30,38 @@ OUTSIDE = {
 SOURCE_OF = {page: source for source, page in OUTSIDE.items()}
 PYTHON = """# Python interface
 
+`import yolofleet` gives `Model`, `load_model`, `Trainer`, `Callback` and `TrainingRecipe`.
+[Use the Python interface](../index.md#use-the-python-interface) has examples.
+
+## Models
+
 ::: yolofleet.api.Model
 
 ::: yolofleet.api.load_model
 
+::: yolofleet.api.Trainer
+
+::: yolofleet.predict.predictor.Predictor
+
+## Results
+
+::: yolofleet.api.TrainResult
+
+::: yolofleet.api.ValResult
+
+::: yolofleet.predict.results.Prediction
+
+::: yolofleet.predict.results.Predictions
+
+## Your own code
+
 ::: yolofleet.train.callbacks.Callback
 
 ::: yolofleet.recipe_class.TrainingRecipe
+
+## Errors
+
+::: yolofleet.errors
 """
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 LIST_ITEM = re.compile(r"( *)([-*]|\d+\.) ")

@@ -31,10 +31,11 @@ FLAGS_OF_OTHERS = {
         "--rdzv-backend",
         "--max-restarts",
     ),  # torchrun
-    *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait"),  # SLURM
+    *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait", "--start", "--cpus-per-task"),  # SLURM
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
-    *("--eval", "--syncBN"),  # of the other trainers
+    *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
+    *("--auto-scale-lr", "--work-dir", "--cfg-options"),
     "--invalid",  # an example
 }
 
@@ -131,7 +132,7 @@ def test_verbs_are_named_and_what_is_not_there_yet_is_not_there() -> None:
 
 
 def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
-    tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```")[1]
+    tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```text\n")[1].split("```")[0]
     folder, named = Path(yolofleet.__file__).parent, set()
     parents = {2: folder}  # indent of a line -> the folder that it lies in
     for line in tree.strip().splitlines()[1:]:

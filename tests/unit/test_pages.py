@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import yolofleet
 from yolofleet.cli.app import APP
 from yolofleet.fleet.doctor.findings import kinds
 from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.report.results import columns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +63,48 @@ def test_the_references_have_every_verb_and_option() -> None:
             if not getattr(parameter, "hidden", False) and parameter.opts[0].startswith("--"):
                 name = parameter.opts[0].removeprefix("--")
                 assert name in page and name.replace("-", "\\-") in manual, (path, name)
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site_pages.py"))["PYTHON"]
+    for name in set(yolofleet.__all__) - {"__version__"}:
+        assert f"`{name}`" in page, name
+    for name in re.findall(r"^::: (\S+)$", page, re.M):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(module), attribute), name
+
+
+def cells(page: str, heading: str, column: int = 0) -> set[str]:
+    """Return the names in a column of the first table after a heading."""
+    rows = [
+        line
+        for line in page.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+        if line.startswith("| `")
+    ]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[column])}
+
+
+def test_the_page_of_the_run_folder_names_every_file_column_key_and_event() -> None:
+    page = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    recorded = (ROOT / "tests" / "golden" / "folders.txt").read_text(encoding="utf-8")
+    recorded = recorded.split("[runs/train/exp]\n")[1].split("\n[")[0]
+    files = re.findall(r"^(\S.*)$", recorded, re.M)
+    named = cells("\n## Files\n" + page, "Files")
+    assert {re.sub(r"(?<=step|ank-)(-?)(\d+|<number>)", r"\1N", name) for name in files} <= named
+    here = {
+        name.replace("KIND", kind)
+        for name in cells(page, "Columns of the table of epochs")
+        for kind in ("box", "obj")
+    }
+    assert here == set(columns(["box", "obj"]))
+    results = recorded.split("\nresults.json\n")[1].split("\nweights/")[0]
+    assert cells(page, "Keys of the final figures") == {key.strip().split(".")[0] for key in results.splitlines()}
+    written = {
+        kind
+        for path in (ROOT / "src").rglob("*.py")
+        for kind in re.findall(r'\bevents\.write\(\s*"(\w+)"', path.read_text(encoding="utf-8"))
+    }
+    assert cells(page, "Events") == written
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="needs groff")
