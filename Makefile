@@ -74,7 +74,7 @@ test-notebook: env
 # the site in build/site; no page may have a broken link
 docs: env
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # a note of mkdocs-material
 
 # builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested
 test-docs: docs
