@@ -18,6 +18,8 @@ from yolofleet.config.aliases import FLEETRUN, MACHINES, SPELLINGS
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, group_of
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"
+LONGEST_SENTENCE = 40  # words, between full stops, colons and semicolons
+PRIVATE_WORDS = r"\b(keepers?|witness(es)?|lanes|who asks|is said|is spoken of|is looked at|free of charge|cannot do with)\b"
 FLAGS_OF_OTHERS = {
     *(
         "--nnodes",
@@ -172,6 +174,22 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         if (package / name.split("/")[0]).is_dir():
             assert (package / name).exists(), name
+
+
+def sentences_of(page: Path) -> list[str]:
+    """Return the sentences of paragraphs and list items, with ``code`` for each piece of code and without links' targets."""
+    text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    text = re.sub(r"^(\||#).*$", "", text, flags=re.M)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+    paragraphs = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)
+    return [one for paragraph in paragraphs for one in re.split(r"(?<=[.!?:;])[)*\"]*\s+", paragraph)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_sentences_are_short_and_have_no_private_words(page: Path) -> None:
+    for sentence in sentences_of(page):
+        assert len(sentence.split()) <= LONGEST_SENTENCE, sentence
+        assert not re.search(PRIVATE_WORDS, sentence, re.I), sentence
 
 
 def test_the_page_of_hyperparameters_has_each_with_its_default() -> None:
