@@ -77,17 +77,22 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+def put_description(data: Path, there: Path) -> None:
+    """Write the description of a data set under another name in another folder."""
+    text = data.read_text(encoding="utf-8").replace("path: .", f"path: {json.dumps(str(data.parent))}")
+    there.write_text(text, encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def after_the_tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a data set under the names of the pages, a trained detector and images."""
     folder = checkout(tmp_path_factory.mktemp("tutorial") / "a reader's folder")
     data = make_shapes(folder / "my-data", images=16, val_images=4, img=64)
-    text = data.read_text(encoding="utf-8")
     for name in ("coco.yaml", "coco128.yaml"):
-        (folder / name).write_text(
-            text.replace("path: .", f"path: {json.dumps(str(data.parent))}"), encoding="utf-8"
-        )
-    run_in(folder, ["sh", "-ec", f"yolofleet train --data my-data/data.yaml --model yolov5n {SMALL_TRAINING}"])
+        put_description(data, folder / name)
+    run_in(
+        folder, ["sh", "-ec", f"yolofleet train --data my-data/data.yaml --model yolov5n {SMALL_TRAINING}"]
+    )
     for name in ("best", "last"):
         shutil.copy(folder / f"runs/train/exp/weights/{name}.safetensors", folder)
     image = next((data.parent / "images" / "val").iterdir())
@@ -99,7 +104,9 @@ def after_the_tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place_of(page: Path, tmp_path: Path, after_the_tutorial: Path) -> Path:
     """Return a folder in which a page's blocks run; a page that makes a data set itself starts without one."""
     folder = tmp_path / f"as {page.stem} says"
-    if any("data make shapes" in block.text or "make env" in block.text for block in RUN if block.page == page):
+    if any(
+        "data make shapes" in block.text or "make env" in block.text for block in RUN if block.page == page
+    ):
         if page.name != "data.md":
             return checkout(folder)
     shutil.copytree(after_the_tutorial, folder, symlinks=True)
@@ -190,7 +197,7 @@ def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
 def test_cheap_blocks_run(block: Block, tmp_path: Path) -> None:
     folder = checkout(tmp_path / "a folder")
     data = make_shapes(folder / "my-data", images=2, val_images=2, img=64)
-    shutil.copy(data, folder / "coco.yaml")
+    put_description(data, folder / "coco.yaml")
     assert_runs(block, folder)
 
 
@@ -275,7 +282,9 @@ def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
     for image in images:
         shutil.copy(image, tmp_path / "my-data" / "images" / "val")
     (program,) = [block.text for block in RUN if block.page.name == "deploy.md" and "onnxruntime" in block.text]  # fmt: skip
-    export = f"yolofleet export --weights {weights} --format onnx --img 640 --nms --dynamic batch --out best.onnx"
+    export = (
+        f"yolofleet export --weights {weights} --format onnx --img 640 --nms --dynamic batch --out best.onnx"
+    )
     predict = "yolofleet predict --weights best.onnx --source my-data/images/val --save none --save-json"
     run_in(tmp_path, ["sh", "-ec", export])
     run_in(tmp_path, ["sh", "-ec", predict])

@@ -178,7 +178,9 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
 
 def sentences_of(page: Path) -> list[str]:
     """Return the sentences of paragraphs and list items, with ``code`` for each piece of code and without links' targets."""
-    text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    text = re.sub(
+        r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M
+    )
     text = re.sub(r"^(\||#).*$", "", text, flags=re.M)
     text = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
     paragraphs = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)

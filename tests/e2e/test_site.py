@@ -110,7 +110,9 @@ def test_the_search_of_the_site_finds_pages_without_another_server(site: Path, t
         session.ask("/url", {"url": f"{address}/?q=spot+machines"})  # the page searches for these words
         deadline, found = time.monotonic() + DEADLINE_S, []
         while not found and time.monotonic() < deadline:
-            found = session.run("return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
+            found = session.run(
+                "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+            )
             time.sleep(0.2)
         assert any("/preemption/" in link for link in found), found
         assert not [message for message in session.messages() if "favicon" not in message]

@@ -31,7 +31,9 @@ def test_troubleshooting_names_codes_that_exist() -> None:
 
 
 def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
-    named = re.findall(r"^ +- (?:[^:\n]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    named = re.findall(
+        r"^ +- (?:[^:\n]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M
+    )
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
 
 
@@ -98,7 +100,9 @@ def test_the_page_of_the_run_folder_names_every_file_column_key_and_event() -> N
     }
     assert here == set(columns(["box", "obj"]))
     results = recorded.split("\nresults.json\n")[1].split("\nweights/")[0]
-    assert cells(page, "Keys of the final figures") == {key.strip().split(".")[0] for key in results.splitlines()}
+    assert cells(page, "Keys of the final figures") == {
+        key.strip().split(".")[0] for key in results.splitlines()
+    }
     written = {
         kind
         for path in (ROOT / "src").rglob("*.py")

@@ -368,9 +368,7 @@ def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
     assert f"--resume={tmp_path}\n" in text and "--name" not in text
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), [("slurm", SlurmSettings), ("kubernetes", KubernetesSettings)]
-)
+@pytest.mark.parametrize(("name", "model"), [("slurm", SlurmSettings), ("kubernetes", KubernetesSettings)])
 def test_the_page_names_every_key(name: str, model: type[BaseModel]) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / f"{name}.md").read_text(encoding="utf-8")
     table = page.split(f"| `--{name}` |")[1].split("\n\n")[0]
