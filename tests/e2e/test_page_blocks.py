@@ -104,11 +104,9 @@ def after_the_tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place_of(page: Path, tmp_path: Path, after_the_tutorial: Path) -> Path:
     """Return a folder in which a page's blocks run; a page that makes a data set itself starts without one."""
     folder = tmp_path / f"as {page.stem} says"
-    if any(
-        "data make shapes" in block.text or "make env" in block.text for block in RUN if block.page == page
-    ):
-        if page.name != "data.md":
-            return checkout(folder)
+    own = [block.text for block in RUN if block.page == page and page.name != "data.md"]
+    if any("data make shapes" in text or "make env" in text for text in own):
+        return checkout(folder)
     shutil.copytree(after_the_tutorial, folder, symlinks=True)
     for description in folder.glob("coco*.yaml"):
         text = description.read_text(encoding="utf-8")
