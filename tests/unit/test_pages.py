@@ -9,6 +9,7 @@ import subprocess
 from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 
 import yolofleet
@@ -65,6 +66,13 @@ def test_the_references_have_every_verb_and_option() -> None:
             if not getattr(parameter, "hidden", False) and parameter.opts[0].startswith("--"):
                 name = parameter.opts[0].removeprefix("--")
                 assert name in page and name.replace("-", "\\-") in manual, (path, name)
+
+
+def test_help_texts_have_room_at_80_columns() -> None:
+    for path, command in runpy.run_path(str(ROOT / "docs" / "command_reference.py"))["commands"]():
+        text = command.get_help(click.Context(command, info_name=path, terminal_width=80))
+        margins = [len(line) - len(line.lstrip()) for line in text.splitlines() if line.strip()]
+        assert max(margins) <= 44, path
 
 
 def test_the_python_reference_has_every_public_name() -> None:

@@ -137,7 +137,8 @@ class Command(click.Command):
             if isinstance(parameter, click.Option):
                 takes_value = not (parameter.is_flag or parameter.count)
                 flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
-        rewritten = rewrite(self.spelled_as, args, flags)
+        command = ctx.command_path.removeprefix("yolofleet ")
+        rewritten = rewrite(self.spelled_as, args, flags, command=command)
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 

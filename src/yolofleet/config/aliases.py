@@ -291,11 +291,13 @@ class Rewritten:
     notes: list[str]
 
 
-def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewritten:
+def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool], *, command: str = "") -> Rewritten:
     """Return the command line ``argv`` with our flags, and notes for the user.
 
     Args:
+        verb: the verb whose old spellings these are.
         flags: our flags of the command, and whether each takes a value.
+        command: the command, if it is another one.
 
     Raises:
         ConfigError: a flag is unknown or refused, or its value is missing.
@@ -316,7 +318,7 @@ def rewrite(verb: str, argv: Sequence[str], flags: Mapping[str, bool]) -> Rewrit
         flag = spelled.replace("_", "-")
         spelling = known.get(flag)
         if spelling is None:
-            raise _unknown(verb, spelled, known)
+            raise _unknown(command or verb, spelled, known)
         if spelling.refusal:
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
         values = _values(spelled, spelling.values, [value] if equals else None, rest)
