@@ -74,11 +74,12 @@ test-notebook: env
 # the site in build/site; no page may have a broken link
 docs: env
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # a note of mkdocs-material
 
-# builds the site, and follows every link of it
+# builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested
 test-docs: docs
-	$(PY) -m pytest tests/e2e/test_site.py -m slow
+	$(PY) tests/pages.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/e2e/test_site.py tests/e2e/test_page_blocks.py -m slow
 
 # manual pages in build/man: man -l build/man/yolofleet-train.1
 man: env

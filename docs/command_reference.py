@@ -64,7 +64,12 @@ def markdown() -> str:
         usage, sections = sections_of(command, path)
         lines += [f"## {path}", "", plain(command.help or ""), "", "```text", usage, "```", ""]
         for title, rows in sections:
-            lines += [f"**{title}**", "", "| | |", "|---|---|"]
+            lines += [
+                f"**{title}**",
+                "",
+                f"| {'verb' if title == 'Verbs' else 'option'} | meaning |",
+                "|---|---|",
+            ]
             lines += [f"| `{flag}` | {plain(text)} |" for flag, text in rows]
             lines.append("")
     return "\n".join(lines)

@@ -32,7 +32,11 @@ def log_rules() -> Iterator[str]:
         yield "|" + "---|" * len(names)
         known: set[str] = set()
         for rule in sections[section]:
-            cells = [f"`{rule.code}`", rule.shown or ", ".join(map(pattern_text, rule.patterns[:2])), rule.why]
+            cells = [
+                f"`{rule.code}`",
+                rule.shown or ", ".join(map(pattern_text, rule.patterns[:2])),
+                rule.why,
+            ]
             if section == "Harmless":
                 del cells[1]
             if rule.code not in known | first_in_another(rule):

@@ -30,13 +30,38 @@ OUTSIDE = {
 SOURCE_OF = {page: source for source, page in OUTSIDE.items()}
 PYTHON = """# Python interface
 
+`import yolofleet` gives `Model`, `load_model`, `Trainer`, `Callback` and `TrainingRecipe`.
+[Use the Python interface](../index.md#use-the-python-interface) has examples.
+
+## Models
+
 ::: yolofleet.api.Model
 
 ::: yolofleet.api.load_model
 
+::: yolofleet.api.Trainer
+
+::: yolofleet.predict.predictor.Predictor
+
+## Results
+
+::: yolofleet.api.TrainResult
+
+::: yolofleet.api.ValResult
+
+::: yolofleet.predict.results.Prediction
+
+::: yolofleet.predict.results.Predictions
+
+## Your own code
+
 ::: yolofleet.train.callbacks.Callback
 
 ::: yolofleet.recipe_class.TrainingRecipe
+
+## Errors
+
+::: yolofleet.errors
 """
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 LIST_ITEM = re.compile(r"( *)([-*]|\d+\.) ")
@@ -65,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_link(found: re.Match[str], source: str, here: str, files: Files, repository: str | None) -> str:
-    """Return a link of a page as the site needs it.
+    """Return a link of a page as the site needs it. A link with the name of a file gets the title of its page.
 
     Args:
         source: path of the page in the repository.
@@ -80,6 +105,8 @@ def site_link(found: re.Match[str], source: str, here: str, files: Files, reposi
     page = f"{page}/README.md" if files.get_file_from_path(f"{page}/README.md") else page
     if (path.startswith("docs/") or path in OUTSIDE) and files.get_file_from_path(page):
         relative = os.path.relpath(page, posixpath.dirname(here) or ".").replace(os.sep, "/")
+        if posixpath.basename(text) == posixpath.basename(path) and path.endswith(".md"):
+            text = (ROOT / path).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
     if not (ROOT / path).exists():
         return found[0]  # mkdocs reports it

@@ -1,46 +1,25 @@
-"""README and docs say what is so: commands run or are understood, tables and names agree with the code.
-
-A fenced block after ``<!-- test -->`` is run, in the order of its page, in a folder of its own; where a command
-would take long, ``smaller`` adds settings. All other commands are parsed, so no flag can go stale.
-"""
+"""Tables, names and links of README and docs agree with the code. test_page_blocks.py runs their code blocks."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
-import click
 import pytest
-from commands import called, environment, working_in
-from pydantic import BaseModel
+from pages import PAGES, README, ROOT, links_of
 
 import yolofleet
 from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED
 from yolofleet.cli.commands import SchemaCommand, Verbs
-from yolofleet.cli.render import slurm_script
 from yolofleet.config.aliases import FLEETRUN, MACHINES, SPELLINGS
-from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, group_of
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]  # fmt: skip
-DEADLINE_S = 900
-
-SMALL_DATA = "--images 16 --val-images 4 --img 64"
-SMALL_TRAINING = (
-    "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 4 --threads 1 --no-plots --device cpu"
-)
-SMALL_TRAINER = {"img": 64, "epochs": 1, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "threads": 1, "plots": False}  # fmt: skip
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+LONGEST_SENTENCE = 40  # words, between full stops, colons and semicolons
+PRIVATE_WORDS = r"\b(keepers?|witness(es)?|lanes|who asks|is said|is spoken of|is looked at|free of charge|cannot do with)\b"
 FLAGS_OF_OTHERS = {
     *(
         "--nnodes",
@@ -54,198 +33,13 @@ FLAGS_OF_OTHERS = {
         "--rdzv-backend",
         "--max-restarts",
     ),  # torchrun
-    *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait"),  # SLURM
+    *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait", "--start", "--cpus-per-task"),  # SLURM
     *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
-    *("--eval", "--syncBN"),  # of the other trainers
+    *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
+    *("--auto-scale-lr", "--work-dir", "--cfg-options"),
     "--invalid",  # an example
 }
-
-
-# -- pages -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    is_marked: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-    def commands(self) -> list[list[str]]:
-        """Words of each command; environment settings in front and comments are left out."""
-        found = []
-        for line in self.text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words.pop(0)
-            if words:
-                found.append(words)
-        return found
-
-
-def blocks_of(page: Path) -> list[Block]:
-    found: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
-    start, language = 0, None
-    for number, line in enumerate(lines, 1):
-        if not line.startswith("```"):
-            continue
-        if language is None:
-            start, language = number, line[3:].strip()
-        else:
-            is_marked = start > 1 and lines[start - 2].strip() == "<!-- test -->"
-            found.append(Block(page, start, language, is_marked, "\n".join(lines[start : number - 1])))
-            language = None
-    assert language is None, f"{page.name}: a block is not closed"
-    return found
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
-MARKED = [block for block in BLOCKS if block.is_marked]
-needs_sh = pytest.mark.skipif(sys.platform == "win32", reason="the pages speak sh")
-
-
-def test_the_pages_have_blocks_to_test() -> None:
-    assert len([block for block in MARKED if block.page == README]) >= 6
-    assert {block.language for block in MARKED} == {"sh", "python"}
-
-
-# -- blocks that run ---------------------------------------------------------------------------------------------
-
-
-def place_of(page: Path, tmp_path: Path) -> Path:
-    """Make a folder as the reader of ``page`` has it: a checkout, less the sources."""
-    folder = tmp_path / f"as {page.stem} says"
-    folder.mkdir()
-    for file in ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "constraints.txt"):
-        (folder / file).symlink_to(ROOT / file)
-    return folder
-
-
-def smaller(words: list[str]) -> str:
-    """The same command with settings that take seconds on one core."""
-    line = shlex.join(words)
-    if words[:2] == ["make", "demo"]:  # with this Python's environment, which is not to be built again
-        return f"make -o {sys.prefix}/.made demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
-    if words == ["make", "env"]:
-        return f"make -o {sys.prefix}/.made env VENV={sys.prefix}"
-    processes = "--device cpu:2" if re.search(r"--device (0,1|cpu:2)", line) else ""
-    if re.match(r"yolofleet data make|yolofleet val|python val.py", line):
-        return f"{line} {SMALL_DATA if 'make' in words else processes}"
-    is_new_run = re.match(r"yolofleet train|python .*train\.py", line) and "--resume" not in words
-    return f"{line} {SMALL_TRAINING} {processes}" if is_new_run else line
-
-
-def assert_runs(block: Block, folder: Path) -> None:
-    if block.language == "python":
-        changed = f"from yolofleet import Model\nreal = Model.train\nModel.train = lambda self, **given: real(self, **given | {SMALL_TRAINER!r})\n"
-        command = [sys.executable, "-c", changed + block.text]
-    else:
-        command = ["sh", "-eux", "-c", "\n".join(smaller(words) for words in block.commands())]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder) | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-
-
-@needs_sh
-def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
-    folder = place_of(README, tmp_path)
-    demo, quick_start = [block for block in MARKED if block.page == README][:2]
-    assert "make demo" in demo.text and "yolofleet data make" in quick_start.text
-    assert_runs(demo, folder)
-    with working_in(
-        folder
-    ):  # in this process, which has loaded torch; the longer suites run the block in a shell
-        for words in quick_start.commands():
-            done = called(*shlex.split(smaller(words))[1:])
-            assert done.code == 0, f"{words}\n{done.out}\n{done.err}"
-
-
-@needs_sh
-@pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({block.page for block in MARKED}), ids=lambda page: page.name)
-def test_marked_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    folder = place_of(page, tmp_path)
-    for block in MARKED:
-        if block.page == page and block.text.strip() != "make demo":
-            assert_runs(block, folder)
-
-
-# -- commands that are only understood ---------------------------------------------------------------------------
-
-COMING_FROM = ROOT / "docs" / "coming-from.md"
-
-
-def commands_of_tables(page: Path) -> Iterator[Block]:
-    """Of tables "there | here": what is said to be given here, or what is given there where it is the same."""
-    in_table = False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        if line == "| there | here |":
-            in_table = True
-        elif not line.startswith("|"):
-            in_table = False
-        elif in_table and line.startswith("| "):
-            _, here = line.split(" | ", 1)
-            for spelled in re.findall(r"`([^`]+)`", line if here.startswith("the same") else here):
-                yield Block(page, number, "sh", False, spelled)
-
-
-OUR_COMMANDS = [
-    pytest.param(words, id=f"{block}: {' '.join(words)[:60]}")
-    for block in [*SHELL, *commands_of_tables(COMING_FROM)]
-    for words in block.commands()
-    if len(words) > 1 and {"yolofleet", "train.py", "val.py", "detect.py"} & set(words)
-]
-
-
-RESOLVE: dict[str, tuple[type[BaseModel], Callable[..., object]]] = {
-    "train": (TrainConfig, resolve_train),
-    "val": (ValConfig, resolve_val),
-    "predict": (PredictConfig, resolve_predict),
-}
-
-
-@pytest.mark.parametrize("words", OUR_COMMANDS)
-def test_every_command_is_understood(words: list[str]) -> None:
-    scripts = {"train.py": "train", "val.py": "val", "detect.py": "predict"}
-    at = next(i for i, word in enumerate(words) if word in ("yolofleet", *scripts))
-    argv = [scripts[words[at]]] if words[at] in scripts else []
-    argv += words[at + 1 :]
-    if "--resume" in argv:  # wants a run
-        argv = [argv[0], "--data", "shapes", "--model", "yolov5n", *argv[argv.index("--resume") + 2 :]]
-    command: click.Command = APP
-    rest = argv
-    while isinstance(command, Verbs):
-        name, inner, rest = command.resolve_command(command.make_context("yolofleet", []), rest)
-        assert inner is not None and name
-        command = inner
-    with suppress(click.exceptions.Exit):  # of --help
-        params = command.make_context(argv[0], list(rest)).params  # raises for what it does not know
-        if argv[0] in RESOLVE:
-            resolve_as_the_verb(argv[0], params)
-
-
-def resolve_as_the_verb(verb: str, params: dict[str, Any]) -> None:
-    """Check the settings of a command as its verb does before it starts anything."""
-    names = RESOLVE[verb][0].model_fields
-    given = {name: value for name, value in params.items() if name in names and value not in (None, ())}
-    if params.get("job"):
-        slurm_script(given, params["config_file"], params["job"])
-    else:
-        RESOLVE[verb][1](given, config_file=params["config_file"])
 
 
 def known_flags() -> set[str]:
@@ -340,7 +134,7 @@ def test_verbs_are_named_and_what_is_not_there_yet_is_not_there() -> None:
 
 
 def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
-    tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```")[1]
+    tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```text\n")[1].split("```")[0]
     folder, named = Path(yolofleet.__file__).parent, set()
     parents = {2: folder}  # indent of a line -> the folder that it lies in
     for line in tree.strip().splitlines()[1:]:
@@ -354,18 +148,50 @@ def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
     assert not own - named - {"__init__.py", "__main__.py"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
-        if "://" not in link:
-            assert (page.parent / link).exists(), link
+    for link in links_of(page):
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            parts = urlsplit(link)
+            assert parts.scheme == "https" and re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), link
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), link
+        assert not anchor or anchor in anchors_of(there.resolve()), link
     for name in re.findall(r"`((?:tests|benchmarks|src|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
     package = ROOT / "src" / "yolofleet"
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         if (package / name.split("/")[0]).is_dir():
             assert (package / name).exists(), name
+
+
+def sentences_of(page: Path) -> list[str]:
+    """Return the sentences of paragraphs and list items, with ``code`` for each piece of code and without links' targets."""
+    text = re.sub(
+        r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M
+    )
+    text = re.sub(r"^(\||#).*$", "", text, flags=re.M)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+    paragraphs = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)
+    return [one for paragraph in paragraphs for one in re.split(r"(?<=[.!?:;])[)*\"]*\s+", paragraph)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_sentences_are_short_and_have_no_private_words(page: Path) -> None:
+    for sentence in sentences_of(page):
+        assert len(sentence.split()) <= LONGEST_SENTENCE, sentence
+        assert not re.search(PRIVATE_WORDS, sentence, re.I), sentence
 
 
 def test_the_page_of_hyperparameters_has_each_with_its_default() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from browser import DEADLINE_S, browser, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +63,7 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
     assert len(pages) > 60
     lost = []
     for path, page in pages.items():
-        for link in page.links:
+        for link in page.links + page.loaded:
             target, anchor = urldefrag(unquote(link))
             if re.match(r"[a-z]+:", target) or (path.name == "404.html"):
                 continue
@@ -72,6 +81,42 @@ def test_the_site_loads_nothing_from_other_servers(site: Path) -> None:
         assert not [link for link in Page(path).loaded if re.match(r"(https?:)?//", link)], path
     for path in site.rglob("*.css"):
         assert not re.search(r"url\(.?(https?:)?//", path.read_text(encoding="utf-8")), path
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder on this machine; yield the address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_search_of_the_site_finds_pages_without_another_server(site: Path, tmp_path: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    titles = {entry["title"] for entry in index["docs"]}
+    assert {"Train on your own data", "Spot machines", "Unequal devices"} <= titles
+    if reason := missing():
+        pytest.skip(reason)
+    with served(site) as address, browser(tmp_path) as session:
+        session.ask("/url", {"url": f"{address}/?q=spot+machines"})  # the page searches for these words
+        deadline, found = time.monotonic() + DEADLINE_S, []
+        while not found and time.monotonic() < deadline:
+            found = session.run(
+                "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+            )
+            time.sleep(0.2)
+        assert any("/preemption/" in link for link in found), found
+        assert not [message for message in session.messages() if "favicon" not in message]
 
 
 def test_the_references_are_made_from_the_code(site: Path) -> None:

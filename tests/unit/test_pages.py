@@ -6,8 +6,10 @@ import re
 import runpy
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -15,6 +17,7 @@ import yolofleet
 from yolofleet.cli.app import APP
 from yolofleet.fleet.doctor.findings import kinds
 from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.report.results import columns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +33,9 @@ def test_troubleshooting_names_codes_that_exist() -> None:
 
 
 def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
-    named = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    named = re.findall(
+        r"^ +- (?:[^:\n]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M
+    )
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
 
 
@@ -74,6 +79,57 @@ def test_the_references_have_every_verb_and_option() -> None:
             if not getattr(parameter, "hidden", False) and parameter.opts[0].startswith("--"):
                 name = parameter.opts[0].removeprefix("--")
                 assert name in page and name.replace("-", "\\-") in manual, (path, name)
+
+
+def test_help_texts_have_room_at_80_columns() -> None:
+    for path, command in runpy.run_path(str(ROOT / "docs" / "command_reference.py"))["commands"]():
+        text = command.get_help(click.Context(command, info_name=path, terminal_width=80))
+        margins = [len(line) - len(line.lstrip()) for line in text.splitlines() if line.strip()]
+        assert max(margins) <= 44, path
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site_pages.py"))["PYTHON"]
+    for name in set(yolofleet.__all__) - {"__version__"}:
+        assert f"`{name}`" in page, name
+    for name in re.findall(r"^::: (\S+)$", page, re.M):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(module), attribute), name
+
+
+def cells(page: str, heading: str, column: int = 0) -> set[str]:
+    """Return the names in a column of the first table after a heading."""
+    rows = [
+        line
+        for line in page.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+        if line.startswith("| `")
+    ]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[column])}
+
+
+def test_the_page_of_the_run_folder_names_every_file_column_key_and_event() -> None:
+    page = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    recorded = (ROOT / "tests" / "golden" / "folders.txt").read_text(encoding="utf-8")
+    recorded = recorded.split("[runs/train/exp]\n")[1].split("\n[")[0]
+    files = re.findall(r"^(\S.*)$", recorded, re.M)
+    named = cells("\n## Files\n" + page, "Files")
+    assert {re.sub(r"(?<=step|ank-)(-?)(\d+|<number>)", r"\1N", name) for name in files} <= named
+    here = {
+        name.replace("KIND", kind)
+        for name in cells(page, "Columns of the table of epochs")
+        for kind in ("box", "obj")
+    }
+    assert here == set(columns(["box", "obj"]))
+    results = recorded.split("\nresults.json\n")[1].split("\nweights/")[0]
+    assert cells(page, "Keys of the final figures") == {
+        key.strip().split(".")[0] for key in results.splitlines()
+    }
+    written = {
+        kind
+        for path in (ROOT / "src").rglob("*.py")
+        for kind in re.findall(r'\bevents\.write\(\s*"(\w+)"', path.read_text(encoding="utf-8"))
+    }
+    assert cells(page, "Events") == written
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="needs groff")

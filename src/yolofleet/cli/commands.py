@@ -29,6 +29,7 @@ TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
 )
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 
 
 class Verbs(click.Group):
@@ -241,7 +242,8 @@ class SchemaCommand(Command):
                 if parameter.secondary_opts:
                     flag = f"--[no-]{parameter.opts[0][2:]}"
                 sections.setdefault(group_of(field) if field else "general", []).append((flag, help))
-        width = max(len(flag) for rows in sections.values() for flag, _ in rows)
+        longest = max(len(flag) for rows in sections.values() for flag, _ in rows)
+        width = min(longest, FLAG_COLUMNS)
         order = [
             *("input", "length and batch size", "method", "execution", "after a failure", "saved files"),
             *("reports and display", "general"),
@@ -254,7 +256,7 @@ class SchemaCommand(Command):
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
-    """Texts all the way: the schema checks and converts them, for every source alike."""
+    """Return the option of a setting. Its value stays a string; the schema checks and converts it, as for every source."""
     from yolofleet.config.schema import flag_of
 
     flag, kind = flag_of(name, field), field.annotation

@@ -481,7 +481,13 @@ def _table(*columns: str) -> ScreenTable:
 
 
 DATA = click.Argument(["data"])
-SPLIT = click.Option(["--split"], type=click.Choice(["all", "train", "val", "test"]), default="all")
+SPLIT = click.Option(
+    ["--split"],
+    type=click.Choice(["all", "train", "val", "test"]),
+    default="all",
+    show_default=True,
+    help="split to read",
+)
 JSON = click.Option(
     ["--json", "json_out"],
     default="",

@@ -398,7 +398,7 @@ class TrainConfig(FleetSettings):
     )
     host_timeout: float = setting(
         0.0,
-        "a host is given up after N seconds without a message; 0 = 20, or silence_s of the fleet file",
+        "give up a host after X seconds without a message; 0 = 20, or silence_s of the fleet file",
         ge=0,
         le=3600,
         group="after a failure",

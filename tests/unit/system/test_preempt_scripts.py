@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(
 def scripts() -> dict[str, str]:
     """Return the blocks of the page that follow the name of a file."""
     found = re.findall(
-        r"^`(\w+\.(?:sh|py))`[^\n]*:\n\n```\w+\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+        r"^`(\w+\.(?:sh|py))`[^\n]*:\n\n<!-- test: [^\n]+ -->\n```\w+\n(.*?)^```$",
+        PAGE.read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     return dict(found)
 
