@@ -29,9 +29,11 @@ PACKAGE = Path(yolofleet.__file__).parent
 # What prints without `echo` and `Console`, and why it may.
 PRINTS = {
     "text.py:echo": "the one that cleans",
+    "text.py:announce": "cleans, after the command that erases progress lines",
+    "terminal.py:draw": "lines of `bar_line` and `fleet_lines`, which clean",
+    "terminal.py:_write": "the same, with the commands that draw them in place",
     "report/console.py:_print": "cleans each line",
-    "report/console.py:_say": "cleans; rich adds colours",
-    "report/console.py:header": "cleans; rich draws a frame",
+    "report/console.py:_draw": "cleaned before; rich draws a frame",
     "report/console.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
     "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
@@ -41,7 +43,6 @@ PRINTS = {
     "train/stop.py:on_signal": "the same",
     "parallel/agent.py:serve": "into the agent's log",
     "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
-    "files/fetch.py:show": "carriage return before a line of `echo`",
 }
 
 
