@@ -300,7 +300,7 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
         file = RunFolder(Path(run)).status
         if not Path(run).is_dir():
             raise ConfigError(f"there is no run folder {shown(run)}", hint="--hosts names the hosts of a job")
-        return show_status(lambda: status_here(file), run, watch, json_out)
+        return show_status(lambda: status_here(file), Path(run).resolve().name, watch, json_out)
 
     def show(found: list[Job]) -> int:
         running = [entry for entry in found if entry[1].runs and entry[1].ranks[1]]

@@ -107,8 +107,8 @@ def fleet_lines(
         counts = Counter(WORDS.get(rank.phase, screen_line(rank.phase, limit=20)) for rank in ranks)
         told = ", ".join(f"{count} {phase}" for phase, count in counts.most_common(4))
         warmest = max(rank.temperature_c for rank in ranks)
-        some = f"{len(ranks)} ranks: {told}" + (f", up to {warmest:.0f} C" if warmest else "")
-        line = Text(encodable(some if not first else f"and {rest} more; {some}", encoding), style="dim")
+        some = f"of {len(ranks)}: {told}" + (f", up to {warmest:.0f} C" if warmest else "")
+        line = Text(encodable(f"  {rest} more; {some}", encoding), style="dim")
         line.truncate(columns)
         lines.append(line)
     return lines
