@@ -170,6 +170,7 @@ def test_the_table_changes_while_rank_0_waits(monkeypatch: pytest.MonkeyPatch) -
         with Console(stream=terminal.stream, every_s=0, fleet=lambda: fleet) as console:
             console.begin_epoch(1, 2, 100)
             console.step(50, lambda: VIEW)
+            console.step(51, lambda: VIEW)
             fleet[1] = RankStatus(1, "node-b", "cuda:1", "data", 3, 42.0, 0.0, 0.0, 0.0, 0.0)
             while "loading 42.0 s" not in terminal.text():  # `console` is not called
                 time.sleep(0.01)
