@@ -360,7 +360,7 @@ def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_
     from rich.text import Text
 
     from yolofleet.files.atomic import emit_json
-    from yolofleet.report.fleet_screen import fleet_lines, title_line
+    from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
     from yolofleet.terminal import LINE_S, LiveLines
     from yolofleet.text import can_redraw, screen_line
 
@@ -375,9 +375,9 @@ def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_
     try:
         while found is not None:
             age_s, ranks = found
-            columns, rows = screen.size() if screen else shutil.get_terminal_size((80, 24))
-            most = rows if screen else len(ranks)
-            lines = fleet_lines(ranks, columns - 1, rows if screen else most + rows, most=most)
+            columns, rows = screen.size() if screen else shutil.get_terminal_size()
+            room = rows if sys.stdout.isatty() else len(ranks) + OTHER_ROWS  # a file gets all ranks
+            lines = fleet_lines(ranks, columns - 1, room, most=len(ranks))
             title = Text(screen_line(title_line(ranks, name, age_s)))
             title.truncate(columns - 1)
             if screen:

@@ -32,7 +32,7 @@ from yolofleet.parallel.status import RankStatus
 from yolofleet.report.clock import Times
 from yolofleet.report.fleet_screen import fleet_lines
 from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
-from yolofleet.text import is_quiet, screen_line, screen_text
+from yolofleet.text import can_redraw, is_quiet, screen_line, screen_text
 
 __all__ = ["Console", "NullConsole", "ScreenTable", "StepView", "aligned", "duration", "shares_text"]
 
@@ -129,8 +129,8 @@ class ScreenTable(Table):
         super().add_row(*(Text(screen_line(cell)) for cell in cells), **more)
 
     def show(self) -> None:
-        """Print it."""
-        RichConsole(markup=False).print(self)
+        """Print it, without colours where lines cannot be drawn."""
+        RichConsole(markup=False, force_terminal=None if can_redraw(sys.stdout) else False).print(self)
 
 
 class NullConsole:

@@ -46,7 +46,7 @@ COLUMNS: tuple[Column, ...] = (
     ("temp", 4, lambda rank: f"{rank.temperature_c:.0f} C" if rank.temperature_c else ""),
 )
 LEFT = ("rank", "host", "device", "phase")  # columns aligned left
-LONGEST = {"host": 24, "phase": 24}  # cells
+LONGEST = {"host": 24, "device": 12, "phase": 24}  # cells
 
 
 def hangs(rank: RankStatus) -> bool:

@@ -27,7 +27,7 @@ from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.fleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
-from yolofleet.text import RelayedText, announce, announcement, can_redraw, is_quiet
+from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, is_quiet
 
 SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
 SHORT_SETTLE_S = 0.5  # the same, if the run goes on
@@ -222,7 +222,8 @@ class Watch:
         if (self.plain and len(self.nodes) > 1) or number > 0:
             mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
             self.began_line[number] = not text.endswith("\n")
-            text = (mark if begins else "") + text.replace("\n", f"\n{mark}")
+            begin = ERASE if self.terminal else ""  # the progress of rank 0 may be there
+            text = (begin + mark if begins else "") + text.replace("\n", f"\n{mark}")
             text = text if self.began_line[number] else text.removesuffix(mark)
         self.stdout.write(text)
 
