@@ -105,6 +105,7 @@ def test_echo_cleans_and_goes_where_it_is_told(capsys: pytest.CaptureFixture[str
 
 def test_text_of_another_machine_keeps_its_bar_and_no_other_command() -> None:
     bar = "\x1b[1mepoch\x1b[0m \x1b[38;5;237m---\x1b[0m\r\x1b[2K\x1b[1A\x1b[?25l\x1b[?25h"
+    bar += "\r\x1b[J\x1b[?7lepoch\x1b[?7h\x1b[3A\r"  # and as terminal.py draws it
     assert RelayedText().clean(bar) == bar
     relayed = RelayedText()
     assert "".join(relayed.clean(piece) for piece in bar) == bar  # cut anywhere
