@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from commands import Outcome, called, environment, small_shapes, train_args, working_in
+from commands import Outcome, called, environment, small_shapes, started, train_args, working_in
 from terminal import Screen, pseudo_terminal
 
 RUN = ["--device", "cpu", "--threads", "1", "--workers", "0"]
@@ -118,6 +120,35 @@ def test_two_processes_print_json_alone(folder: Path) -> None:
     assert "trained 1 epoch" in done.stderr
     assert all(character.isprintable() or character == "\n" for character in done.stderr)
     assert not (folder / "runs/train/two/logs/ranks.json").exists()
+
+
+def test_the_status_of_a_run_is_shown_while_it_lasts(folder: Path) -> None:
+    run = started(folder, *train("--name", "watched", "--epochs", "5000"), "--device", "cpu:2")
+    ranks: list[dict[str, float]] = []
+    try:
+        while not (ranks and all(rank["rate_img_s"] for rank in ranks)):
+            assert run.poll() is None, run.communicate()
+            with working_in(folder):
+                done = called("fleet", "status", "runs/train/watched", "--json", "-")
+            ranks = json.loads(done.out)["ranks"] if done.code == 0 else []
+            time.sleep(0.2)
+        with working_in(folder):
+            shown = called("fleet", "status", "runs/train/watched").out.splitlines()
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.communicate()
+    assert run.returncode == 75
+    assert [rank["rank"] for rank in ranks] == [0, 1] and all(rank["memory_gib"] for rank in ranks)
+    assert "watched: 2 ranks on 1 host, step " in shown[0] and shown[1].split()[:4] == [
+        "rank",
+        "host",
+        "device",
+        "phase",
+    ]
+    assert len(shown) == 4
+    with working_in(folder):
+        after = called("fleet", "status", "runs/train/watched")
+    assert after.code == 2 and "has no ranks that report" in after.err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")

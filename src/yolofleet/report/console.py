@@ -327,7 +327,7 @@ class Console(NullConsole):
         assert self._rich is not None and lines is not None
         with lines.lock, suppress(OSError, ValueError):
             lines.erase()
-            self._rich.print(what)
+            self._rich.print(what, width=lines.size()[0])
 
     def header(
         self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
@@ -419,8 +419,15 @@ class Console(NullConsole):
         if self._progress.lines is None:
             self._print(title, *(f"  {line}" for line in aligned(columns, rows)))
             return
-        lines = aligned(columns, rows, self._progress.lines.size()[0] - 2)
+        width = self._progress.lines.size()[0] - 2
+        lines = aligned(columns, rows, width)
         self._say(title)
+        if max(map(cell_len, lines)) > width:  # rich divides the cells into several lines
+            wide = ScreenTable(*columns, numbers=columns[1:])
+            for row in rows:
+                wide.add_row(*row)
+            self._draw(wide)
+            return
         self._say(f"  {lines[0]}", "dim")
         for i, line in enumerate(lines[1:]):
             self._say(f"  {line}", "bold" if i == 0 else "")

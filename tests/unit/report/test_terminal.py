@@ -96,6 +96,18 @@ def test_lines_fit_every_width() -> None:
     assert len({line.index("0.") for line in wide[2:]}) == 1 and all(len(line) <= 40 for line in wide)
 
 
+def test_a_table_that_is_too_wide_has_cells_of_several_lines() -> None:
+    columns = ("fleet", "expected time of the run", "images of a second", "what binds the whole run")
+    with pseudo_terminal(24, 50) as terminal:
+        with Console(stream=terminal.stream) as console:
+            console.table(
+                "predicted", columns, [(HOSTILE, "1:02:05", "412.5", "the all-reduce of all ranks")] * 3
+            )
+        echo("END", to=terminal.stream)
+        screen = screen_of(terminal, 24, 50)
+    assert screen.wrapped == 0 and "binds" in "\n".join([*screen.scrolled, screen.text])
+
+
 def test_a_bar_of_80_columns_has_the_figures_that_people_look_for() -> None:
     line = bar_line("epoch 12/100", 0.31, [("12320/118287", "31%"), *VIEW.parts("0:12 left")], 79).plain
     for words in ("epoch 12/100 ━", "31%", "412/s", "0:12 left", "ends ", "loss 0.0832", "2.1G"):
