@@ -76,7 +76,7 @@ def test_a_training_on_a_terminal_wraps_nothing_and_ends_clean(rows: int, column
         screen = screen_of(terminal, rows, columns)
         text = terminal.text()
     assert "?25l" not in text  # the cursor was never hidden
-    assert screen.cut == 0
+    assert screen.cut == screen.wrapped == 0
     lines = [*screen.scrolled, *screen.text.splitlines()]
     assert lines[-1] == "END"  # no progress is left
     assert not any("━" in line or line.startswith("  rank") for line in lines)
