@@ -371,7 +371,7 @@ def resize(output: int, terminal: Values) -> None:
     import struct
     import termios
 
-    rows, columns = (min(max(int(terminal[name]), 1), 0xFFFF) for name in ("rows", "columns"))
+    rows, columns = (min(max(int(terminal[name]), 0), 0xFFFF) for name in ("rows", "columns"))
     size = struct.pack("HHHH", rows, columns, 0, 0)
     with suppress(OSError):
         fcntl.ioctl(output, termios.TIOCSWINSZ, size)

@@ -51,7 +51,10 @@ def terminal_size() -> dict[str, Any] | None:
     """Return rows, columns and type of the terminal on standard output; None if lines cannot be drawn there in place."""
     if not can_redraw(sys.stdout):
         return None
-    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    try:
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None
     return {"rows": rows, "columns": columns, "term": os.environ["TERM"]}
 
 
