@@ -103,6 +103,7 @@ def _curve(run: BuiltRun, settings: LrFindConfig) -> tuple[list[float], list[flo
                 nan_rule=NanRule(skips=settings.steps),
             )
             training.report.clock.step(plan.images)
+            training.report.console.progress("steps", training.report.clock.steps, len(plans))
             loss = sum(world.sum_rows(done.terms.tolist()))
             if not loss and not losses:
                 continue  # the gradient is not finite: in fp16 the search for a loss scale
