@@ -1,6 +1,7 @@
 """Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
-All output goes through :func:`echo` or ``report/console.py``; tests/unit/cli/test_screen_text.py checks it.
+All output goes through :func:`echo`, :func:`announce`, ``terminal.py`` or ``report/console.py``;
+tests/unit/cli/test_screen_text.py checks it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def echo(text: object = "", *, to: TextIO | None = None, end: str = "\n") -> Non
 # The cursor rests at the beginning of the lines that are drawn in place, so this erases all of them.
 ERASE = "\r\x1b[J"
 erasers: list[Callable[[], None]] = []  # erase the progress lines of this process
-_QUIET = [False]
+_QUIET = [False]  # a list, so that functions can change it
 
 
 def can_redraw(stream: TextIO) -> bool:

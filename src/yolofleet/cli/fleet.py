@@ -320,7 +320,7 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
 
 
 def status_here(file: Path) -> Status | None:
-    """What the ranks of a run do, and how many seconds ago rank 0 wrote it; None if it writes nothing."""
+    """Return how many seconds ago rank 0 wrote what the ranks do, and the ranks; None if there is no file."""
     from yolofleet.files.foreign import read_foreign
     from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
 
@@ -334,7 +334,7 @@ def status_here(file: Path) -> Status | None:
 
 
 def status_there(remote: Remote, file: str) -> Status | None:
-    """As :func:`status_here`, on a host."""
+    """Return the same of a file on a host."""
     from yolofleet.fleet.hosts.remote import Refused
     from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
 
