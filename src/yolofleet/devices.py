@@ -281,6 +281,18 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
     return None
 
 
+def temperature_c(device: torch.device) -> float:
+    """Return the temperature of ``device``, degrees Celsius; 0 if torch cannot read it.
+
+    torch asks NVIDIA's driver through the package nvidia-ml-py, and AMD's through amdsmi. The host does not wait for
+    the device.
+    """
+    ask = None if is_host(device) else _function(device, "temperature")
+    with suppress(ImportError, RuntimeError, AttributeError):
+        return float(ask(device)) if ask is not None else 0.0
+    return 0.0
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak of :func:`peak_memory_bytes` at the memory in use now. The host does not wait for the device."""
     reset = None if is_host(device) else _function(device, "reset_peak_memory_stats")

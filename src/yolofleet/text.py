@@ -1,13 +1,15 @@
 """Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
-All output goes through :func:`echo` or ``report/console.py``; tests/unit/cli/test_screen_text.py checks it.
+All output goes through :func:`echo`, :func:`announce`, ``terminal.py`` or ``report/console.py``;
+tests/unit/cli/test_screen_text.py checks it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 # C0 and C1 control characters without tab and newline, DEL, line and paragraph separators, marks and
@@ -80,16 +82,73 @@ def screen_line(value: object, *, limit: int | None = None) -> str:
 
 
 def echo(text: object = "", *, to: TextIO | None = None, end: str = "\n") -> None:
-    """Print :func:`screen_text` of ``text``, and flush.
+    """Print :func:`screen_text` of ``text``, and flush. First erase progress lines that this process has drawn.
 
     Args:
         to: None: standard output.
     """
+    for erase in list(erasers):
+        erase()
     print(screen_text(text), file=sys.stdout if to is None else to, end=end, flush=True)
 
 
-# Commands of progress bars: colours, cursor up and to the left, erase a line, hide and show the cursor.
-_BAR = re.compile(r"\x1b\[(?:[0-9;]*m|[0-9]*[AG]|[0-2]?K|\?25[lh])|\r")
+# -- progress on a terminal (terminal.py) ----------------------------------------------------------------------
+
+# The cursor rests at the beginning of the lines that are drawn in place, so this erases all of them.
+ERASE = "\r\x1b[J"
+erasers: list[Callable[[], None]] = []  # erase the progress lines of this process
+_QUIET = [False]  # a list, so that functions can change it
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether lines of ``stream`` can be drawn again in place.
+
+    It is a terminal with a known type (a Windows console has none), and not that of a CI service, which keeps every
+    character in a log.
+    """
+    try:
+        is_terminal = stream.isatty()
+    except ValueError:  # a closed stream
+        return False
+    return (
+        is_terminal and os.environ.get("TERM", "") not in ("", "dumb", "unknown") and not os.environ.get("CI")
+    )
+
+
+def announcement(text: str, begin: str = "\n") -> str:
+    """Return a line for standard error that replaces progress lines, also those of another process on the terminal.
+
+    Args:
+        begin: what it begins with where lines are not drawn in place.
+    """
+    return f"{ERASE if can_redraw(sys.stderr) else begin}{screen_text(text)}\n"
+
+
+def announce(text: object, begin: str = "\n") -> None:
+    """Print :func:`announcement` on standard error."""
+    sys.stderr.write(announcement(str(text), begin))
+    sys.stderr.flush()
+
+
+def set_quiet(quiet: bool) -> None:
+    """Set whether the user gave ``--quiet``, for this process."""
+    _QUIET[0] = quiet
+
+
+def is_quiet() -> bool:
+    """Return whether this process prints only errors and results."""
+    return _QUIET[0]
+
+
+def inform(text: object) -> None:
+    """Print a line on standard error that is neither an error nor a result, unless ``--quiet``."""
+    if not is_quiet():
+        echo(text, to=sys.stderr)
+
+
+# Commands of progress bars: colours, cursor up and to the left, erase a line or what is below, hide and show the
+# cursor, wrap long lines or cut them.
+_BAR = re.compile(r"\x1b\[(?:[0-9;]*m|[0-9]*[AG]|[0-2]?K|J|\?25[lh]|\?7[lh])|\r")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;?]{0,16})?\Z")
 
 

@@ -56,12 +56,12 @@ from yolofleet.runs.train import train
 from yolofleet.runs.val import validate
 from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
-from yolofleet.text import echo
+from yolofleet.text import announce, echo, set_quiet
 
 
 def show(error: YolofleetError) -> None:
     """Print an error on standard error."""
-    echo(f"\n{error.render()}", to=sys.stderr)
+    announce(error.render())
 
 
 def show_failure(problem: BaseException) -> int:
@@ -134,6 +134,7 @@ def _run(
                 checkpoints=run_folder.checkpoints,
                 resume=run_folder.resume_command if recipe is not None else "",
                 say=on_stall,
+                status=run_folder.status if world.is_main else None,
             ):
                 try:
                     world.connect()
@@ -206,6 +207,7 @@ def main(argv: list[str]) -> int:
 
     try:
         job = load_job(Path(argv[1]))
+        set_quiet(job.config.value.quiet)
         run(job.config, job.recipe, folder, on_stall, on_failure, int(argv[2]))
         return 0
     except (Exception, KeyboardInterrupt) as problem:

@@ -14,6 +14,7 @@ import yolofleet
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own part and earlier ones
     ("text",),
+    ("terminal",),
     ("redaction",),
     ("errors",),
     ("system",),
@@ -46,6 +47,7 @@ ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts t
 TO_A_ROOT = {("runs", "worker")}  # inside a function: this process becomes a worker
 WITHOUT_TORCH = (
     "text",
+    "terminal",
     "redaction",
     "errors",
     "system",

@@ -15,7 +15,7 @@ from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
 from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
-from yolofleet.text import echo
+from yolofleet.text import announce, echo, set_quiet
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
@@ -82,6 +82,7 @@ FLEET = Verbs(
         "check": ("yolofleet.cli.fleet:check_command", "check that hosts can work together"),
         "run": ("yolofleet.cli.fleet:run_command", "run a command on every host"),
         "ps": ("yolofleet.cli.fleet:ps_command", "list jobs on the hosts"),
+        "status": ("yolofleet.cli.fleet:status_command", "show what every rank of a run does"),
         "attach": ("yolofleet.cli.fleet:attach_command", "show a run that was started with --detach"),
         "add": ("yolofleet.cli.fleet:add_command", "add a host to a running training"),
         "logs": ("yolofleet.cli.fleet:logs_command", "show the logs of a job"),
@@ -177,6 +178,7 @@ def run(argv: Sequence[str]) -> int:
     """Run a command line to its exit code (DESIGN: 0 done, 2 user, 3 data or file, 4 cluster, 5 numerics, 75
     stopped); prints every failure once, without a traceback unless it is ours."""
     _open_closed_streams()
+    set_quiet(False)  # an earlier call in this process may have set it
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the program
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -195,7 +197,7 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as problem:
         return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
     except KeyboardInterrupt:
-        echo("\ninterrupted", to=sys.stderr)
+        announce("interrupted")
         return INTERRUPTED
     except MemoryError:
         return _report(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -13,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from yolofleet.errors import ConfigError
-from yolofleet.text import echo
+from yolofleet.text import echo, inform, is_quiet, set_quiet
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -28,6 +30,7 @@ DOWNLOAD = click.Option(
 TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
 )
+MOST_RESULTS_BYTES = 1 << 30
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 
@@ -172,13 +175,49 @@ class Command(click.Command):
         return super().invoke(ctx)
 
 
+QUIET = click.Option(
+    ["--quiet"],
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, option, quiet: set_quiet(quiet),
+    help="print only errors and the result: no notes and no progress",
+)
+
+
+@contextmanager
+def text_on_stderr(json_out: str) -> Iterator[None]:
+    """With ``--json -``, move standard output of the block and of its processes to standard error."""
+    if json_out != "-":
+        yield
+        return
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr), ExitStack() as stack:
+        with suppress(OSError):
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 1)
+            os.dup2(2, 1)
+        yield
+
+
+def emit_results(code: int, results: Path, json_out: str) -> int:
+    """Write a run's ``results.json`` to the target of ``--json``, if the run has succeeded. Return ``code``."""
+    from yolofleet.files.atomic import emit_json
+    from yolofleet.files.foreign import read_foreign_text
+    from yolofleet.parallel.place import is_first
+
+    if json_out and code == 0 and is_first(os.environ) and results.is_file():
+        emit_json(json.loads(read_foreign_text(results, limit_bytes=MOST_RESULTS_BYTES)), json_out)
+    return code
+
+
 def say(notes: Iterable[str]) -> None:
-    """Tell the user something once, not once per process."""
+    """Tell the user something once, not once per process, and nothing with ``--quiet``."""
     from yolofleet.parallel.place import is_first
 
     if is_first(os.environ):
         for note in notes:
-            echo(f"note: {note}", to=sys.stderr)
+            inform(f"note: {note}")
 
 
 class SchemaCommand(Command):
@@ -202,6 +241,7 @@ class SchemaCommand(Command):
         self.model = model
 
         def callback(**values: Any) -> int:
+            set_quiet(bool(values.get("quiet")) or is_quiet())
             given = {
                 field: value
                 for field, value in values.items()
@@ -226,6 +266,8 @@ class SchemaCommand(Command):
             metavar="FILE",
             help="read settings from a YAML file; flags of the command line win",
         )
+        if "quiet" not in model.model_fields or "quiet" in without:
+            options.append(QUIET)
         super().__init__(
             name, params=[*options, config, *extra_options], callback=callback, left_out=left_out, **extra
         )

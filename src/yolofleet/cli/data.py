@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import Command
+from yolofleet.cli.commands import QUIET, Command
 from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import echo
+from yolofleet.text import echo, is_quiet
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -187,6 +187,8 @@ def _show_check(
     for name, error in errors.items():
         echo(error.render())
         table.add_row(name, "", "", "", error.what.splitlines()[0])
+    if is_quiet():
+        return
     for note in notes:
         echo(note)
     table.show()
@@ -321,9 +323,10 @@ def preview(data: str, out: str, count: int, epoch: int, **given: Any) -> int:
     chosen = {name: value for name, value in given.items() if value is not None}
     # a model decides nothing here but its family's default recipe
     config, recipe = resolve_train({**chosen, "data": data, "model": "yolov5n"})
-    for note in (*config.notes, *recipe.notes):
-        echo(note)
-    if config.value.sampler == "weights":
+    if not is_quiet():
+        for note in (*config.notes, *recipe.notes):
+            echo(note)
+    if config.value.sampler == "weights" and not is_quiet():
         echo("--sampler weights: each image once, as before the first validation")
     write_preview(config.value, recipe.value, _index(_load(data), "train"), file, count=count, epoch=epoch)
     echo(file)
@@ -343,12 +346,13 @@ def convert(
         done = run(
             spec, Path(out), to, splits=_listed(splits), names=_listed(names), images=images, on_progress=told
         )
-    for note in (*spec.notes, *done.notes):
-        echo(note)
-    table = _table("split", "images", "labels")
-    for name, counts in done.splits.items():
-        table.add_row(name, *map(str, counts))
-    table.show()
+    if not is_quiet():
+        for note in (*spec.notes, *done.notes):
+            echo(note)
+        table = _table("split", "images", "labels")
+        for name, counts in done.splits.items():
+            table.add_row(name, *map(str, counts))
+        table.show()
     how = {"none": "no images", "symlink": "symbolic links", "copy": "copies", "link": "hard links"}[images]
     some = f", {done.copied} copies where links are not possible" if images == "link" and done.copied else ""
     echo(f"{done.folder / 'data.yaml'} ({how}{some})")
@@ -449,7 +453,7 @@ def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal, and a line now and then elsewhere."""
     with _told() as told:
         yield lambda done, total: told(what, done, total)
 
@@ -457,15 +461,10 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _told() -> Iterator[Callable[[str, int, int], None]]:
     """As ``_progress``, for work of several stages."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    from yolofleet.terminal import Progress
 
-    with Progress(transient=True, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    with Progress(sys.stderr) as progress:
+        yield progress.show
 
 
 def _write_json(value: Any, json_out: str) -> None:
@@ -514,6 +513,7 @@ make_command = Command(
             help="side of the square images, pixels  [160]",
         ),
         click.Option(["--seed"], type=click.IntRange(0), default=0, help="seed of the random generator  [0]"),
+        QUIET,
     ],
     callback=make,
     help="Generate a data set: `data make shapes --out FOLDER`.",
@@ -532,6 +532,7 @@ check_command = Command(
         click.Option(["--decode"], is_flag=True, help="also decode every image"),
         click.Option(["--duplicates"], is_flag=True, help="also search for equal images"),
         JSON,
+        QUIET,
     ],
     callback=check,
     help="Read every label and image header of DATA and list the errors with file and line. The exit code is 3 if images or "
@@ -549,6 +550,7 @@ stats_command = Command(
             help="image size in training, pixels  [640]",
         ),
         JSON,
+        QUIET,
     ],
     callback=stats,
     help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
@@ -576,6 +578,7 @@ preview_command = Command(
         ),
         click.Option(["--fraction"], type=float, help="share of the training images to use  [1]"),
         click.Option(["--rect"], is_flag=True, help="rectangular images"),
+        QUIET,
     ],
     callback=preview,
     help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
@@ -601,6 +604,7 @@ convert_command = Command(
             default="link",
             help="hard links (copies if the disk does not support links), copies, symbolic links, or labels only  [link]",
         ),
+        QUIET,
     ],
     callback=convert,
     help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
@@ -615,6 +619,7 @@ download_command = Command(
         ),
         click.Option(["--parts"], multiple=True, metavar="A,B", help="download only these parts"),
         click.Option(["--keep-archives"], is_flag=True, help="keep the archives after unpacking"),
+        QUIET,
     ],
     callback=download,
     help="Download and verify the public data set NAME. Without NAME, list the data sets.",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from yolofleet.cli.commands import Command, say
-from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.errors import ClusterError, ConfigError, DataError
 from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from yolofleet.fleet.hosts.remote_log import Log
     from yolofleet.fleet.hosts.unreachable import Unreachable
     from yolofleet.fleet.launch.preflight import Plan
+    from yolofleet.parallel.status import RankStatus
 
 T = TypeVar("T")
 
@@ -35,6 +38,7 @@ HOSTS = [
     click.Option(["--fleet", "fleet_file"], metavar="FILE", help="hosts, from a YAML file"),
 ]
 Job = tuple["Remote", "JobRecord"]
+Status = tuple[float, "list[RankStatus]"]
 
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
@@ -284,6 +288,119 @@ def logs(
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
+def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, json_out: str) -> int:
+    if not (hosts or fleet_file):
+        from yolofleet.report.folder import RunFolder
+
+        if not run:
+            raise ConfigError(
+                "which run? the folder of a run on this machine, or the hosts of a job",
+                hint="yolofleet fleet status runs/train/exp, or --hosts a:8,b:4",
+            )
+        file = RunFolder(Path(run)).status
+        if not Path(run).is_dir():
+            raise ConfigError(f"there is no run folder {shown(run)}", hint="--hosts names the hosts of a job")
+        return show_status(lambda: status_here(file), Path(run).resolve().name, watch, json_out)
+
+    def show(found: list[Job]) -> int:
+        running = [entry for entry in found if entry[1].runs and entry[1].ranks[1]]
+        names = names_of(entry for entry in running if entry[1].folder)
+        if not run and len(names) != 1:
+            raise ConfigError(
+                f"which run? {', '.join(names)}" if names else "no run runs there",
+                hint=f"yolofleet fleet status {names[0]} {typed(hosts, fleet_file)}" if names else None,
+            )
+        name = named_job(run, names, "runs") if run else names[0]
+        parts = [entry for entry in running if entry[1].job == name]
+        remote, record = min(parts, key=lambda entry: entry[1].ranks)  # rank 0 is there
+        file = f"{record.folder}/logs/ranks.json"
+        return show_status(lambda: status_there(remote, file), name, watch, json_out)
+
+    return with_jobs(asked_fleet(hosts, fleet_file), show)
+
+
+def status_here(file: Path) -> Status | None:
+    """Return how many seconds ago rank 0 wrote what the ranks do, and the ranks; None if there is no file."""
+    from yolofleet.files.foreign import read_foreign
+    from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
+
+    try:
+        written_at_s, ranks = parsed_status(read_foreign(file, limit_bytes=MOST_STATUS_BYTES, follow=False))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        raise DataError(f"cannot read {file}: {problem}", hint="wait for the next writing") from None
+    return max(time.time() - written_at_s, 0.0), ranks
+
+
+def status_there(remote: Remote, file: str) -> Status | None:
+    """Return the same of a file on a host."""
+    from yolofleet.fleet.hosts.remote import Refused
+    from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
+
+    content = b""
+    try:
+        while len(content) < MOST_STATUS_BYTES:
+            piece = remote.ask("read_piece", file=file, offset=len(content))
+            content += piece.content
+            if not piece.content or len(content) >= piece.size:
+                break
+        written_at_s, ranks = parsed_status(content)
+    except Refused:  # the file does not exist
+        return None
+    except ValueError as problem:
+        raise ClusterError(f"{remote.name} has a status that cannot be read: {problem}") from None
+    return max(time.time() + remote.ahead_s - written_at_s, 0.0), ranks
+
+
+def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_out: str) -> int:
+    """Show what the ranks do, once or until the run ends or you press Ctrl-C."""
+    from dataclasses import asdict
+
+    from rich.text import Text
+
+    from yolofleet.files.atomic import emit_json
+    from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
+    from yolofleet.terminal import LINE_S, LiveLines
+    from yolofleet.text import can_redraw, screen_line
+
+    found = read()
+    if found is None:
+        raise ConfigError(
+            f"{shown(name)} has no ranks that report",
+            source="the run has ended or not begun, has one process, or was started with --stall-s 0",
+            hint="a run of several processes reports every few seconds",
+        )
+    lines, screen = [], LiveLines(sys.stdout) if watch and can_redraw(sys.stdout) else None
+    try:
+        while found is not None:
+            age_s, ranks = found
+            columns, rows = screen.size() if screen else shutil.get_terminal_size()
+            room = rows if sys.stdout.isatty() else len(ranks) + OTHER_ROWS  # a file gets all ranks
+            lines = fleet_lines(ranks, columns - 1, room, most=len(ranks))
+            title = Text(screen_line(title_line(ranks, name, age_s)))
+            title.truncate(columns - 1)
+            if screen:
+                screen.draw([title, *lines])
+            elif json_out != "-":
+                for line in (title, *lines):
+                    echo(line.plain)
+            emit_json({"age_s": age_s, "ranks": [asdict(rank) for rank in ranks]}, json_out)
+            if not watch:
+                return 0
+            time.sleep(FOLLOW_S if screen else LINE_S)
+            found = read()
+        say([f"{name} has ended"])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if screen:
+            screen.close()
+            for line in (title, *lines):
+                echo(line.plain)
+    return 0
+
+
 def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:
     from yolofleet.fleet.detached import attach
 
@@ -416,6 +533,23 @@ logs_command = Command(
     ],
     callback=logs,
     help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
+)
+status_command = Command(
+    "status",
+    params=[
+        *HOSTS,
+        click.Argument(["run"], default=""),
+        click.Option(["--watch"], is_flag=True, help="draw again until the run ends or you press Ctrl-C"),
+        click.Option(
+            ["--json", "json_out"],
+            default="",
+            metavar="FILE",
+            help="write the result as JSON to FILE, or to standard output (-)",
+        ),
+    ],
+    callback=status,
+    help="Show what every rank of a run does: phase, images per second, share of its time in which it waits for others, memory, "
+    "temperature where the driver says. RUN is a run folder on this machine or, with --hosts, the name of a job.",
 )
 attach_command = Command(
     "attach",

@@ -28,7 +28,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import is_worker
 from yolofleet.system.children import die_with_parent, module_argv, module_environment
 from yolofleet.system.proc import descendants, end_descendants, rank_of
-from yolofleet.text import echo, screen_line
+from yolofleet.text import echo, is_quiet, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.runs.selftest import Leg, Record, Verdict
@@ -74,7 +74,7 @@ def selftest(
         except OSError as refusal:
             raise storage_error(refusal, Path(temporary)) from None
         table = Table(legs)
-        echo(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}", to=out)
+        told(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}", out)
         waiting = list(legs)
         while waiting:
             leg = waiting.pop(0)
@@ -88,7 +88,7 @@ def selftest(
                 echo(problem, to=sys.stderr)
                 return code
             records.append(comparison.read(leg, folder, problem))
-            echo(table.line(records[-1], records[0]), to=out)
+            told(table.line(records[-1], records[0]), out)
             if len(records) == len(legs):
                 waiting = further_legs(records)
         verdict = judge(records)
@@ -99,10 +99,10 @@ def selftest(
             folder = RunFolder(Path(temporary, "killed"))
             settings = comparison.settings_of(many)
             checks.append(killed_rank_check(settings, device, many.processes, folder, extra))
-            echo(check_line(checks[-1]), to=out)
+            told(check_line(checks[-1]), out)
     elapsed_s = time.monotonic() - began_at_s
     write_figures(config, verdict, records, checks, elapsed_s)
-    echo(cost(records), to=out)
+    told(cost(records), out)
     if verdict.cause is not None:
         raise ClusterError(verdict.text, source=verdict.cause.what, hint=verdict.cause.hint)
     if failed := [check for check in checks if not check["passed"]]:
@@ -280,12 +280,18 @@ def device_checks(devices: Sequence[str], out: TextIO) -> list[dict[str, Any]]:
                     words = line.strip() or words
                     continue
                 done.append({"device": device, **json.loads(line)})
-                echo(check_line(done[-1]), to=out)
+                told(check_line(done[-1]), out)
         if child.returncode:
             detail = f"ended with exit code {child.returncode}: {words[:300]}"
             done.append({"device": device, "name": "all checks", "passed": False, "detail": detail})
-            echo(check_line(done[-1]), to=out)
+            told(check_line(done[-1]), out)
     return done
+
+
+def told(text: str, out: TextIO) -> None:
+    """Print what the verdict stands on, unless ``--quiet``."""
+    if not is_quiet():
+        echo(text, to=out)
 
 
 def check_line(check: Mapping[str, Any]) -> str:

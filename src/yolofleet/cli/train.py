@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
-from yolofleet.cli.data import offer_download
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.data import JSON, offer_download
 from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
@@ -32,6 +32,7 @@ def run(
     job: Sequence[str],
     download: bool,
     evolve: str | None,
+    json_out: str,
 ) -> int:
     if evolve is not None:
         from yolofleet.cli import tune
@@ -40,7 +41,12 @@ def run(
             raise ConfigError(
                 f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
             )
-        return tune.run({**given, "trials": evolve}, config_file, download)
+        return tune.run({**given, "trials": evolve}, config_file, download, json_out)
+    if json_out and (job or given.get("detach")):
+        raise ConfigError(
+            f"--json cannot be used with {'--slurm' if job else '--detach'}: this command does not wait for the results",
+            hint="results.json in the run folder has them",
+        )
     if job:
         if download:
             raise ConfigError(
@@ -58,12 +64,14 @@ def run(
         rehearse(config, recipe)
         return 0
     offer_download(config.value, ("train", "val"), agreed=download)
-    planned = plan_run(config, recipe)
-    if config.value.detach:
-        from yolofleet.runs.on_hosts import start_detached_run
+    with text_on_stderr(json_out):
+        planned = plan_run(config, recipe)
+        if config.value.detach:
+            from yolofleet.runs.on_hosts import start_detached_run
 
-        return start_detached_run(planned)
-    return start(planned)[0]
+            return start_detached_run(planned)
+        code, folder = start(planned)
+    return emit_results(code, folder.results_json, json_out)
 
 
 def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
@@ -151,6 +159,7 @@ command = SchemaCommand(
             help="show every setting, its source, and what would run; start nothing",
         ),
         DOWNLOAD,
+        JSON,
         job_option("--slurm", SlurmSettings, "submit the run as a SLURM batch job"),
         click.Option(["--evolve"], hidden=True),  # YOLOv5's name of `yolofleet tune --trials N`
     ],

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
-from yolofleet.cli.data import offer_download
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.data import JSON, offer_download
 from yolofleet.config.checks import NOT_IN_TUNE
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
 
 
-def run(given: dict[str, Any], config_file: str, download: bool) -> int:
+def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
     config, recipe = resolve_tune(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
     from yolofleet.runs.tune import tune
 
-    tune(config, recipe)
-    return 0
+    with text_on_stderr(json_out):
+        result = tune(config, recipe)
+    return emit_results(0, result.folder / "results.json", json_out)
 
 
 command = SchemaCommand(
@@ -27,7 +28,7 @@ command = SchemaCommand(
     run,
     spelled_as="train",
     without=NOT_IN_TUNE,
-    extra_options=[DOWNLOAD],
+    extra_options=[DOWNLOAD, JSON],
     help="Search recipe values with a high fitness: train many trials, several at a time on the devices of one or more "
     "machines, and write the best recipe. Needs the extra yolofleet[tune].",
     epilog="The other settings are those of `yolofleet train`; --epochs is the length of a trial.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import Command
+from yolofleet.cli.commands import QUIET, Command
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.text import echo
 
@@ -240,7 +240,7 @@ verify_command = Command(
 )
 convert_command = Command(
     "convert",
-    params=[click.Argument(["file"], metavar="IN"), click.Argument(["out"]), CFG],
+    params=[click.Argument(["file"], metavar="IN"), click.Argument(["out"]), CFG, QUIET],
     callback=convert,
     help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
     "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE).",
@@ -264,6 +264,7 @@ download_command = Command(
             metavar="HEX",
             help="SHA-256 that the file must have, if none is published",
         ),
+        QUIET,
     ],
     callback=download,
     help="Store the published weights NAME in the cache folder, check them, and print their path.",

@@ -55,7 +55,7 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
         "workers",
     ),
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
-    *("log", "log_server"),
+    *("log", "log_server", "quiet"),
 )
 CODE = ("recipe_class", "callbacks")
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them

@@ -53,6 +53,7 @@ def may_be_in_files(field: FieldInfo) -> bool:
     return not isinstance(extra, dict) or extra.get("in_files") is not False
 
 
+QUIET_HELP = "print only errors and the result: no header, notes, warnings, tables or progress"
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
 OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
@@ -115,6 +116,7 @@ class ExecutionSettings(Frozen):
     exist_ok: bool = setting(
         False, "use an existing run folder of that name", group="execution", in_files=False
     )
+    quiet: bool = setting(False, QUIET_HELP, group="reports and display", in_files=False)
     recipe_class: str = setting(
         "",
         "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
@@ -779,6 +781,13 @@ class PredictConfig(InferenceSettings):
     show: bool = setting(False, "show the images in a window", group="reports and display")
     line_width: int = setting(
         0, "line width of the boxes, pixels; 0 = by image size", ge=0, group="reports and display"
+    )
+    json_out: str = setting(
+        "",
+        "write all detections as JSON to FILE, or to standard output (-)",
+        group="saved files",
+        flag="--json",
+        in_files=False,
     )
     hide_labels: bool = setting(False, "draw boxes without class names", group="reports and display")
     hide_conf: bool = setting(False, "draw boxes without scores", group="reports and display")

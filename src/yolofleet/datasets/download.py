@@ -18,9 +18,9 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.archive import unpack
-from yolofleet.files.fetch import DownloadError, Patience, by_hand, fetch, to_stderr
+from yolofleet.files.fetch import DownloadError, Patience, by_hand, fetch
 from yolofleet.files.lock import exclusive
-from yolofleet.text import nearest, size_text
+from yolofleet.text import inform, nearest, size_text
 
 DOWNLOADS = "downloads"  # folder of a data set that holds archives until they are unpacked
 DATASETS_FOLDER = Path("datasets")  # below the working folder
@@ -50,7 +50,7 @@ def download_dataset(
         DataError: an archive is damaged or unsafe.
         StorageError: the disk is full or cannot be written.
     """
-    tell = tell or to_stderr
+    tell = tell or inform
     dataset = _named(name)
     chosen = dataset.chosen(parts)
     root = folder / dataset.folder

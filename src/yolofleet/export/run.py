@@ -89,6 +89,7 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
                 "file": str(out),
             },
         )
+        console.progress(f"writing and verifying {out.name}")
         figures = export(
             model,
             format,

@@ -121,16 +121,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for the block, flush it, and rename it to ``path``; remove it if the block raises.
 
+    Args:
+        durable: False: do not wait for the disk, because the file is of no use after a power failure.
     Raises:
         OSError: the disk failed; ``path`` is unchanged and no temporary file remains.
     """
     with _replacement(path) as temporary, temporary.open("wb") as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 @contextmanager

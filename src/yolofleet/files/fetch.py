@@ -28,7 +28,8 @@ from yolofleet.errors import DataError, StorageError
 from yolofleet.files.atomic import sync_folder, whole_file
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import Refused, Transient, open_url, reason_text, whole_number
-from yolofleet.text import echo, size_text
+from yolofleet.terminal import Progress
+from yolofleet.text import inform, size_text
 
 OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
@@ -95,7 +96,7 @@ def fetch(
             by hand. A partial download is kept.
         StorageError: the disk is full or failing.
     """
-    patience, tell = patience or Patience(), tell or to_stderr
+    patience, tell = patience or Patience(), tell or inform
     target = folder / item.name
     if target.is_file():
         _check_present(item, target)
@@ -197,10 +198,6 @@ def digest_of(path: Path, kind: str = "sha256") -> str:
     return found.hexdigest()
 
 
-def to_stderr(text: str) -> None:
-    echo(text, to=sys.stderr)
-
-
 def _check_present(item: Item, path: Path) -> None:
     """Raise DownloadError if the file is not the published one."""
     size = path.stat().st_size
@@ -233,7 +230,7 @@ class _Download:
         self.part = _part(self.target)
         self.is_of_one_answer = False
         self.tags: dict[str, str] = {}  # ETag of each url
-        self.line = _ProgressLine(item.name)
+        self.progress = Progress(sys.stderr)
 
     def run(self) -> None:
         self.tell(f"downloading {self.item.urls[0]}" + self._size_note())
@@ -248,7 +245,7 @@ class _Download:
             except Refused as problem:
                 problems.append(f"{url}: {problem}")
             finally:
-                self.line.close()
+                self.progress.end()
                 if not self._have():
                     self.part.unlink(missing_ok=True)
         kept = f" (it continues after {size_text(self._have())})" if self._have() else ""
@@ -310,7 +307,7 @@ class _Download:
                     raise Refused(f"{problem} ({failures} attempts)") from None
                 wait_s = self.patience.first_wait_s * 2 ** (failures - 1)
                 wait_s = min(problem.wait_s or wait_s, self.patience.longest_wait_s)
-                self.line.close()
+                self.progress.end()
                 self.tell(f"{self.item.name}: {problem}; next attempt in {wait_s:.0f} s")
                 time.sleep(wait_s)
 
@@ -385,7 +382,7 @@ class _Download:
                 raise Refused(f"the server sent more than {limit:,} bytes")
             file.write(chunk)
             received += len(chunk)
-            self.line.show(received, limit)
+            self.progress.show(self.item.name, received, limit, amount=size_text)
             window += len(chunk)
             if time.monotonic() > window_ends_s:
                 if window < MIN_BYTES_PER_TIMEOUT:
@@ -429,31 +426,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return about.st_size, about.st_mtime_ns
-
-
-class _ProgressLine:
-    """A progress line on standard error, updated twice a second; prints nothing without a terminal."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_shown = False
-        self.started: tuple[float, int] | None = None  # clock s, bytes
-        self.next_s = 0.0
-
-    def show(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        self.started = self.started or (now_s, done)
-        if now_s < self.next_s or not sys.stderr.isatty():
-            return
-        self.next_s = now_s + 0.5
-        rate = (done - self.started[1]) / max(now_s - self.started[0], 1e-3)
-        left = f", {(total - done) / rate:.0f} s left" if rate else ""
-        text = f"{self.name}: {done / total:4.0%} of {size_text(total)}, {size_text(rate)}/s{left}"
-        sys.stderr.write("\r")
-        echo(f"{text:<78.78}", end="", to=sys.stderr)
-        self.is_shown = True
-
-    def close(self) -> None:
-        if self.is_shown:
-            echo(to=sys.stderr)
-            self.is_shown = False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from yolofleet.parallel.status import RankStatus
 
 
 class Phases(Protocol):
@@ -17,6 +20,7 @@ class Phases(Protocol):
     def steps(self) -> int: ...
     @property
     def steps_here(self) -> int: ...
+    def spent(self) -> tuple[int, float, float]: ...
 
 
 class Activity:
@@ -29,6 +33,7 @@ class Activity:
         collectives: number of collectives started. last: name, shape and dtype of the last one.
         waiting: whether the main thread waits for a collective now.
         stop_requested: a rank got a request to stop: this one, or another one whose heartbeat said so.
+        ranks: returns what every rank does, as far as this one knows from heartbeats; empty in a run of one process.
         finish_writing: waits until a checkpoint being written is complete; called before the process is ended.
     """
 
@@ -40,6 +45,7 @@ class Activity:
         self.last: tuple[Any, ...] = ()
         self.waiting = False
         self.stop_requested = False
+        self.ranks: Callable[[], Sequence[RankStatus]] = tuple
         self.finish_writing: Callable[[], None] = lambda: None
 
     @contextmanager

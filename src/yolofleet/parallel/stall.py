@@ -73,6 +73,7 @@ class Heartbeat:
         limit_s, silence_s: longest permitted time without progress, and without a heartbeat.
         ended: its work is over. failed: by an exception.
         stop_requested: it knows of a request to stop.
+        rate_img_s, waits, memory_gib, temperature_c: see ``status.RankStatus``.
     """
 
     number: int
@@ -87,6 +88,10 @@ class Heartbeat:
     ended: bool
     failed: bool = False
     stop_requested: bool = False
+    rate_img_s: float = 0.0
+    waits: float = 0.0
+    memory_gib: float = 0.0
+    temperature_c: float = 0.0
 
     def needs_others(self) -> bool:
         """Return whether the rank waits for others, or will wait for them before its work ends."""

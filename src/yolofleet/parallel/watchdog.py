@@ -22,11 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from yolofleet.errors import ClusterError
 from yolofleet.files.atomic import open_append
+from yolofleet.parallel.gauges import Gauges
 from yolofleet.parallel.stacks import dumped_stack, main_stack
 from yolofleet.parallel.stall import (
     ActivityMonitor,
@@ -41,13 +43,15 @@ from yolofleet.parallel.stall import (
     stall_error,
     stall_note,
 )
+from yolofleet.parallel.status import RankStatus, write_status
 from yolofleet.parallel.world import Store, World
 from yolofleet.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
-from yolofleet.text import echo
+from yolofleet.text import announce
 
 INTERVAL_S = 1.0
 HEARTBEATS_PER_S = 16  # in the whole run: with more ranks each one publishes less often
 HEARTBEATS_MISSED = 4  # a rank is silent only after this many, because heartbeats travel through the store
+STATUS_S = 2.0  # between two writings of the status file
 MEET_INTERVAL_S = 0.2  # between two looks for the other ranks at the start
 CLOCK_JUMP_S = 3.0  # count at most this for one interval: in a longer one this process did not run
 DUMP_AT = 0.7  # fraction of the permitted silence after which faulthandler dumps the stack into the log
@@ -69,6 +73,7 @@ class Watchdog:
         timeout_s: deadline of a collective.
         log: this rank's log file.
         checkpoints: their folder.
+        status: file in which rank 0 writes what every rank does, while the run lasts; None: no file.
         resume: the command that resumes the run; "" if it cannot be resumed.
         say: prints the report. One rank calls it; then every process ends with exit code 4.
     """
@@ -83,9 +88,11 @@ class Watchdog:
         checkpoints: Path,
         resume: str,
         say: Callable[[ClusterError], None],
+        status: Path | None = None,
     ) -> None:
         self.world, self.timeout_s, self.log, self.checkpoints = world, timeout_s, log, checkpoints
-        self.resume, self.say = resume, say
+        self.resume, self.say, self.status = resume, say, status
+        self._gauges = Gauges(world.device)
         self.stall_s = stall_s
         self.members: dict[int, RankInfo] = {}
         self.heartbeats: dict[int, Heartbeat] = {}
@@ -124,6 +131,9 @@ class Watchdog:
         works: list[Callable[[], None]] = [self._watch_alone]
         if store is not None:
             works = [self._watch, lambda: self._exchange(store)]
+            if rank == 0:
+                self.world.activity.ranks = self.ranks
+                works.append(self._write_status)
             with suppress(RuntimeError):
                 store.set(f"member/{rank}", json.dumps(vars(self._mine)))
                 store.set(f"heartbeat/{rank}", json.dumps(vars(self.heartbeats[rank])))
@@ -156,6 +166,7 @@ class Watchdog:
             now_s = time.monotonic()
             elapsed_s, then_s = min(now_s - then_s, CLOCK_JUMP_S), now_s
             mine = self._monitor.heartbeat(elapsed_s)
+            mine = replace(mine, **self._gauges.read(self.world.activity.clock))
             self.heartbeats[rank] = mine
             self._rearm_dump(mine)
             for other, heartbeat in list(self.heartbeats.items()):
@@ -168,6 +179,37 @@ class Watchdog:
             if met and self._store_silent_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
                 self._end_without_store(mine)
 
+    def ranks(self) -> list[RankStatus]:
+        """Return what each rank does, as far as its last heartbeat says; [] until all ranks have met."""
+        members, heartbeats = self.members, dict(self.heartbeats)
+        if len(members) < self.world.size or len(heartbeats) < self.world.size:
+            return []
+        return [
+            RankStatus(
+                rank,
+                members[rank].host,
+                members[rank].device,
+                "exchange" if beat.waiting and beat.phase in ("data", "compute", "comm") else beat.phase,
+                beat.step,
+                round(beat.age_s + self._silent_s[rank], 1),
+                *(beat.rate_img_s, beat.waits, beat.memory_gib, beat.temperature_c),
+            )
+            for rank, beat in sorted(heartbeats.items())
+        ]
+
+    def _write_status(self) -> None:
+        """Thread of rank 0: write the status file, and remove it at the end. Not the thread of the heartbeats: the
+        disk may make it wait.
+        """
+        if self.status is None:
+            return
+        while not self._closing.wait(max(STATUS_S, self._every_s)):
+            if ranks := self.ranks():
+                with suppress(OSError):
+                    write_status(self.status, ranks)
+        with suppress(OSError):
+            self.status.unlink(missing_ok=True)
+
     def _watch_alone(self) -> None:
         """Thread of a run of one process: print a warning when it stalls."""
         then_s, said = time.monotonic(), False
@@ -179,7 +221,7 @@ class Watchdog:
                 evidence = Evidence(
                     self.members, {0: mine}, {0: mine.age_s}, {0: own_snapshot()}, time.time()
                 )
-                echo(f"\n{stall_note(Verdict((0,), 'stuck', mine.limit_s), evidence)}", to=sys.stderr)
+                announce(stall_note(Verdict((0,), "stuck", mine.limit_s), evidence))
             said = stalled
 
     def _rearm_dump(self, mine: Heartbeat) -> None:

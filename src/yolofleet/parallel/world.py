@@ -30,7 +30,7 @@ from yolofleet.parallel.hierarchy import Hierarchy
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.store import connect_store, has_libuv, host_store
-from yolofleet.text import echo, listed
+from yolofleet.text import echo, inform, listed
 
 PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
 STORE_TIMEOUT_S = 300.0  # torch's default
@@ -117,7 +117,7 @@ def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
     if {backend for backend, _, _ in published} == {mine}:
         return mine
     if place.rank == 0:
-        echo("ranks have different kinds of devices: all reductions use gloo", to=sys.stderr)
+        inform("ranks have different kinds of devices: all reductions use gloo")
     return "gloo"
 
 

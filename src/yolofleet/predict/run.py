@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.export.runtime import Runtime, open_networks
-from yolofleet.files.atomic import make_folder, write_json, write_text
+from yolofleet.files.atomic import emit_json, make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
 from yolofleet.predict.sources import Source, is_endless
@@ -81,7 +82,8 @@ def predict_command(config: PredictConfig) -> int:
 
 
 def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder: RunFolder) -> None:
-    with Console() as console, Output(config, folder.path) as output:
+    stream = sys.stderr if config.json_out == "-" else None  # standard output has only the JSON then
+    with Console(stream=stream, quiet=config.quiet) as console, Output(config, folder.path) as output:
         console.header(
             "yolofleet predict",
             {
@@ -213,7 +215,7 @@ class Output:
             write_text(self.folder / "labels" / f"{each}.txt", text)
         if config.save_crop:
             self._write_crops(prediction, each)
-        if config.save_json or config.save_csv:
+        if config.save_json or config.save_csv or config.json_out:
             self._all.append(prediction.to_json())
 
     def finish(self) -> None:
@@ -223,6 +225,7 @@ class Output:
             write_json(self.folder / "predictions.json", self._all)
         if self.config.save_csv:
             write_text(self.folder / "predictions.csv", as_csv(self._all))
+        emit_json(self._all, self.config.json_out)
 
     def _stem(self, prediction: Prediction) -> str:
         item = prediction.frame.item

@@ -88,6 +88,7 @@ class Clock:
         self.since_s = now()
         self._contexts = {phase: _Phase(self, phase) for phase in PHASES}
         self.steps_here = 0  # of this process
+        self._own_images = 0  # likewise
         self._training_at_step = 0.0  # training seconds at the end of the last step
         self._run, self._epoch = _Tally(), _Tally()
 
@@ -110,9 +111,10 @@ class Clock:
         self._epoch.seconds["start"] = 0.0
         self._training_at_step = self._training_s()
 
-    def step(self, images: int) -> None:
-        """Record the end of a step of ``images`` images (of all ranks)."""
+    def step(self, images: int, own: int = 0) -> None:
+        """Record the end of a step of ``images`` images of all ranks, of which ``own`` are of this rank."""
         self.switch(self.phase)
+        self._own_images += own
         training_s = self._training_s()
         self.steps_here += 1
         self._epoch.steps += 1
@@ -126,6 +128,14 @@ class Clock:
     def steps(self) -> int:
         """Steps of the run, over all restarts."""
         return self._run.steps + self._epoch.steps
+
+    def spent(self) -> tuple[int, float, float]:
+        """Return this rank's own images, its seconds of work on them, and its seconds of waiting for other ranks.
+
+        The watchdog's thread calls this.
+        """
+        seconds = {phase: self._run.seconds[phase] + self._epoch.seconds[phase] for phase in TRAINING}
+        return self._own_images, seconds["data"] + seconds["compute"], seconds["comm"]
 
     def _training_s(self) -> float:
         return sum(self._run.seconds[phase] + self._epoch.seconds[phase] for phase in TRAINING)

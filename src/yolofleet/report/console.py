@@ -1,32 +1,43 @@
 """Output of a run for users: header, progress, a table after each validation, summary.
 
-On a terminal the progress is a bar. Elsewhere (files, pipes, CI) it is plain lines without control characters, one every
-``every_s`` seconds and one per epoch. All output also goes to ``logs/rank-N.log``. Rank 0 has a :class:`Console`; other
-ranks have a :class:`NullConsole`, which only writes its log.
+On a terminal the progress is a bar, with a table of the ranks below it if there are several. Elsewhere (files, pipes, CI)
+it is plain lines without control characters, one every ``every_s`` seconds and one per epoch. With ``--quiet`` only the
+result is printed. All output also goes to ``logs/rank-N.log``. Rank 0 has a :class:`Console`; other ranks have a
+:class:`NullConsole`, which only writes its log.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from yolofleet.files.atomic import open_append
+from yolofleet.parallel.status import RankStatus
 from yolofleet.report.clock import Times
-from yolofleet.text import screen_line, screen_text
+from yolofleet.report.fleet_screen import fleet_lines
+from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
+from yolofleet.text import can_redraw, is_quiet, screen_line, screen_text
+
+__all__ = ["Console", "NullConsole", "ScreenTable", "StepView", "aligned", "duration", "shares_text"]
+
+SHORTEST_NAME = 8  # cells of the first column of a table
+REDRAW_S = 1.0  # the ranks change also while this one waits
 
 
 @dataclass(frozen=True)
@@ -38,22 +49,38 @@ class StepView:
         times: of the epoch so far.
         lr: learning rate of weights.
         memory_gib: peak on the device in the epoch; 0: unknown.
+        left_s: predicted seconds to the end of the run; 0: unknown.
     """
 
     losses: Mapping[str, float]
     times: Times
     lr: float
     memory_gib: float = 0.0
+    left_s: float = 0.0
 
     def text(self) -> str:
-        parts = [f"{name} {value:.4f}" for name, value in self.losses.items()]
-        rate = self.times.rate_img_s
-        parts.append("? img/s" if math.isnan(rate) else f"{rate:.4g} img/s")
-        parts.append(shares_text(self.times))
-        parts.append(f"lr {self.lr:.2g}")
-        if self.memory_gib:
-            parts.append(f"{self.memory_gib:.1f} GiB")
-        return "  ".join(parts)
+        losses, rate, shares, lr, memory = self._forms()
+        return "  ".join(part[0] for part in (losses, rate, shares, lr, memory) if part[0])
+
+    def parts(self, left: str = "") -> list[Forms]:
+        """Return the figures in the order of their importance, for a line that must fit.
+
+        Args:
+            left: time to the end of the epoch.
+        """
+        losses, rate, shares, lr, memory = self._forms()
+        ends = f"ends {end_text(self.left_s)}" if left and self.left_s else ""
+        return [rate, (left,), (ends,), losses, memory, shares, lr]
+
+    def _forms(self) -> tuple[Forms, Forms, Forms, Forms, Forms]:
+        losses, rate, times = self.losses, self.times.rate_img_s, self.times
+        return (
+            ("  ".join(f"{name} {value:.4f}" for name, value in losses.items()), f"loss {sum(losses.values()):.4g}"),
+            ("? img/s", "") if math.isnan(rate) else (f"{rate:.4g} img/s", f"{rate:.3g}/s"),
+            (shares_text(times), f"data {times.share('data'):.0%} comm {times.share('comm'):.0%}", ""),
+            (f"lr {self.lr:.2g}", ""),
+            (f"{self.memory_gib:.1f} GiB", f"{self.memory_gib:.1f}G") if self.memory_gib else ("",),
+        )  # fmt: skip
 
 
 def shares_text(times: Times) -> str:
@@ -62,23 +89,24 @@ def shares_text(times: Times) -> str:
     )
 
 
-def duration(seconds: float) -> str:
-    """Return a duration as ``3.4 s``, ``2:05`` or ``1:02:05``."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = 0) -> list[str]:
+    """Return the lines of a table, with the first column aligned left and the others right.
 
-
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, with the first column aligned left and the others right."""
+    Args:
+        width: of the screen, in cells: a first column that is too long is cut; 0: no limit.
+    """
     table = [[screen_line(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    widths = [max(cell_len(row[i]) for row in table) for i in range(len(columns))]
+    if width and widths[0] > (room := max(width - sum(widths[1:]) - 2 * len(widths[1:]), SHORTEST_NAME)):
+        for row in table:
+            if cell_len(row[0]) > room:
+                row[0] = set_cell_size(row[0], room - 2) + ".."
+        widths[0] = room
     return [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell + space if i == 0 else space + cell
+            for i, (cell, cells) in enumerate(zip(row, widths, strict=True))
+            for space in [" " * (cells - cell_len(cell))]
         ).rstrip()
         for row in table
     ]
@@ -101,8 +129,8 @@ class ScreenTable(Table):
         super().add_row(*(Text(screen_line(cell)) for cell in cells), **more)
 
     def show(self) -> None:
-        """Print it."""
-        RichConsole(markup=False).print(self)
+        """Print it, without colours where lines cannot be drawn."""
+        RichConsole(markup=False, force_terminal=None if can_redraw(sys.stdout) else False).print(self)
 
 
 class NullConsole:
@@ -163,8 +191,12 @@ class NullConsole:
         which waits for the step.
         """
 
+    def progress(self, what: str, done: float = 0, total: float = 0, unit: str = "") -> None:
+        """Show that ``done`` of ``total`` are done of ``what``, long work between other output; total 0: unknown."""
+
     def validating(self, done: int, batches: int) -> None:
         """Show that ``done`` of this rank's validation batches are evaluated."""
+        self.progress("validation", done, batches, "batches")
 
     def end_epoch(self, view: StepView) -> None:
         """Print the line of a finished epoch."""
@@ -220,14 +252,6 @@ def _setting_lines(settings: Sequence[tuple[str, str, str]]) -> list[str]:
     ]
 
 
-@dataclass
-class _Epoch:
-    label: str
-    images: int
-    began_at_s: float = field(default_factory=time.monotonic)
-    spoke_at_s: float = field(default_factory=time.monotonic)
-
-
 class Console(NullConsole):
     """The console of rank 0.
 
@@ -236,6 +260,8 @@ class Console(NullConsole):
         stream: None: standard output.
         every_s: seconds between progress lines without a terminal; a bar updates four times a second.
         bar: None: a bar if ``stream`` is a terminal that supports it.
+        quiet: print only the result; so does ``--quiet``.
+        fleet: returns what the ranks do, for the table below the bar.
     """
 
     def __init__(
@@ -243,44 +269,71 @@ class Console(NullConsole):
         log: Path | None = None,
         *,
         stream: TextIO | None = None,
-        every_s: float = 30.0,
+        every_s: float = LINE_S,
         bar: bool | None = None,
+        quiet: bool = False,
+        fleet: Callable[[], Sequence[RankStatus]] = tuple,
     ) -> None:
         super().__init__(log)
         self._stream = stream if stream is not None else sys.stdout
-        self._every_s = every_s
-        self._epoch: _Epoch | None = None
+        self._quiet = quiet or is_quiet()
+        self._fleet = fleet
+        self._progress = Progress(
+            self._stream, every_s=every_s, live=bar, shown=not self._quiet, below=self._ranks
+        )
+        self._epoch_images = 0  # 0: between epochs
         self._rich: RichConsole | None = None
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._validated_at_s = 0.0
-        utf8 = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
-        if bar if bar is not None else (self._stream.isatty() and utf8):
-            rich = RichConsole(file=self._stream, highlight=False, force_terminal=bar)
-            self._rich = None if rich.is_dumb_terminal else rich
+        if self._progress.lines is not None:
+            self._rich = RichConsole(file=self._stream, highlight=False, force_terminal=True)
+        self._table: list[Text] = []  # of a terminal of that size, until then
+        self._table_size, self._table_until_s = (0, 0), 0.0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _ranks(self, columns: int, rows: int) -> list[Text]:
+        """Return the table of the ranks; none for one rank. It is made about once a second: 4,096 ranks take 15 ms."""
+        now_s, size = time.monotonic(), (columns, rows)
+        if now_s >= self._table_until_s or size != self._table_size:
+            ranks = self._fleet()
+            encoding = getattr(self._stream, "encoding", None)
+            self._table = fleet_lines(ranks, columns, rows, encoding) if len(ranks) > 1 else []
+            self._table_until_s, self._table_size = now_s + REDRAW_S * max(0.9, len(ranks) / 256), size
+        return self._table
+
+    def _keep_drawing(self) -> None:
+        """Thread: draw again while the main thread waits for other ranks."""
+        while not self._closing.wait(REDRAW_S):
+            self._progress.redraw()
 
     def _print(self, *lines: str) -> None:
         """Print plain lines, with escapes for letters that the stream cannot encode; ignore a closed stream."""
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        try:
+        if self._quiet:
+            return
+        encoding = getattr(self._stream, "encoding", None)
+        with suppress(OSError, ValueError):  # a closed pipe or stream
             for line in lines:
-                self._stream.write(
-                    screen_text(line).encode(encoding, "backslashreplace").decode(encoding) + "\n"
-                )
+                self._stream.write(encodable(screen_text(line), encoding) + "\n")
             self._stream.flush()
-        except (OSError, ValueError):  # a closed pipe or stream
-            pass
 
     def _say(self, text: str, style: str = "") -> None:
         if self._rich is None:
             self._print(text)
         else:
-            self._rich.print(Text(screen_text(text), style=style))
+            self._draw(Text(screen_text(text), style=style))
+
+    def _draw(self, what: Any) -> None:
+        """Print what rich can draw, above the progress."""
+        lines = self._progress.lines
+        assert self._rich is not None and lines is not None
+        with lines.lock, suppress(OSError, ValueError):
+            lines.erase()
+            self._rich.print(what, width=lines.size()[0])
 
     def header(
         self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
     ) -> None:
         super().header(title, facts, settings)
+        self._progress.end()
         if self._rich is None:
             self._print(title, *(f"  {line}" for line in _fact_lines(facts)))
             if settings:
@@ -288,14 +341,14 @@ class Console(NullConsole):
             return
         grid = Table.grid(padding=(0, 2))
         for label, text in facts.items():
-            grid.add_row(Text(label, style="cyan"), Text(screen_text(text)))
+            grid.add_row(Text(label, style="cyan"), Text(screen_text(text), overflow="fold"))
         for i, source in enumerate(dict.fromkeys(source for _, _, source in settings)):
-            line = Text()
+            line = Text(overflow="fold")
             for name, value, _ in (entry for entry in settings if entry[2] == source):
                 line.append(f"{name} ").append(screen_line(value), "bold").append(", ")
             line.append(screen_line(f"from {source}"), "dim")
             grid.add_row(Text("settings" if i == 0 else "", style="cyan"), line)
-        self._rich.print(
+        self._draw(
             Panel(
                 grid,
                 title=f"[bold]{escape(screen_line(title))}[/bold]",
@@ -319,96 +372,81 @@ class Console(NullConsole):
 
     def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
         super().begin_epoch(epoch, epochs, images)
-        self._stop_bar()
-        self._epoch = _Epoch(self._epoch_label, images)
-        if self._rich is None:
-            return
-        self._start_bar(self._epoch_label, images)
-
-    def _start_bar(self, label: str, total: int) -> None:
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}", style="dim"),
-            TextColumn(
-                "{task.fields[figures]}",
-                markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            console=self._rich,
-            auto_refresh=False,  # `step` draws it, without another thread
-            transient=True,
-            expand=True,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task(label, total=total, figures="", left="")
+        self._progress.end()
+        self._progress.begin(self._epoch_label)
+        self._epoch_images = images
 
     def step(self, images: int, view: Callable[[], StepView]) -> None:
-        epoch = self._epoch
-        if epoch is None:
+        total, label = self._epoch_images, self._epoch_label
+        if not total:
             return
-        now = time.monotonic()
-        if now - epoch.spoke_at_s < (self._every_s if self._bar is None else min(self._every_s, 0.25)):
+        done = min(images, total)
+        rate = self._progress.rate(done)
+        if not self._progress.is_due():
             return
-        epoch.spoke_at_s = now
-        done = min(images, epoch.images)
-        left = duration((now - epoch.began_at_s) * (epoch.images - done) / done) if done else "?"
-        if self._bar is None:
-            self._print(f"{epoch.label} {done}/{epoch.images}  {view().text()}  {left} left")
-        else:
-            self._bar.update(
-                self._task, completed=done, figures=view().text(), left=f"{left} left", refresh=True
-            )
-
-    def validating(self, done: int, batches: int) -> None:
-        """Show the progress on a terminal only; the table or the next epoch removes the bar."""
-        now = time.monotonic()
-        if self._rich is None or now - self._validated_at_s < 0.25:
-            return
-        self._validated_at_s = now
-        if self._bar is None:
-            self._start_bar("validation", batches)
-        assert self._bar is not None
-        self._bar.update(
-            self._task,
-            description="validation",
-            completed=done,
-            total=batches,
-            figures="batches",
-            left="",
-            refresh=True,
+        if self._table and self._thread is None:
+            self._thread = threading.Thread(target=self._keep_drawing, name="screen", daemon=True)
+            self._thread.start()
+        figures = view()
+        left = f"{duration((total - done) / rate)} left" if rate else ""
+        ends = f", ends {end_text(figures.left_s)}" if left and figures.left_s else ""
+        self._progress.draw(
+            label,
+            done / total,
+            [(f"{done}/{total}", f"{done / total:.0%}"), *figures.parts(left)],
+            plain=f"{label} {done}/{total}  {figures.text()}  {left or '? left'}{ends}",
         )
 
+    def progress(self, what: str, done: float = 0, total: float = 0, unit: str = "") -> None:
+        """Show the progress; the next table, summary or epoch removes it."""
+        self._progress.show(what, done, total, unit)
+
     def end_epoch(self, view: StepView) -> None:
-        self._stop_bar()
+        self._progress.end()
         super().end_epoch(view)
-        self._say(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
-        self._epoch = None
+        self._epoch_images = 0
+        took = duration(view.times.elapsed_s)
+        if self._progress.lines is None:
+            self._say(f"{self._epoch_label}: {view.text()}  {took}")
+            return
+        width = self._progress.lines.size()[0]
+        label, took, *figures = fitted([(self._epoch_label,), (took,), *view.parts()], width)
+        self._say("  ".join(filter(None, (label, *figures, took))))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         super().table(title, columns, rows)
-        self._stop_bar()
-        lines = aligned(columns, rows)
-        if self._rich is None:
-            self._print(title, *(f"  {line}" for line in lines))
+        self._progress.end()
+        if self._progress.lines is None:
+            self._print(title, *(f"  {line}" for line in aligned(columns, rows)))
             return
+        width = self._progress.lines.size()[0] - 2
+        lines = aligned(columns, rows, width)
         self._say(title)
+        if max(map(cell_len, lines)) > width:  # rich divides the cells into several lines
+            wide = ScreenTable(*columns, numbers=columns[1:])
+            for row in rows:
+                wide.add_row(*row)
+            self._draw(wide)
+            return
         self._say(f"  {lines[0]}", "dim")
         for i, line in enumerate(lines[1:]):
             self._say(f"  {line}", "bold" if i == 0 else "")
 
     def summary(self, title: str, facts: Mapping[str, str]) -> None:
         super().summary(title, facts)
+        self._progress.end()
+        if self._quiet:
+            self._quiet = False  # this is the result
+            self._print(", ".join([title, *map(screen_line, list(facts.values())[:1])]))
+            self._quiet = True
+            return
         self._say(title, "bold green")
         for line in _fact_lines(facts):
             self._say(f"  {line}")
 
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
     def close(self) -> None:
-        self._stop_bar()
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(REDRAW_S)
+        self._progress.close()
         super().close()

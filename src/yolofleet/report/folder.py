@@ -186,6 +186,11 @@ class RunFolder:
         """Events of the launcher, on its machine: why it started the run again."""
         return self.logs / "launcher.events.jsonl"
 
+    @property
+    def status(self) -> Path:
+        """What every rank does now, while a run of several ranks lasts; see ``parallel/status.py``."""
+        return self.logs / "ranks.json"
+
     def failure(self, rank: int) -> Path:
         """Return the JSON file with the reason if the worker of ``rank`` fails."""
         return self.logs / f"error-rank-{rank}.json"

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -51,7 +50,7 @@ from yolofleet.runs.bench_verdict import Part, Setup, StepTime, checkpoint_line,
 from yolofleet.runs.folder import file_writers
 from yolofleet.runs.train import BuiltRun, built_run
 from yolofleet.runs.training_data import training_samples
-from yolofleet.text import echo
+from yolofleet.text import inform
 from yolofleet.train.loop import TrainingRun
 from yolofleet.train.step import NanRule, train_step
 
@@ -246,7 +245,7 @@ def _parts(
 def part(name: str, world: World) -> Iterator[None]:
     """Show the part that is measured now, and tell it to the watchdog."""
     if world.is_main:
-        echo(f"measuring: {name}", to=sys.stderr)
+        inform(f"measuring: {name}")
     with world.activity.doing(f"bench: {name}"):
         yield
 

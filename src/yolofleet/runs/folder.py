@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from yolofleet.files.atomic import storage_error, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.fleet.job import RUN_ID
 from yolofleet.parallel.world import World
+from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.plan import new_folder
 from yolofleet.system.proc import started_at
@@ -51,6 +53,18 @@ def shared_folder(
     if not path:
         raise ClusterError("rank 0 could not use the run's folder", hint="read the message of rank 0")
     return made or RunFolder(Path(os.fsdecode(path)))
+
+
+def run_console(settings: TrainConfig | ValConfig, world: World, folder: RunFolder) -> NullConsole:
+    """Return the console of this rank: that of rank 0 prints, the others only write their log."""
+    if not world.is_main:
+        return NullConsole(folder.log(world.rank))
+    return Console(
+        folder.log(0),
+        stream=sys.stderr if settings.json_out == "-" else None,  # standard output has only the JSON then
+        quiet=settings.quiet,
+        fleet=lambda: world.activity.ranks(),
+    )
 
 
 def _lock_wait_s(world: World) -> float:

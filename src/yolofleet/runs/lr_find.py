@@ -20,12 +20,11 @@ from yolofleet.errors import NumericsError
 from yolofleet.files.atomic import write_json, write_text
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.plots import attempt, plot_rates
 from yolofleet.runs.bench import SETTINGS
-from yolofleet.runs.folder import file_writers
+from yolofleet.runs.folder import file_writers, run_console
 from yolofleet.runs.train import BuiltRun, built_run
 from yolofleet.train.step import NanRule, train_step
 
@@ -47,7 +46,7 @@ def find_rate(
     config = replace(cast(Resolved[TrainConfig], resolved), value=value)
     with (
         ExitStack() as lock,
-        Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
+        run_console(resolved.value, world, folder) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
     ):
         is_writer = world.rank in file_writers(world, folder, 1, lock)
@@ -104,6 +103,7 @@ def _curve(run: BuiltRun, settings: LrFindConfig) -> tuple[list[float], list[flo
                 nan_rule=NanRule(skips=settings.steps),
             )
             training.report.clock.step(plan.images)
+            training.report.console.progress("steps", training.report.clock.steps, len(plans))
             loss = sum(world.sum_rows(done.terms.tolist()))
             if not loss and not losses:
                 continue  # the gradient is not finite: in fp16 the search for a loss scale

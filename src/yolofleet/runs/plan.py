@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import fleet_of
 from yolofleet.system.signals import stoppable
-from yolofleet.text import echo
+from yolofleet.text import inform
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 
@@ -126,7 +125,7 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
                 )
             raise ClusterError(finding.seen, source=source, hint=finding.fix)
         if finding.level in ("warn", "fault"):
-            echo(finding.render(), to=sys.stderr)
+            inform(finding.render())
 
 
 def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:

@@ -15,7 +15,6 @@ from yolofleet.system.disks import network_disk
 from yolofleet.text import size_text
 
 ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies
-PRINT_S = 15.0  # between lines of progress
 
 
 def stage_images(
@@ -45,7 +44,7 @@ def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
     # By number and not by place in the list: another rank may see fewer missing ones, because one has begun to copy.
     mine = [n for n in images.missing().tolist() if n % world.local_size == world.local_rank]
     source, left = iter(mine), len(mine)
-    began_s = printed_s = time.monotonic()
+    began_s = time.monotonic()
     total = 0.0
     while True:
         (left_everywhere,) = world.sum_rows([float(left)])
@@ -53,11 +52,8 @@ def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
         now_s = time.monotonic()
         if left_everywhere == 0:
             break
-        if left_everywhere == total or now_s - printed_s > PRINT_S:
-            console.fact(
-                f"staging {images.index.split} images: {total - left_everywhere:.0f} of {total:.0f} copied"
-            )
-            printed_s = now_s
+        what = f"copying {images.index.split} images"
+        console.progress(what, total - left_everywhere, total, "images")
         left -= copy_for(ROUND_S, images, source)
         world.activity.tick()
     size = size_text(float(images.index.stamps[:, 0].sum()))

@@ -50,12 +50,12 @@ from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.report.clock import Clock
-from yolofleet.report.console import Console, NullConsole
+from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.loggers.running import check_installed, started_loggers
 from yolofleet.runs.autobatch import with_measured_batch
-from yolofleet.runs.folder import file_writers, write_config
+from yolofleet.runs.folder import file_writers, run_console, write_config
 from yolofleet.runs.memory import (
     LargestPass,
     is_out_of_memory,
@@ -99,7 +99,7 @@ def train(
     """
     with (
         ExitStack() as lock,
-        Console(folder.log(0)) if world.is_main else NullConsole(folder.log(world.rank)) as console,
+        run_console(resolved.value, world, folder) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
         preempt_notices(
             resolved.value.preempt_notice if world.local_rank == 0 else "",
@@ -154,7 +154,7 @@ def built_run(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
-    data = _data(config, recipe_class, world)
+    data = _data(config, recipe_class, world, console)
     levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
@@ -291,13 +291,14 @@ class _Data:
     notes: Sequence[str]
 
 
-def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World) -> _Data:
+def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, console: NullConsole) -> _Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     with world.activity.doing("data set"):
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
-        index = build_index(spec, "train", single_cls=config.single_cls, ranks=world)
-        val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world)
+        told = partial(console.progress, "reading labels", unit="images")
+        index = build_index(spec, "train", single_cls=config.single_cls, ranks=world, on_progress=told)
+        val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world, on_progress=told)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
     index = used_part(index, config)
     return _Data(index, val_index, spec.notes)

@@ -44,6 +44,7 @@ OWN = {
         "project",
         "name",
         "exist_ok",
+        "quiet",
         "resume",
         "linked_folders",
         "detach",

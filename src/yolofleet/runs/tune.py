@@ -332,6 +332,7 @@ class Supervisor:
 
     def _poll(self) -> None:
         """Look after the running trials."""
+        self.console.progress("trials", len(self.ended), self.config.value.trials)
         for run in list(self.running):
             code = run.ended()
             if code is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ from yolofleet.parallel.world import World
 from yolofleet.predict.predictor import class_numbers
 from yolofleet.predict.run import weights_text
 from yolofleet.recipe_class import load_recipe_class
-from yolofleet.report.console import Console, NullConsole
+from yolofleet.report.console import NullConsole
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
+from yolofleet.runs.folder import run_console
 from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
 from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
 
@@ -46,10 +47,7 @@ def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     Raises:
         YolofleetError: any expected failure.
     """
-    stream = sys.stderr if config.json_out == "-" else sys.stdout  # stdout has only the JSON then
-    with (
-        Console(folder.log(0), stream=stream) if world.is_main else NullConsole(folder.log(world.rank))
-    ) as console:
+    with run_console(config, world, folder) as console:
         _validate(config, world, folder, console)
 
 
@@ -68,7 +66,8 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         recipe_class = load_recipe_class(config.recipe_class)
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
-        index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world)
+        told = partial(console.progress, "reading labels", unit="images")
+        index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
     check_equal(world, "the data set", index.digest)
     opened = open_networks(
         config.weights,
@@ -214,4 +213,5 @@ def _write(
         attempt(console.note, folder.report, write_report, folder)
     else:
         folder.discard_report()  # of another validation, with --exist-ok
-    console.summary("validated", {"results": str(folder.path)})
+    accuracy = f"mAP50 {evaluation.metrics.map50:.3f}, mAP50-95 {evaluation.metrics.map50_95:.3f}"
+    console.summary(f"validated: {accuracy}", {"results": str(folder.path)})

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.system.kernel_files import text_of
+from yolofleet.system.kernel_files import entries_of, number_of, text_of
 
 PROC = Path("/proc")
 STATES = {
@@ -26,6 +26,8 @@ STATES = {
 STOPPED = "Tt"  # states of processes that cannot react
 ENDED = "ZX"  # states of processes that have ended
 GONE = "X"
+# of thermal zones that measure processors: Intel, AMD and virtual machines, ARM
+CPU_ZONES = ("x86_pkg_temp", "k10temp", "zenpower", "acpitz", "cpu-thermal", "cpu_thermal", "soc-thermal")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,19 @@ def memory_info(proc: Path = PROC) -> dict[str, int]:
         if number.isdecimal() and unit == ["kB"]:
             found[name] = int(number) * 1024
     return found
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM, bytes; 0 if the system does not say."""
+    words = text_of(PROC / "self" / "statm").split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+
+
+def host_temperature_c(thermal: Path = Path("/sys/class/thermal")) -> float:
+    """Return the temperature of the warmest processor of this machine, degrees Celsius; 0 if the kernel does not say."""
+    zones = [zone for zone in entries_of(thermal) if zone.name.startswith("thermal_zone")]
+    found = [number_of(zone / "temp") or 0 for zone in zones if text_of(zone / "type") in CPU_ZONES]
+    return max(found, default=0) / 1000
 
 
 def release_heap() -> None:

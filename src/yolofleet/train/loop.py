@@ -500,8 +500,9 @@ class TrainingRun:
         if plan.first_image in self.state.progress.left_out:
             self.state.step, self.state.images_seen = plan.step + 1, plan.end_image
             return NOTHING
+        keys = self.splitter.keys(plan)
         with self.report.clock("data"):
-            count = len(self.splitter.keys(plan))
+            count = len(keys)
             mine = list(islice(self.micro_batches, count))
             if len(mine) < count:  # the loader ended before this step, see _keys
                 self._open_loader()
@@ -530,7 +531,8 @@ class TrainingRun:
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
         self._leave_out(done.left_out)
-        self.report.step(plan, mine, self.tally, self.tally_images)
+        own_images = sum(len(key.samples) for key in keys)
+        self.report.step(plan, mine, self.tally, self.tally_images, own_images)
         *asked, any_broken = done.requests
         if any_broken:
             self._share_unreadable(broken)

@@ -180,11 +180,23 @@ class TrainReport:
         if epoch <= self.config.epochs:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
 
-    def step(self, plan: StepPlan, mine: Sequence[MicroBatch], tally: Tensor, tally_images: int) -> None:
-        """Report a finished step. Reading the tally waits for the device, so only a shown line reads it."""
+    def step(
+        self,
+        plan: StepPlan,
+        mine: Sequence[MicroBatch],
+        tally: Tensor,
+        tally_images: int,
+        own_images: int = 0,
+    ) -> None:
+        """Report a finished step. Reading the tally waits for the device, so only a shown line reads it.
+
+        Args:
+            tally_images: images of the epoch so far, of all ranks.
+            own_images: images of the step on this rank.
+        """
         if self.draws and plan.step < PICTURED_STEPS and mine:
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
-        self.clock.step(plan.images)
+        self.clock.step(plan.images, own_images)
         if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
             self._tell_end(plan)
 
@@ -197,8 +209,8 @@ class TrainReport:
         done = StepEnd(plan.step + 1, plan.end_image, plan.lr, lambda: view().losses)
         self.callbacks.step(done, self.state)
 
-    def _tell_end(self, plan: StepPlan) -> None:
-        """Print when the run will end at its present rate, if that is new or has changed; ``plan`` is the last step.
+    def _left_s(self, plan: StepPlan) -> float:
+        """Return the predicted seconds to the end of the run at its present rate, after the step ``plan``; 0: unknown.
 
         Each epoch that is left costs as much besides its steps as the last ones: validation and checkpoint.
         """
@@ -207,11 +219,15 @@ class TrainReport:
         if c.max_steps:
             images = min(images, (c.max_steps - plan.step - 1) * plan.images)
         if images <= 0 or c.minutes or not times.rate_img_s > 0:
-            return
+            return 0.0
         rest = (times.seconds["evaluate"] + times.seconds["checkpoint"]) / max(times.images, 1)
-        left_s = images * (1 / times.rate_img_s + rest)
+        return images * (1 / times.rate_img_s + rest)
+
+    def _tell_end(self, plan: StepPlan) -> None:
+        """Print when the run will end, if that is new or has changed; ``plan`` is the last step."""
+        left_s = self._left_s(plan)
         ends_at_s = time.time() + left_s
-        if abs(ends_at_s - self._ends_at_s) <= WRONG_END * left_s:
+        if not left_s or abs(ends_at_s - self._ends_at_s) <= WRONG_END * left_s:
             return
         words = "the run will end" if not self._ends_at_s else "corrected: the run will end"
         self._ends_at_s = ends_at_s
@@ -249,7 +265,8 @@ class TrainReport:
         self._open_epoch(state.progress.epochs_done + 1)
 
     def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
-        return StepView(by_name(self.terms, terms), times, plan.lr, self._peak_memory_mib() / 1024)
+        memory_gib = self._peak_memory_mib() / 1024
+        return StepView(by_name(self.terms, terms), times, plan.lr, memory_gib, self._left_s(plan))
 
     def _peak_memory_mib(self) -> float:
         """Return the peak memory of this process's devices in the epoch, the largest of them; 0 if torch does not count it."""
@@ -449,7 +466,7 @@ class TrainReport:
                 **accuracy,
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
-                "sha256 of last": sha256,
+                "sha256": sha256,
                 **({"report": str(self.folder.report)} if has_page else {}),
             },
         )

@@ -10,6 +10,7 @@ from types import FrameType
 
 from yolofleet.parallel.activity import Activity
 from yolofleet.system.signals import stop_source
+from yolofleet.text import announcement
 
 NOTICE = "--preempt-notice on "
 
@@ -48,4 +49,5 @@ class StopRequest:
             self.source, self.asked_at_s = stop_source(number), time.monotonic()
             self._activity.stop_requested = True
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step, then saving; Ctrl-C again ends at once\n")
+                words = "stopping after this step, then saving; Ctrl-C again ends at once"
+                os.write(2, announcement(words).encode())

@@ -29,9 +29,11 @@ PACKAGE = Path(yolofleet.__file__).parent
 # What prints without `echo` and `Console`, and why it may.
 PRINTS = {
     "text.py:echo": "the one that cleans",
+    "text.py:announce": "cleans, after the command that erases progress lines",
+    "terminal.py:draw": "lines of `bar_line` and `fleet_lines`, which clean",
+    "terminal.py:_write": "the same, with the commands that draw them in place",
     "report/console.py:_print": "cleans each line",
-    "report/console.py:_say": "cleans; rich adds colours",
-    "report/console.py:header": "cleans; rich draws a frame",
+    "report/console.py:_draw": "cleaned before; rich draws a frame",
     "report/console.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
     "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
@@ -41,7 +43,6 @@ PRINTS = {
     "train/stop.py:on_signal": "the same",
     "parallel/agent.py:serve": "into the agent's log",
     "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
-    "files/fetch.py:show": "carriage return before a line of `echo`",
 }
 
 
@@ -104,6 +105,7 @@ def test_echo_cleans_and_goes_where_it_is_told(capsys: pytest.CaptureFixture[str
 
 def test_text_of_another_machine_keeps_its_bar_and_no_other_command() -> None:
     bar = "\x1b[1mepoch\x1b[0m \x1b[38;5;237m---\x1b[0m\r\x1b[2K\x1b[1A\x1b[?25l\x1b[?25h"
+    bar += "\r\x1b[J\x1b[?7lepoch\x1b[?7h\x1b[3A\r"  # and as terminal.py draws it
     assert RelayedText().clean(bar) == bar
     relayed = RelayedText()
     assert "".join(relayed.clean(piece) for piece in bar) == bar  # cut anywhere

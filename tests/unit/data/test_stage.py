@@ -174,6 +174,6 @@ def test_the_ranks_of_a_host_divide_the_images(data, tmp_path):
     assert [sorted(copied) for copied, _ in found] == [[0, 2, 4], [1, 3]]
     assert all(all(equal) for _, equal in found)
     log = (tmp_path / "rank-0.log").read_text()
-    assert "staging train images: 0 of 5 copied" in log and "note: staged 5 train images" in log
+    assert "note: staged 5 train images" in log
     assert on_fleet(2, tmp_path, _stage, data, tmp_path / "local")[0][0] == []
     assert "there already" in (tmp_path / "rank-0.log").read_text()

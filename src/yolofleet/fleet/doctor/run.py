@@ -18,7 +18,7 @@ from yolofleet.fleet.doctor.local import judge_host
 from yolofleet.fleet.doctor.network import judge_network
 from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.fleet.strict import HERE
-from yolofleet.text import echo
+from yolofleet.text import echo, is_quiet
 
 QUICK = (
     "shm-small",
@@ -55,12 +55,16 @@ def preflight(wanted: RunResources) -> list[Finding]:
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Print findings, the worst last, then their numbers. Equal findings of several hosts are printed once."""
+    """Print findings, the worst last, then their numbers. Equal findings of several hosts are printed once.
+
+    ``--quiet`` leaves out findings that are no fault.
+    """
     wheres: dict[Finding, list[str]] = {}
     for one in findings:
         wheres.setdefault(replace(one, where=""), []).append(one.where)
     for one, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
-        echo(replace(one, where=", ".join(where)).render(), to=stream)
+        if one.level == LEVELS[-1] or not is_quiet():
+            echo(replace(one, where=", ".join(where)).render(), to=stream)
     counts = Counter(one.level for one in wheres)
     told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
     echo(f"\n{', '.join(told) or 'nothing found'}", to=stream)

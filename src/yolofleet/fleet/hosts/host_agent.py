@@ -24,7 +24,7 @@ from typing import Any
 from yolofleet.errors import YolofleetError
 from yolofleet.fleet.doctor.machine_facts import software
 from yolofleet.fleet.hosts import jobs, package_sync, requests
-from yolofleet.fleet.hosts.running import JobHere, Running, Values, no_command, start
+from yolofleet.fleet.hosts.running import JobHere, Running, Values, no_command, resize, start
 from yolofleet.fleet.hosts.wire_protocol import (
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
@@ -240,6 +240,8 @@ class HostAgent:
         elif kind == "ask":
             asked = (message["id"], str(message["request"]), dict(message["arguments"]))
             threading.Thread(target=self._answer, args=asked, daemon=True).start()
+        elif kind == "resize" and self.job is not None:
+            resize(self.job.output, message["terminal"])
         elif kind == "stop" and self.running is not None:
             self.running.end(STOPPED_BY_LAUNCHER, float(message["grace_s"]))
         elif kind == "start" and self.running is None:

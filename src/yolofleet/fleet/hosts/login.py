@@ -13,7 +13,7 @@ from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.unreachable import Unreachable
-from yolofleet.text import echo
+from yolofleet.text import inform
 
 LOGINS_AT_ONCE = 32
 FILES_PER_HOST = 3  # descriptors: ssh's input, output and errors
@@ -72,7 +72,7 @@ def _log_in(remotes: Sequence[Remote], notice_after_s: float | None) -> list[Unr
     try:
         logins = [pool.submit(login, remote) for remote in remotes]
         if wait(logins, notice_after_s).not_done:
-            echo(f"logging in to {len(remotes)} host{'s' if len(remotes) > 1 else ''} ...", to=sys.stderr)
+            inform(f"logging in to {len(remotes)} host{'s' if len(remotes) > 1 else ''} ...")
         return [problem for done in logins if (problem := done.result()) is not None]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -188,6 +188,10 @@ class Remote:
         """Start a job (``host_agent.start``). Its output comes as messages."""
         self._send({"type": "start", "job": job})
 
+    def resize(self, terminal: dict[str, Any]) -> None:
+        """Give the terminal of the job's processes another size."""
+        self._send({"type": "resize", "terminal": terminal})
+
     def stop(self, grace_s: float) -> None:
         """End the job: SIGTERM now, SIGKILL after ``grace_s``. The message ``Exit`` comes when it has ended."""
         self._send({"type": "stop", "grace_s": grace_s})

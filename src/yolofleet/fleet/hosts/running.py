@@ -359,12 +359,19 @@ def _output(terminal: Values | None, environment: dict[str, str]) -> tuple[int, 
     """Return (our end, the workers' end) of their standard output: a pipe, or a terminal like the launcher's."""
     if terminal is None:
         return os.pipe()
+    ours, theirs = os.openpty()
+    resize(theirs, terminal)
+    environment["TERM"] = str(terminal["term"])
+    return ours, theirs
+
+
+def resize(output: int, terminal: Values) -> None:
+    """Set the size of a terminal, which its programs read before each drawing; no effect on a pipe."""
     import fcntl
     import struct
     import termios
 
-    ours, theirs = os.openpty()
-    size = struct.pack("HHHH", int(terminal["rows"]), int(terminal["columns"]), 0, 0)
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
-    environment["TERM"] = str(terminal["term"])
-    return ours, theirs
+    rows, columns = (min(max(int(terminal[name]), 0), 0xFFFF) for name in ("rows", "columns"))
+    size = struct.pack("HHHH", rows, columns, 0, 0)
+    with suppress(OSError):
+        fcntl.ioctl(output, termios.TIOCSWINSZ, size)

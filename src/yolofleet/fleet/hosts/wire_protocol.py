@@ -7,6 +7,7 @@ From the launcher:
   ``save_state`` writes the state in memory to the disk
 - ``start``: ``job``; again after ``exit``, for another attempt
 - ``stop``: ``grace_s``
+- ``resize``: ``terminal``, with the rows and columns that the launcher's terminal has now
 
 From the host agent (``messages.py`` has the fields):
 

@@ -8,11 +8,8 @@ takes them back when they answer.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +28,7 @@ from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.fleet.launch.preflight import ALONE, Plan, free_port, raise_faults
 from yolofleet.fleet.launch.restarts import Failure, Restarts, record_restart
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
-from yolofleet.fleet.launch.watch import Watch, say
+from yolofleet.fleet.launch.watch import Watch, say, terminal_size
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import listed
 
@@ -375,11 +372,3 @@ def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
         "silence_s": fleet.silence_s,
         "grace_s": fleet.grace_s,
     }
-
-
-def terminal_size() -> dict[str, Any] | None:
-    """Return rows, columns and type of the terminal on standard output; None for a file or a pipe."""
-    if not sys.stdout.isatty():
-        return None
-    columns, rows = shutil.get_terminal_size()
-    return {"rows": rows, "columns": columns, "term": os.environ.get("TERM", "dumb")}

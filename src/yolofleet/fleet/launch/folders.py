@@ -6,6 +6,7 @@ import errno
 import re
 import secrets
 import shlex
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
+from yolofleet.terminal import Progress
+from yolofleet.text import size_text
 
 JOB = ".job"  # in the folder of a detached run: the name of its job
 LAUNCHER = "(this machine)"  # no host has such a name
@@ -51,7 +54,7 @@ FETCHED = tuple(
 NAMED = 5  # names in a message about files that stay on a host
 LEFT_THERE = re.compile(
     r"config\.yaml|report\.html|(wandb|mlflow|clearml|comet)/.*"
-    r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json)|\.lock|\.job|\.fleet-.*"
+    r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json|ranks\.json)|\.lock|\.job|\.fleet-.*"
 )  # every run has them; no message
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name
@@ -285,7 +288,10 @@ def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[
         OSError: the disk refused, or a folder is a symbolic link.
     """
     left, copied = [], set[str]()
-    for name, size in remote.ask("list_files", folder=there, without=list(NOT_FETCHED)):
+    files = remote.ask("list_files", folder=there, without=list(NOT_FETCHED))
+    done, total = 0, sum(size for _, size in files)
+    for name, size in files:
+        done += size
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or PurePosixPath(name).is_absolute():
             raise ClusterError(f"{remote.name} names a file outside of its folder: {name[:80]}")
@@ -299,8 +305,11 @@ def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[
             continue
         if target.parent.is_symlink():
             raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
-        with whole_file(target) as file:
+        with whole_file(target) as file, Progress(sys.stderr) as progress:
             while file.tell() < size:
+                progress.show(
+                    f"copying from {remote.name}", done - size + file.tell(), total, amount=size_text
+                )
                 piece = remote.ask("read_piece", file=f"{there}/{name}", offset=file.tell()).content
                 if not piece:
                     break

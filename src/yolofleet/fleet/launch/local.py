@@ -27,7 +27,7 @@ from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import module_environment
 from yolofleet.system.proc import end_descendants
 from yolofleet.system.signals import handling, interrupt, request_name
-from yolofleet.text import echo
+from yolofleet.text import announce, announcement, echo
 
 if TYPE_CHECKING:
     from yolofleet.fleet.hosts.messages import LastWords
@@ -103,18 +103,18 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                     "ended at once, on request; the last checkpoint is kept",
                     hint=resume_command(job.folder, job.resume_options),
                 )
-                echo(stopped.render(), to=sys.stderr)
+                announce(stopped.render(), "")
                 return ExitCode.with_text(stopped.exit_code, stopped.render())
             ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
             failure = failure_of([ending], agent.steps_done())
             if agent.asked or not restarts.allow(failure):
                 if restarts.why_not:
-                    echo(f"\nnot started again: {restarts.why_not}", to=sys.stderr)
+                    announce(f"not started again: {restarts.why_not}")
                 agent.save_state(job.folder)
                 return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
             restarts.count += 1
             record_restart(RunFolder(job.folder), failure)
-            echo(f"\n{failure.text}\ngoing on with {job.processes} processes", to=sys.stderr)
+            announce(f"{failure.text}\ngoing on with {job.processes} processes")
 
 
 class LocalAgent:
@@ -188,7 +188,7 @@ class LocalAgent:
                 else "stopping after this step, then saving; Ctrl-C again ends at once"
             )
             with suppress(OSError):
-                os.write(2, f"\n{words}\n".encode())
+                os.write(2, announcement(words).encode())
             if self.ends_at_once:
                 # on Linux; elsewhere the workers end when they lose each other
                 end_descendants(agent.pid, deadline_s=1.0)
@@ -267,7 +267,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
         said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
         if not first.of_all and (len(words) == 1 or any(w.message != first.message for w in words)):
             said += f"\n  on   : rank {first.rank}, host {first.host}"
-        echo(said, to=sys.stderr)
+        announce(said, "")
         return ExitCode.with_text(first.exit_code, said)
     hint = resume or "give the same command again"
     ending = endings[0]
@@ -284,7 +284,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
         tail = "\n".join(ending.log.strip().splitlines()[-15:])
         on = f" on {ending.host}" if ending.host else ""
         problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
-    echo(problem.render(), to=sys.stderr)
+    announce(problem.render(), "")
     return ExitCode.with_text(problem.exit_code, problem.render())
 
 

@@ -27,7 +27,7 @@ from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.fleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
-from yolofleet.text import RelayedText, echo
+from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, is_quiet
 
 SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
 SHORT_SETTLE_S = 0.5  # the same, if the run goes on
@@ -37,9 +37,25 @@ AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host tha
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
-def say(text: str) -> None:
-    """Print a line of the launcher itself."""
-    echo(text, to=sys.stderr)
+def say(text: str, *, is_error: bool = False) -> None:
+    """Print a line of the launcher itself, unless ``--quiet`` and it is no error.
+
+    Args:
+        text: begins with a new line if a line of another process may be incomplete.
+    """
+    if is_error or not is_quiet():
+        announce(text.removeprefix("\n"), "\n" if text.startswith("\n") else "")
+
+
+def terminal_size() -> dict[str, Any] | None:
+    """Return rows, columns and type of the terminal on standard output; None if lines cannot be drawn there in place."""
+    if not can_redraw(sys.stdout):
+        return None
+    try:
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None
+    return {"rows": rows, "columns": columns, "term": os.environ["TERM"]}
 
 
 @dataclass
@@ -90,6 +106,7 @@ class Watch:
     began_line: dict[int, bool] = field(default_factory=dict)
     relayed: dict[int, RelayedText] = field(default_factory=lambda: defaultdict(RelayedText))
     stdout: NonblockingStdout = field(default_factory=NonblockingStdout)
+    terminal: dict[str, Any] | None = field(default_factory=terminal_size)
 
     def __post_init__(self) -> None:
         self.nodes = [Node(remote) for remote in self.remotes]
@@ -131,7 +148,10 @@ class Watch:
 
     def _look(self) -> None:
         """Stop the job if a host failed, is silent, or the user asked for it."""
-        now = time.monotonic()
+        now, size = time.monotonic(), terminal_size()
+        if size and size != self.terminal and not self.nodes[0].is_over:
+            self.terminal = size
+            self.nodes[0].remote.resize(size)
         for number, node in enumerate(self.nodes):
             if not node.is_over:
                 self._listen(number, now - node.remote.heard_at_s)
@@ -196,7 +216,7 @@ class Watch:
         )
         with suppress(OSError):
             if select.select([], [2], [], 0)[1]:  # otherwise the write would block
-                os.write(2, f"\n{words}\n".encode())
+                os.write(2, announcement(words).encode())
         if self.stop_requests > 1:
             self.stdout.give_up()
 
@@ -205,7 +225,8 @@ class Watch:
         if (self.plain and len(self.nodes) > 1) or number > 0:
             mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
             self.began_line[number] = not text.endswith("\n")
-            text = (mark if begins else "") + text.replace("\n", f"\n{mark}")
+            begin = ERASE if self.terminal else ""  # the progress of rank 0 may be there
+            text = (begin + mark if begins else "") + text.replace("\n", f"\n{mark}")
             text = text if self.began_line[number] else text.removesuffix(mark)
         self.stdout.write(text)
 
@@ -284,7 +305,7 @@ class Watch:
         code = self._explain(resume)
         for node in self.nodes:  # rank 0 cannot see processes of other hosts, but their host agents can
             for rank in node.ending.stopped if node.ending else ():
-                say(f"  {node.remote.name}: {rank}")
+                say(f"  {node.remote.name}: {rank}", is_error=True)
         return code
 
     def _explain(self, resume: str) -> int:
@@ -306,7 +327,7 @@ class Watch:
         elif not self._is_asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
         if problem is not None:
-            say(problem.render())
+            say(problem.render(), is_error=True)
             return ExitCode.with_text(problem.exit_code, problem.render())
         return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
@@ -319,11 +340,11 @@ class Watch:
             if not first and (
                 why == STOPPED_ON_REQUEST or (self.stop_requests and why == STOPPED_BY_LAUNCHER)
             ):
-                say(f"{node.remote.name}: {STOPPED_ON_REQUEST}")
+                say(f"{node.remote.name}: {STOPPED_ON_REQUEST}", is_error=True)
                 return Stopped.exit_code
             if code and not (first and why == STOPPED_BY_LAUNCHER):  # others end because of the first
                 ended = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-                say(f"{node.remote.name}: {why or ended}")
+                say(f"{node.remote.name}: {why or ended}", is_error=True)
                 first = first or (code if code > 0 else 128 - code)
         return first
 

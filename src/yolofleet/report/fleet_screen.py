@@ -1,0 +1,146 @@
+"""What the ranks of a run do, as a few lines that fit a terminal: below the bar of rank 0, and in `fleet status`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from yolofleet.parallel.status import RankStatus
+from yolofleet.terminal import duration, encodable
+from yolofleet.text import screen_line
+
+MOST_ROWS = 16  # ranks that are shown one by one
+OTHER_ROWS = 6  # of the terminal: for the bar, the head, the counts, and a few lines of text above
+STILL_S = 5.0  # without progress; then the phase shows for how long
+SLOWEST_BY = 0.05  # share of the time that the slowest rank waits less than the median
+WORDS = {
+    "data": "loading",
+    "compute": "computing",
+    "comm": "exchanging",
+    "exchange": "exchanging",
+    "evaluate": "validating",
+    "checkpoint": "saving",
+    "start": "starting",
+}
+# title, order in which narrow terminals leave it out (the largest first, 0: never), text
+Column = tuple[str, int, Callable[[RankStatus], str]]
+
+
+def phase_text(rank: RankStatus) -> str:
+    """Return what a rank does, and for how long if it does not go on."""
+    still = f" {duration(rank.quiet_s)}" if rank.quiet_s >= STILL_S else ""
+    return WORDS.get(rank.phase, rank.phase) + still
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("rank", 0, lambda rank: str(rank.rank)),
+    ("host", 2, lambda rank: rank.host),
+    ("device", 6, lambda rank: rank.device),
+    ("phase", 0, phase_text),
+    ("img/s", 1, lambda rank: f"{rank.rate_img_s:.4g}" if rank.rate_img_s else ""),
+    ("waits", 3, lambda rank: f"{rank.waits:.0%}" if rank.rate_img_s else ""),
+    ("memory", 5, lambda rank: f"{rank.memory_gib:.1f} GiB" if rank.memory_gib else ""),
+    ("temp", 4, lambda rank: f"{rank.temperature_c:.0f} C" if rank.temperature_c else ""),
+)
+LEFT = ("rank", "host", "device", "phase")  # columns aligned left
+LONGEST = {"host": 24, "device": 12, "phase": 24}  # cells
+
+
+def hangs(rank: RankStatus) -> bool:
+    """Return whether a rank has made no progress for a while, and does not wait for others."""
+    return rank.quiet_s >= STILL_S and WORDS.get(rank.phase) != "exchanging"
+
+
+def slowest_rank(ranks: Sequence[RankStatus]) -> int:
+    """Return the rank that the others wait for, or -1 if none stands out.
+
+    It is the one that waits least itself, as in ``clock.slowest``, because ranks with ``--shares`` have unequal rates.
+    """
+    measured = sorted((rank.waits, rank.rank) for rank in ranks if rank.rate_img_s)
+    if len(measured) < 2 or len(measured) < len(ranks):
+        return -1
+    median = measured[len(measured) // 2][0]
+    return measured[0][1] if median - measured[0][0] >= SLOWEST_BY else -1
+
+
+def title_line(ranks: Sequence[RankStatus], name: str, age_s: float) -> str:
+    """Return a line about the whole run.
+
+    Args:
+        age_s: how long ago rank 0 wrote the status.
+    """
+    hosts = len({rank.host for rank in ranks})
+    # the divisor of a rank's rate has no waiting
+    rate = sum(rank.rate_img_s * (1 - rank.waits) for rank in ranks)
+    told = [f"{len(ranks)} ranks on {hosts} host{'s' if hosts != 1 else ''}"]
+    told += [f"step {max(rank.step for rank in ranks)}", f"{rate:.4g} img/s"]
+    told += [f"as of {duration(age_s)} ago"] if age_s >= STILL_S else []
+    return f"{name}: {', '.join(told)}"
+
+
+def fleet_lines(
+    ranks: Sequence[RankStatus],
+    columns: int,
+    rows: int,
+    encoding: str | None = None,
+    most: int = MOST_ROWS,
+) -> list[Text]:
+    """Return a line for each rank, or for the slowest ones and the counts of the others.
+
+    Args:
+        columns, rows: size of the terminal; the lines leave ``OTHER_ROWS`` of the rows free.
+        encoding: of the stream; None: UTF-8.
+        most: ranks that are shown one by one.
+    """
+    room = max(min(most, rows - OTHER_ROWS), 0)
+    slowest = slowest_rank(ranks)
+    first = ranks
+    if len(ranks) > room:
+        most_urgent = sorted(ranks, key=lambda rank: (-rank.quiet_s if hangs(rank) else 0.0, rank.waits))
+        first = sorted(most_urgent[:room], key=lambda rank: rank.rank)
+    lines = _table(first, slowest, columns, encoding) if first else []
+    rest = len(ranks) - len(first)
+    if rest:
+        counts = Counter(WORDS.get(rank.phase, screen_line(rank.phase, limit=20)) for rank in ranks)
+        told = ", ".join(f"{count} {phase}" for phase, count in counts.most_common(4))
+        warmest = max(rank.temperature_c for rank in ranks)
+        some = f"of {len(ranks)}: {told}" + (f", up to {warmest:.0f} C" if warmest else "")
+        line = Text(encodable(f"  {rest} more; {some}", encoding), style="dim")
+        line.truncate(columns)
+        lines.append(line)
+    return lines
+
+
+def _table(ranks: Sequence[RankStatus], slowest: int, columns: int, encoding: str | None) -> list[Text]:
+    marks = [" slowest" if rank.rank == slowest else "" for rank in ranks]
+    table = []
+    for title, order, text_of in COLUMNS:
+        texts = [encodable(screen_line(text_of(rank)), encoding) for rank in ranks]
+        longest = LONGEST.get(title, columns)
+        texts = [
+            text if cell_len(text) <= longest else set_cell_size(text, longest - 2) + ".." for text in texts
+        ]
+        if any(texts):
+            table.append((title, order, max(map(cell_len, (title, *texts))), texts))
+    while sum(2 + width for _, _, width, _ in table) + max(map(len, marks)) > columns and any(
+        order for _, order, _, _ in table
+    ):
+        table.remove(max(table, key=lambda column: column[1]))
+
+    def line(cells: Sequence[str], mark: str, style: str) -> Text:
+        parts = []
+        for cell, (title, _, width, _) in zip(cells, table, strict=True):
+            space = " " * (width - cell_len(cell))
+            parts.append(cell + space if title in LEFT else space + cell)
+        text = Text("  " + "  ".join(parts).rstrip() + mark, style=style)
+        text.truncate(columns)
+        return text
+
+    lines = [line([title for title, _, _, _ in table], "", "dim")]
+    for n, (rank, mark) in enumerate(zip(ranks, marks, strict=True)):
+        style = "red" if hangs(rank) else "yellow" if mark else ""
+        lines.append(line([texts[n] for _, _, _, texts in table], mark, style))
+    return lines
