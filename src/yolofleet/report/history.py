@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
@@ -18,11 +18,9 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import MAX_BYTES, ResultsTable
 from yolofleet.text import screen_line
 
-EVENTS_BYTES = 256 << 20
-FIGURES_BYTES = 64 << 20
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
 MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
 MOST_RANKS = 64  # ranks in the time line
@@ -30,23 +28,35 @@ MOST_DEPTH = 12  # depth of nested values
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow, so the page leaves them out
 
 
-def read_run(folder: RunFolder) -> dict[str, Any]:
+class Limits(NamedTuple):
+    """What a reader of run folders accepts: the largest files, and whether it follows symbolic links."""
+
+    events_bytes: int = 256 << 20
+    figures_bytes: int = 64 << 20
+    table_bytes: int = MAX_BYTES
+    follow: bool = True
+
+
+REPORT = Limits()
+
+
+def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return all values of a run folder for its report.
 
     Raises:
         ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
     """
-    figures, curves = _figures(folder.report_json), _curves(folder)
-    events = _of_this_run(_read_events(folder.events(0)))
+    figures, curves = _figures(folder.report_json, limits), _curves(folder, limits)
+    events = _of_this_run(read_events(folder.events(0), limits))
     # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
-    results = {} if is_open else _read_json(folder.results_json)
+    results = {} if is_open else read_json(folder.results_json, limits)
     if not (folder.config.is_file() or curves or figures):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
             hint="name the folder of a training or a validation, such as runs/train/exp",
         )
-    settings = _settings(folder.config)
+    settings = _settings(folder.config, limits)
     run: dict[str, Any] = {
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
@@ -56,7 +66,7 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
         "curves": curves,
         "settings": settings,
         "figures": figures,
-        "timeline": _timeline(events, _read_events(folder.launcher_events)),
+        "timeline": _timeline(events, read_events(folder.launcher_events, limits)),
     }
     return run
 
@@ -94,18 +104,18 @@ def _calculable(text: str) -> int | float | None:
     return int(text) if text.lstrip("-").isdecimal() else value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing or is not JSON."""
     with suppress(OSError, ValueError, RecursionError):
-        found = _loads(read_foreign_text(path, limit_bytes=FIGURES_BYTES))
+        found = _loads(read_foreign_text(path, limit_bytes=limits.figures_bytes, follow=limits.follow))
         if isinstance(found, dict):
             return found
     return {}
 
 
-def _figures(path: Path) -> dict[str, Any]:
+def _figures(path: Path, limits: Limits) -> dict[str, Any]:
     """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
-    found = _read_json(path)
+    found = read_json(path, limits)
     kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
     kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
     kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
@@ -116,11 +126,12 @@ _LISTS = ("names", "images", "worst", "others")
 _MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
     """Return the events of rank 0 in their order; without lines that a crash has cut."""
     events = []
     with suppress(OSError, ValueError):
-        for line in read_foreign_text(path, limit_bytes=EVENTS_BYTES).splitlines():
+        text = read_foreign_text(path, limit_bytes=limits.events_bytes, follow=limits.follow)
+        for line in text.splitlines():
             with suppress(ValueError, RecursionError):
                 event = _loads(line)
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
@@ -139,9 +150,19 @@ def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
     return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
 
 
-def _curves(folder: RunFolder) -> dict[str, list[float | None]]:
+def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, str]]:
+    """Return the rows of results.csv as text.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    table = ResultsTable(folder.results_csv, (), limit_bytes=limits.table_bytes, follow=limits.follow)
+    return table.rows()
+
+
+def _curves(folder: RunFolder, limits: Limits) -> dict[str, list[float | None]]:
     """Return the columns of results.csv."""
-    rows = ResultsTable(folder.results_csv, ()).rows()
+    rows = results_rows(folder, limits)
     rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
 
     def number(text: str | None) -> float | None:
@@ -154,7 +175,7 @@ def _curves(folder: RunFolder) -> dict[str, list[float | None]]:
     return {name: values for name, values in table.items() if any(value is not None for value in values)}
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path, limits: Limits) -> dict[str, Any]:
     """Return the settings and the recipe as [name, value, source, is given]; ``problem`` if they cannot be read."""
 
     def table(resolved: Resolved[Any]) -> list[list[Any]]:
@@ -165,7 +186,7 @@ def _settings(path: Path) -> dict[str, Any]:
         ]
 
     try:
-        job = load_job(path)
+        job = load_job(path, follow=limits.follow)
     except ConfigError as problem:  # for example, another version wrote the file
         return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
     recipe = [] if job.recipe is None else table(job.recipe)
