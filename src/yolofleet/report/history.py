@@ -46,18 +46,28 @@ def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     Raises:
         ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
     """
-    figures, curves = _figures(folder.report_json, limits), _curves(folder, limits)
-    events = _of_this_run(read_events(folder.events(0), limits))
-    # a run that was resumed after its end still has the earlier results
-    is_open = bool(events) and "end" not in _kinds_since_start(events)
-    results = {} if is_open else read_json(folder.results_json, limits)
-    if not (folder.config.is_file() or curves or figures):
+    run = read_progress(folder, limits) | {"figures": read_figures(folder, limits)}
+    if not (folder.config.is_file() or run["curves"] or run["figures"]):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
             hint="name the folder of a training or a validation, such as runs/train/exp",
         )
+    return run
+
+
+def read_progress(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
+    """Return the values of :func:`read_run` that change while a run goes on: all but the figures of a validation.
+
+    Raises:
+        StorageError: results.csv is damaged.
+    """
+    curves = _curves(folder, limits)
+    events = _of_this_run(read_events(folder.events(0), limits))
+    # a run that was resumed after its end still has the earlier results
+    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    results = {} if is_open else read_json(folder.results_json, limits)
     settings = _settings(folder.config, limits)
-    run: dict[str, Any] = {
+    return {
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
         "verb": settings["verb"] or "train",
@@ -65,10 +75,8 @@ def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
         "results": {name: results[name] for name in _RESULTS if name in results},
         "curves": curves,
         "settings": settings,
-        "figures": figures,
         "timeline": _timeline(events, read_events(folder.launcher_events, limits)),
     }
-    return run
 
 
 _RESULTS = (
@@ -113,9 +121,9 @@ def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
     return {}
 
 
-def _figures(path: Path, limits: Limits) -> dict[str, Any]:
+def read_figures(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
-    found = read_json(path, limits)
+    found = read_json(folder.report_json, limits)
     kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
     kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
     kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
@@ -129,6 +137,8 @@ _MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", 
 def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
     """Return the events of rank 0 in their order; without lines that a crash has cut."""
     events = []
+    if path.parent.is_symlink() and not limits.follow:
+        return []
     with suppress(OSError, ValueError):
         text = read_foreign_text(path, limit_bytes=limits.events_bytes, follow=limits.follow)
         for line in text.splitlines():
