@@ -21,7 +21,16 @@ from yolofleet.errors import ConfigError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
 from yolofleet.report.folder import REQUESTS, RunFolder
-from yolofleet.report.history import Limits, plain, read_events, read_figures, read_json, read_progress, results_rows
+from yolofleet.report.history import (
+    Limits,
+    plain,
+    read_events,
+    read_figures,
+    read_json,
+    read_progress,
+    read_settings,
+    results_rows,
+)
 from yolofleet.report.page import with_pictures
 from yolofleet.text import screen_line
 
@@ -130,7 +139,8 @@ class Run:
     def progress_values(self) -> dict[str, Any]:
         """Return the values of the page that change while the run goes on; ``problem`` if they cannot be read."""
         try:
-            return read_progress(self.folder, LIMITS)
+            settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
+            return read_progress(self.folder, LIMITS, settings)
         except YolofleetError as problem:
             return {"problem": problem.what}
 

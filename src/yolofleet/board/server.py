@@ -226,8 +226,8 @@ def names_of(address: str) -> tuple[list[str], bool]:
     return names, address == "0.0.0.0"
 
 
-def serve(board: Board, listener: socket.socket) -> None:
-    """Answer requests at ``listener`` until Ctrl-C or SIGTERM."""
+def server_of(board: Board) -> uvicorn.Server:
+    """Return the server of a board; ``run(sockets=[...])`` answers requests until Ctrl-C, SIGTERM or ``should_exit``."""
     settings = uvicorn.Config(
         board,
         loop="asyncio",
@@ -245,4 +245,4 @@ def serve(board: Board, listener: socket.socket) -> None:
     )
     server = uvicorn.Server(settings)
     board.is_closing = lambda: server.should_exit
-    server.run(sockets=[listener])
+    return server

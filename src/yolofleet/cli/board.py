@@ -36,7 +36,7 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
             hint=f"--allow {','.join(REQUESTS)}, or one of them",
         )
     from yolofleet.board.runs import Runs
-    from yolofleet.board.server import Board, names_of, serve
+    from yolofleet.board.server import Board, names_of, server_of
     from yolofleet.parallel.listener import open_listener
 
     address = _address(host)
@@ -63,7 +63,7 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         echo(f"{where}?token={board.token}")
         echo(f"shows {len(board.runs.rows())} runs of {listed([str(p) for p in places])}; Ctrl-C ends the board", to=sys.stderr)
         try:
-            serve(board, listener)
+            server_of(board).run(sockets=[listener])
         except KeyboardInterrupt:
             echo("the board has ended; the runs go on", to=sys.stderr)
     return 0

@@ -55,9 +55,13 @@ def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     return run
 
 
-def read_progress(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
+def read_progress(
+    folder: RunFolder, limits: Limits = REPORT, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the values of :func:`read_run` that change while a run goes on: all but the figures of a validation.
 
+    Args:
+        settings: of :func:`read_settings`, if they are known.
     Raises:
         StorageError: results.csv is damaged.
     """
@@ -66,7 +70,7 @@ def read_progress(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
     results = {} if is_open else read_json(folder.results_json, limits)
-    settings = _settings(folder.config, limits)
+    settings = settings or read_settings(folder, limits)
     return {
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
@@ -185,7 +189,7 @@ def _curves(folder: RunFolder, limits: Limits) -> dict[str, list[float | None]]:
     return {name: values for name, values in table.items() if any(value is not None for value in values)}
 
 
-def _settings(path: Path, limits: Limits) -> dict[str, Any]:
+def read_settings(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return the settings and the recipe as [name, value, source, is given]; ``problem`` if they cannot be read."""
 
     def table(resolved: Resolved[Any]) -> list[list[Any]]:
@@ -196,7 +200,7 @@ def _settings(path: Path, limits: Limits) -> dict[str, Any]:
         ]
 
     try:
-        job = load_job(path, follow=limits.follow)
+        job = load_job(folder.config, follow=limits.follow)
     except ConfigError as problem:  # for example, another version wrote the file
         return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
     recipe = [] if job.recipe is None else table(job.recipe)
