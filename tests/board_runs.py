@@ -112,10 +112,19 @@ class Served:
 
 
 @contextmanager
-def served(places: Sequence[Path], allow: Sequence[str] = (), port: int = 0, token: str = "") -> Iterator[Served]:
-    """Serve a board from a thread for the block."""
+def served(
+    places: Sequence[Path], allow: Sequence[str] = (), before: Served | None = None
+) -> Iterator[Served]:
+    """Serve a board from a thread for the block.
+
+    Args:
+        before: an earlier board, whose address and token this one has.
+    """
     board = Board(Runs(places), allow)
-    board.token = token or board.token
+    port = 0
+    if before is not None:
+        board.token, board.cookie = before.board.token, before.board.cookie
+        port = int(before.host.rpartition(":")[2])
     board.runs.look()
     listener = open_listener("127.0.0.1", port)
     server = server_of(board)

@@ -58,10 +58,11 @@ class RunStatus:
     def note(self, **values: Any) -> None:
         """Set values of the file. NaN becomes null."""
         self._noted_at_s = time.monotonic()
-        self._values |= {
+        finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
+        self._values = self._values | finite  # a new mapping: the thread may be reading the old one
 
     def take_save(self) -> bool:
         """Return whether ``save`` was requested since the last call."""
