@@ -61,7 +61,8 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
             )
         where = f"http://{'127.0.0.1' if any_address else address}:{listener.getsockname()[1]}/"
         echo(f"{where}?token={board.token}")
-        echo(f"shows {len(board.runs.rows())} runs of {listed([str(p) for p in places])}; Ctrl-C ends the board", to=sys.stderr)
+        count, folders = len(board.runs.rows()), listed([str(place) for place in places])
+        echo(f"shows {count} run{'s' if count != 1 else ''} of {folders}; Ctrl-C ends the board", to=sys.stderr)
         try:
             server_of(board).run(sockets=[listener])
         except KeyboardInterrupt:
