@@ -46,7 +46,9 @@ def main() -> None:
                 ask("page of a run", address)
                 ask("progress, after an epoch", f"{address}/progress")
         for kind, found in seconds.items():
-            print(f"{kind}: median {statistics.median(found) * 1e3:.1f} ms, worst {max(found) * 1e3:.1f} ms of {len(found)}")
+            print(
+                f"{kind}: median {statistics.median(found) * 1e3:.1f} ms, worst {max(found) * 1e3:.1f} ms of {len(found)}"
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,15 @@ END_S = 30
 
 def publish(folder: RunFolder, state: str = "running", **values: object) -> None:
     """Write the status of a run, as rank 0 does."""
-    known = {"epoch": 130, "epochs": 300, "step": 1300, "share": 0.43, "rate_img_s": 412.3, "ranks": 2, "host": "node-a"}
+    known = {
+        "epoch": 130,
+        "epochs": 300,
+        "step": 1300,
+        "share": 0.43,
+        "rate_img_s": 412.3,
+        "ranks": 2,
+        "host": "node-a",
+    }
     known |= {"ends_at_s": time.time() + 5400, "phase": "compute", "why": "", "time": time.time()}
     write_text(folder.status, json.dumps({"state": state, **known, **values}))
 

@@ -64,7 +64,9 @@ def until(chromium: Browser, script: str, board: Command, wanted: object = True)
 @pytest.mark.skipif(bool(browser_missing()), reason=browser_missing())
 def test_the_board_follows_a_run_of_two_hosts_and_stops_it(lab: Lab, folder: Path) -> None:
     own, data = folder / "own", small_shapes(folder)
-    run = Command(lab, own, "train", "--data", data, *ARGS, *HOSTS, "--save-period", "0", "--save-minutes", "0")
+    run = Command(
+        lab, own, "train", "--data", data, *ARGS, *HOSTS, "--save-period", "0", "--save-minutes", "0"
+    )
     run.wait_for("^epoch 2/")
     board = Command(lab, own, "board", "--port", "0", "--allow", "stop,save")
     board.wait_for("^http://127.0.0.1:")
@@ -84,7 +86,11 @@ def test_the_board_follows_a_run_of_two_hosts_and_stops_it(lab: Lab, folder: Pat
         run.wait_for("started again as 2 processes")
         starts = "document.querySelectorAll('[aria-label=\"Starts of the run\"] tbody tr').length"
         until(chromium, starts, board, 2)
-        until(chromium, "document.querySelector('[aria-label=\"Events\"]')?.innerText.includes('rank 1 on m2 was killed')", board)
+        until(
+            chromium,
+            "document.querySelector('[aria-label=\"Events\"]')?.innerText.includes('rank 1 on m2 was killed')",
+            board,
+        )
         until(chromium, "document.querySelector('.state').dataset.state", board, "running")
 
         press = "[...document.querySelectorAll('button[type=button]')].find((b) => b.textContent.startsWith('{}')).click()"

@@ -81,8 +81,12 @@ def test_pages_open_without_a_message_and_fit_the_screen(runs: list[RunFolder], 
         chromium.press(ENTER)
         until(chromium, "return document.querySelectorAll('canvas.timeline').length", 1)
         assert chromium.run("return document.querySelectorAll('.uplot canvas').length") >= 8
-        assert "node-b" in chromium.run("return document.querySelector('[aria-label=\"Seconds of the ranks\"]').innerText")
-        assert chromium.run("return document.querySelectorAll('button[type=button]').length") == 0, "read-only"
+        assert "node-b" in chromium.run(
+            "return document.querySelector('[aria-label=\"Seconds of the ranks\"]').innerText"
+        )
+        assert chromium.run("return document.querySelectorAll('button[type=button]').length") == 0, (
+            "read-only"
+        )
 
 
 def test_a_page_follows_the_run_and_keeps_what_the_user_did(runs: list[RunFolder], chromium: Browser) -> None:
@@ -94,14 +98,19 @@ def test_a_page_follows_the_run_and_keeps_what_the_user_did(runs: list[RunFolder
         chromium.press(RIGHT)
         chromium.press("+")
         assert chromium.run(ZOOMED) == 1
-        chromium.run("document.querySelectorAll('.chart')[1].querySelector('.u-series:not(:first-child) th').click()")
+        chromium.run(
+            "document.querySelectorAll('.chart')[1].querySelector('.u-series:not(:first-child) th').click()"
+        )
         for epoch in (7, 8):
             grow(runs[0], epoch)
             publish(runs[0], epoch=epoch, epochs=300)
         legend = "return document.querySelectorAll('.chart')[3].querySelector('.u-value').textContent"
         until(chromium, legend, "8")
         until(chromium, "return document.querySelector('.live p').textContent.startsWith('epoch 8 / 300')")
-        assert chromium.run(ZOOMED) == 1 and chromium.run("return document.querySelectorAll('.u-off').length") == 1
+        assert (
+            chromium.run(ZOOMED) == 1
+            and chromium.run("return document.querySelectorAll('.u-off').length") == 1
+        )
         assert chromium.run("return document.activeElement === document.querySelector('.chart')")
         publish(runs[0], "stopped", why="SIGTERM")
         until(chromium, "return document.querySelector('.state').textContent", "stopped")
@@ -116,7 +125,9 @@ def test_the_list_follows_runs_that_come_and_go(runs: list[RunFolder], chromium:
     count = "return document.querySelectorAll('.runs tbody tr').length"
     with served([runs[0].path.parent]) as board:
         opened(chromium, board)
-        chromium.run("[...document.querySelectorAll('.runs a')].find((a) => a.textContent === 'exp3').focus()")
+        chromium.run(
+            "[...document.querySelectorAll('.runs a')].find((a) => a.textContent === 'exp3').focus()"
+        )
         publish(made_run(runs[0].path.parent / "new", None))
         until(chromium, count, 4)
         assert chromium.run("return document.activeElement.textContent") == "exp3"
@@ -154,7 +165,9 @@ def test_buttons_ask_the_run(runs: list[RunFolder], chromium: Browser) -> None:
         until(chromium, "return document.querySelector('.live').innerText.includes('not taken yet')")
         assert chromium.messages() == []
         opened(chromium, board, runs[1])
-        assert chromium.run("return [...document.querySelectorAll('button[type=button]')].every((b) => b.disabled)")
+        assert chromium.run(
+            "return [...document.querySelectorAll('button[type=button]')].every((b) => b.disabled)"
+        )
 
 
 def test_every_control_is_reached_and_seen_by_the_keyboard(runs: list[RunFolder], chromium: Browser) -> None:
@@ -163,7 +176,10 @@ def test_every_control_is_reached_and_seen_by_the_keyboard(runs: list[RunFolder]
         for folder in (None, runs[2]):
             publish(runs[2])
             opened(chromium, board, folder)
-            until(chromium, "return [...document.querySelectorAll('button[type=button]')].every((b) => !b.disabled)")
+            until(
+                chromium,
+                "return [...document.querySelectorAll('button[type=button]')].every((b) => !b.disabled)",
+            )
             for _ in range(200):
                 chromium.press(TAB)
                 seen = chromium.run(

@@ -37,7 +37,11 @@ def test_a_run_saves_and_stops_on_request_and_goes_on_when_it_is_resumed(tmp_pat
     process = started(tmp_path, *args, "--device", device, "--save-period", "0", "--save-minutes", "0")
     wait_until(lambda: status(folder).get("step") or process.poll() is not None)
     found = status(folder)
-    assert found["state"] == "running" and 0 < found["share"] < 1 and found["ranks"] == (2 if ":" in device else 1)
+    assert (
+        found["state"] == "running"
+        and 0 < found["share"] < 1
+        and found["ranks"] == (2 if ":" in device else 1)
+    )
     assert not list(folder.checkpoints.glob("step-*"))
     folder.request("save").touch()
     wait_until(lambda: list(folder.checkpoints.glob("step-*.safetensors")) or process.poll() is not None)

@@ -249,7 +249,9 @@ class Run:
                 lines = file.read(LINE_BYTES).decode("utf-8", "replace").split("\n")
         except OSError:
             return ""
-        return next((screen_line(line.strip(), limit=LINE_LETTERS) for line in reversed(lines) if line.strip()), "")
+        return next(
+            (screen_line(line.strip(), limit=LINE_LETTERS) for line in reversed(lines) if line.strip()), ""
+        )
 
 
 class Runs:
@@ -274,7 +276,9 @@ class Runs:
                 found.setdefault(run.id, self._runs.get(run.id, run))
             for run in found.values():
                 run.look()
-            newest = sorted(found.values(), key=lambda run: (run.row["state"] != "running", -run.row["changed_s"]))
+            newest = sorted(
+                found.values(), key=lambda run: (run.row["state"] != "running", -run.row["changed_s"])
+            )
             self._runs = {run.id: run for run in newest[:MOST_RUNS]}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -91,14 +91,21 @@ class Board:
             nonlocal is_begun
             if message["type"] == "http.response.start":
                 is_begun = True
-                message["headers"] += [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
+                message["headers"] += [
+                    (name.lower().encode(), text.encode()) for name, text in HEADERS.items()
+                ]
             await send(message)
 
         answer = self._refusal(Request(scope)) or self._router
         try:
             await answer(scope, receive, send_with_headers)
-        except Exception as problem:  # a page must not show how, and a log must not show the address with its token
-            echo(f"board: a request failed: {type(problem).__name__}: {screen_line(problem, limit=300)}", to=sys.stderr)
+        except (
+            Exception
+        ) as problem:  # a page must not show how, and a log must not show the address with its token
+            echo(
+                f"board: a request failed: {type(problem).__name__}: {screen_line(problem, limit=300)}",
+                to=sys.stderr,
+            )
             if not is_begun:
                 await _refused(500, "this request failed")(scope, receive, send_with_headers)
 
@@ -222,7 +229,11 @@ def names_of(address: str) -> tuple[list[str], bool]:
     """Return the names under which a board on ``address`` is reached, and whether any address of the machine is one."""
     own = socket.gethostname().lower()
     is_loopback = ipaddress.ip_address(address).is_loopback
-    names = [*LOOPBACK_NAMES, address] if is_loopback else [*LOOPBACK_NAMES, address, own, socket.getfqdn().lower()]
+    names = (
+        [*LOOPBACK_NAMES, address]
+        if is_loopback
+        else [*LOOPBACK_NAMES, address, own, socket.getfqdn().lower()]
+    )
     return names, address == "0.0.0.0"
 
 

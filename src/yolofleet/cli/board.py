@@ -47,7 +47,9 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         raise ConfigError(
             f"the board cannot listen on {problem}",
             source="--port, --host",
-            hint="--port 0 takes a free port; another board may run already" if is_busy else "--host 127.0.0.1",
+            hint="--port 0 takes a free port; another board may run already"
+            if is_busy
+            else "--host 127.0.0.1",
         ) from None
     with listener:
         names, any_address = names_of(address)
@@ -62,7 +64,9 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         where = f"http://{'127.0.0.1' if any_address else address}:{listener.getsockname()[1]}/"
         echo(f"{where}?token={board.token}")
         count, folders = len(board.runs.rows()), listed([str(place) for place in places])
-        echo(f"shows {count} run{'s' if count != 1 else ''} of {folders}; Ctrl-C ends the board", to=sys.stderr)
+        echo(
+            f"shows {count} run{'s' if count != 1 else ''} of {folders}; Ctrl-C ends the board", to=sys.stderr
+        )
         try:
             server_of(board).run(sockets=[listener])
         except KeyboardInterrupt:

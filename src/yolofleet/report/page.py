@@ -99,7 +99,12 @@ def page(title: str, values: Mapping[str, Any], *, connect: str = "'none'") -> s
     texts = page_texts()
     # In a script element only "<" can begin markup. json escapes the line separators too.
     data = json.dumps(plain(values), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {**texts, "TITLE": html.escape(screen_line(title)), "POLICY": policy(connect=connect), "DATA": data}
+    parts = {
+        **texts,
+        "TITLE": html.escape(screen_line(title)),
+        "POLICY": policy(connect=connect),
+        "DATA": data,
+    }
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], texts["HTML"])
 
 

@@ -190,7 +190,9 @@ def test_nothing_behind_a_symbolic_link_is_shown(tmp_path: Path) -> None:
 
 
 def test_damaged_and_huge_files_make_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_runs, "LIMITS", board_runs.LIMITS._replace(table_bytes=10_000, events_bytes=10_000))
+    monkeypatch.setattr(
+        board_runs, "LIMITS", board_runs.LIMITS._replace(table_bytes=10_000, events_bytes=10_000)
+    )
     folder = made_run(tmp_path / "a\x1b[31m<b>\u202e", None)
     for name, text in {
         "results.csv": "epoch,step\n" + "1,2\n" * 10_000,

@@ -58,14 +58,26 @@ def test_every_answer_has_the_headers(board: Served, folder: RunFolder) -> None:
         for token in (None, ""):
             headers = board.ask(path, token=token)[1]
             policy = headers["content-security-policy"]
-            assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+            assert (
+                "default-src 'none'" in policy
+                and "frame-ancestors 'none'" in policy
+                and "unsafe" not in policy
+            )
             assert headers["cache-control"] == "no-store" and headers["x-content-type-options"] == "nosniff"
             assert headers["referrer-policy"] == "no-referrer" and headers["x-frame-options"] == "DENY"
             assert "server" not in headers
 
 
 def test_other_names_and_other_sites_are_refused(board: Served) -> None:
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "10.0.0.1", "localhost.", "[::1"):
+    for host in (
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "",
+        "10.0.0.1",
+        "localhost.",
+        "[::1",
+    ):
         assert board.ask("/", Host=host)[0] in (400, 421), host
     for host in ("localhost", "LOCALHOST:1234", "127.0.0.1:9"):  # a tunnel of ssh may have another port
         assert board.ask("/", Host=host)[0] == 200, host

@@ -104,5 +104,7 @@ def test_a_missing_package_names_the_extra(
 
 def test_the_command_line_does_not_import_the_server(runs: Path) -> None:
     script = "import sys; from yolofleet.cli.app import APP; APP.get_command(None, 'board'); print('starlette' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.stdout == "False\n", done.stderr
