@@ -99,13 +99,9 @@ class Board:
         answer = self._refusal(Request(scope)) or self._router
         try:
             await answer(scope, receive, send_with_headers)
-        except (
-            Exception
-        ) as problem:  # a page must not show how, and a log must not show the address with its token
-            echo(
-                f"board: a request failed: {type(problem).__name__}: {screen_line(problem, limit=300)}",
-                to=sys.stderr,
-            )
+        except Exception as problem:  # uvicorn would log the address, which may hold the token
+            what = f"{type(problem).__name__}: {screen_line(problem, limit=300)}"
+            echo(f"board: a request failed: {what}", to=sys.stderr)
             if not is_begun:
                 await _refused(500, "this request failed")(scope, receive, send_with_headers)
 
