@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from board_runs import Served, grow, publish, served
@@ -113,7 +114,7 @@ def test_only_known_parts_are_served(board: Served, folder: RunFolder) -> None:
         f"{run}/progress/..",
         "/../../etc/passwd",
         "/runs/%2e%2e/progress",
-        f"/runs/{folder.path.name}/progress",
+        f"/runs/{quote(folder.path.name)}/progress",
         "//etc/passwd",
     ):
         assert board.ask(path)[0] == 404, path
@@ -178,7 +179,7 @@ def test_a_silent_stream_has_heartbeats_and_ends_with_the_board(
         stream.next()
         lines = [stream.answer.readline() for _ in range(6)]
         assert lines.count(b": heartbeat\n") >= 2 and not any(line.startswith(b"data") for line in lines)
-    assert stream.answer.read() in (b"", b": heartbeat\n\n")
+    assert b"data" not in stream.answer.read()
     stream.close()
 
 
