@@ -68,7 +68,9 @@ def test_a_run_saves_and_stops_on_request_and_goes_on_when_it_is_resumed(tmp_pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers of another system end otherwise")
 def test_the_status_tells_why_a_run_failed(tmp_path: Path) -> None:
-    args = train_args(small_shapes(tmp_path), "--set", "lr0=1e30", "--epochs", "2")
+    args = train_args(
+        small_shapes(tmp_path), "--set", "warmup_epochs=0", "--set", "lr0=1e30", "--epochs", "4"
+    )
     outcome = yolofleet(tmp_path, *args, "--device", "cpu", code=None)
     folder = RunFolder(tmp_path / "runs" / "train" / "exp")
     assert outcome.code == 5, outcome.err
