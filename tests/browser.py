@@ -58,8 +58,9 @@ class Browser:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return json.load(answer)["value"]
 
-    def open(self, page: Path) -> None:
-        self.ask("/url", {"url": page.absolute().as_uri()})
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address."""
+        self.ask("/url", {"url": page if isinstance(page, str) else page.absolute().as_uri()})
 
     def run(self, script: str) -> Any:
         """The value that a script returns."""

@@ -231,6 +231,10 @@ CASES = [
     Case("a report of what is no run", "report set", "set"),
     Case("a report of several runs", "report exp exp", "2|compare"),
     Case("a comparison of one run", "report compare exp", "1"),
+    # the board
+    Case("a board of what is no folder", "board nowhere", "nowhere|runs/train"),
+    Case("a board that allows what is no request", "board --allow kill exp", "kill|stop,save"),
+    Case("a board on what is no address", "board --host nowhere exp", "--host nowhere|127.0.0.1"),
     # weights, checkpoints
     Case("weights in an unknown form", f"weights convert {WEIGHTS} out.xyz", ".xyz"),
     Case("verification of damaged weights", f"weights verify {WEIGHTS}", WEIGHTS, spoil(WEIGHTS)),

@@ -45,7 +45,7 @@ MAY_OPEN = {
     "datasets/image_files.py:place": "copies an image that the index has opened; the copy is new",
     "datasets/sources.py:_copied": "a description that comes with this package",
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
-    "report/page.py:page": "the template, style and script that come with this package",
+    "report/page.py:page_texts": "the template, style and script that come with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:rank_of",

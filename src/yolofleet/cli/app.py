@@ -144,6 +144,7 @@ APP = Verbs(
         "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
+        "board": ("yolofleet.cli.board:command", "show runs in a browser while they go on"),
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),

@@ -277,13 +277,15 @@ def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -
     return HEADER + write_yaml({**values, SOURCES: sources})
 
 
-def load_job(path: Path) -> Job:
+def load_job(path: Path, *, follow: bool = True) -> Job:
     """Read a file that :func:`dump_config` wrote.
 
+    Args:
+        follow: False: a symbolic link is an error.
     Raises:
         ConfigError: the file is missing, or is not a valid ``config.yaml``.
     """
-    verb, settings, hyperparameters = _read_file(path, verbatim=True)
+    verb, settings, hyperparameters = _read_file(path, verbatim=True, follow=follow)
     if verb is None:
         raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
     config = resolve(MODELS[verb], [settings])
@@ -304,13 +306,15 @@ def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
     return {name: source for name, source in resolved.sources.items() if source != DEFAULT}
 
 
-def _read_file(path: Path, *, verbatim: bool = False) -> tuple[str | None, dict[str, Sourced], Layer | None]:
+def _read_file(
+    path: Path, *, verbatim: bool = False, follow: bool = True
+) -> tuple[str | None, dict[str, Sourced], Layer | None]:
     """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
 
     The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this
     section does not name was a default, and keeps that source even if the default has changed since.
     """
-    values = read_yaml(path)
+    values = read_yaml(path, follow=follow)
     verb: str | None = None
     if VERB in values:
         stored_verb, line = values.pop(VERB)

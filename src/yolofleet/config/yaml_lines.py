@@ -60,16 +60,17 @@ for _tag, _pattern, _first in SCALARS:
         _class.add_implicit_resolver(TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES) -> dict[str, Located]:
+def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES, follow: bool = True) -> dict[str, Located]:
     """Return the mapping in a file.
 
     Args:
+        follow: False: a symbolic link is an error.
         limit_bytes: maximum size of the file. Parsing takes up to 30 us a byte.
     Raises:
         ConfigError: the file is missing, is not a YAML mapping, or has a key twice; it names the line.
     """
     try:
-        text = read_foreign_text(path, limit_bytes=limit_bytes)
+        text = read_foreign_text(path, limit_bytes=limit_bytes, follow=follow)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", hint="check the path") from None
     except (OSError, ValueError) as problem:  # ValueError: not UTF-8, or a null byte in the path

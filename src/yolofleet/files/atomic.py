@@ -231,6 +231,16 @@ def write_text(path: Path, text: str, *, into_special: bool = False) -> None:
     write_bytes(path, text.encode("utf-8", "backslashreplace"), into_special=into_special)
 
 
+def write_unsynced(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` atomically, without waiting for the disk: for files that a power failure may lose.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged.
+    """
+    with _replacement(path) as temporary, temporary.open("wb") as file:
+        file.write(content)
+
+
 def write_json(path: Path, value: Any, *, into_special: bool = False) -> None:
     """Write ``value`` as indented JSON, as :func:`write_text`; see :func:`jsonable`."""
     text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"

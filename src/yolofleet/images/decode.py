@@ -27,7 +27,7 @@ _REDUCED = {
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
-def read_image(path: str | os.PathLike[str], *, reduction: int = 1) -> np.ndarray:
+def read_image(path: str | os.PathLike[str], *, reduction: int = 1, follow: bool = True) -> np.ndarray:
     """Return the pixels of an image file, as an image viewer shows them.
 
     Grey, palette, CMYK and 16-bit images become 8-bit BGR, and alpha is dropped. EXIF rotation is applied here and not
@@ -36,13 +36,14 @@ def read_image(path: str | os.PathLike[str], *, reduction: int = 1) -> np.ndarra
     Args:
         reduction: 2, 4 or 8 decodes a JPEG at this fraction of its size, from fewer coefficients of its transform. That
             takes about half the time, and is close to an area resize. Other formats are decoded whole.
+        follow: False: a symbolic link is an error.
     Returns:
         uint8 [H, W, 3] BGR, contiguous, own memory. Sides of a reduced image are rounded up.
     Raises:
         DataError: the file is missing, unreadable, cut off, not in a format of ``header`` or beyond ``MAX_PIXELS``.
     """
     try:
-        data = read_foreign(path, limit_bytes=MAX_FILE_BYTES)
+        data = read_foreign(path, limit_bytes=MAX_FILE_BYTES, follow=follow)
     except (OSError, ValueError, MemoryError) as error:
         raise unreadable(path, error) from None
     return decode_image(data, os.fspath(path), reduction=reduction)

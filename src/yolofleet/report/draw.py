@@ -177,10 +177,14 @@ def _draw_into(cell: np.ndarray, picture: Picture, names: Sequence[str]) -> None
         _draw_label(cell, drawable(picture.title, ""), (0, 0), (40, 40, 40), 0.4, 1, 1)
 
 
-def picture_base64(path: str | Path, side_px: int) -> str:
-    """Return an image file as a JPEG in base64 with sides of at most ``side_px``; "" if it cannot be read."""
+def picture_base64(path: str | Path, side_px: int, *, follow: bool = True) -> str:
+    """Return an image file as a JPEG in base64 with sides of at most ``side_px``; "" if it cannot be read.
+
+    Args:
+        follow: False: a symbolic link cannot be read.
+    """
     try:
-        pixels = read_image(path)
+        pixels = read_image(path, follow=follow)
     except DataError:
         return ""
     ratio = side_px / max(pixels.shape[:2])

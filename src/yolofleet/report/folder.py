@@ -20,6 +20,7 @@ RESUME_COMMAND = (
 )
 
 POLL_S = 0.1
+REQUESTS = ("stop", "save")
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,23 @@ class RunFolder:
         Each rank has its own, because on NFS lines that two hosts append can be mixed.
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """The state of the run now, which rank 0 writes every few seconds (``train/status.py``)."""
+        return self.logs / "status.json"
+
+    def request(self, kind: str) -> Path:
+        """Return the file whose existence asks the run to ``stop`` or to ``save``; see ``REQUESTS``."""
+        return self.logs / f"{kind}.request"
+
+    def take_request(self, kind: str) -> bool:
+        """Remove the file of :meth:`request`; return whether it existed."""
+        try:
+            self.request(kind).unlink()
+        except OSError:
+            return False
+        return True
 
     @property
     def launcher_events(self) -> Path:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
@@ -18,11 +18,9 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import MAX_BYTES, ResultsTable
 from yolofleet.text import screen_line
 
-EVENTS_BYTES = 256 << 20
-FIGURES_BYTES = 64 << 20
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
 MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
 MOST_RANKS = 64  # ranks in the time line
@@ -30,24 +28,50 @@ MOST_DEPTH = 12  # depth of nested values
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow, so the page leaves them out
 
 
-def read_run(folder: RunFolder) -> dict[str, Any]:
+class Limits(NamedTuple):
+    """What a reader of run folders accepts: the largest files, and whether it follows symbolic links."""
+
+    events_bytes: int = 256 << 20
+    figures_bytes: int = 64 << 20
+    table_bytes: int = MAX_BYTES
+    follow: bool = True
+
+
+REPORT = Limits()
+
+
+def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return all values of a run folder for its report.
 
     Raises:
         ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
     """
-    figures, curves = _figures(folder.report_json), _curves(folder)
-    events = _of_this_run(_read_events(folder.events(0)))
-    # a run that was resumed after its end still has the earlier results
-    is_open = bool(events) and "end" not in _kinds_since_start(events)
-    results = {} if is_open else _read_json(folder.results_json)
-    if not (folder.config.is_file() or curves or figures):
+    run = read_progress(folder, limits) | {"figures": read_figures(folder, limits)}
+    if not (folder.config.is_file() or run["curves"] or run["figures"]):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
             hint="name the folder of a training or a validation, such as runs/train/exp",
         )
-    settings = _settings(folder.config)
-    run: dict[str, Any] = {
+    return run
+
+
+def read_progress(
+    folder: RunFolder, limits: Limits = REPORT, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the values of :func:`read_run` that change while a run goes on: all but the figures of a validation.
+
+    Args:
+        settings: of :func:`read_settings`, if they are known.
+    Raises:
+        StorageError: results.csv is damaged.
+    """
+    curves = _curves(folder, limits)
+    events = _of_this_run(read_events(folder.events(0), limits))
+    # a run that was resumed after its end still has the earlier results
+    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    results = {} if is_open else read_json(folder.results_json, limits)
+    settings = settings or read_settings(folder, limits)
+    return {
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
         "verb": settings["verb"] or "train",
@@ -55,10 +79,8 @@ def read_run(folder: RunFolder) -> dict[str, Any]:
         "results": {name: results[name] for name in _RESULTS if name in results},
         "curves": curves,
         "settings": settings,
-        "figures": figures,
-        "timeline": _timeline(events, _read_events(folder.launcher_events)),
+        "timeline": _timeline(events, read_events(folder.launcher_events, limits)),
     }
-    return run
 
 
 _RESULTS = (
@@ -94,18 +116,18 @@ def _calculable(text: str) -> int | float | None:
     return int(text) if text.lstrip("-").isdecimal() else value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing or is not JSON."""
     with suppress(OSError, ValueError, RecursionError):
-        found = _loads(read_foreign_text(path, limit_bytes=FIGURES_BYTES))
+        found = _loads(read_foreign_text(path, limit_bytes=limits.figures_bytes, follow=limits.follow))
         if isinstance(found, dict):
             return found
     return {}
 
 
-def _figures(path: Path) -> dict[str, Any]:
+def read_figures(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
-    found = _read_json(path)
+    found = read_json(folder.report_json, limits)
     kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
     kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
     kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
@@ -116,11 +138,14 @@ _LISTS = ("names", "images", "worst", "others")
 _MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
     """Return the events of rank 0 in their order; without lines that a crash has cut."""
     events = []
+    if path.parent.is_symlink() and not limits.follow:
+        return []
     with suppress(OSError, ValueError):
-        for line in read_foreign_text(path, limit_bytes=EVENTS_BYTES).splitlines():
+        text = read_foreign_text(path, limit_bytes=limits.events_bytes, follow=limits.follow)
+        for line in text.splitlines():
             with suppress(ValueError, RecursionError):
                 event = _loads(line)
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
@@ -139,9 +164,19 @@ def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
     return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
 
 
-def _curves(folder: RunFolder) -> dict[str, list[float | None]]:
+def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, str]]:
+    """Return the rows of results.csv as text.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    table = ResultsTable(folder.results_csv, (), limit_bytes=limits.table_bytes, follow=limits.follow)
+    return table.rows()
+
+
+def _curves(folder: RunFolder, limits: Limits) -> dict[str, list[float | None]]:
     """Return the columns of results.csv."""
-    rows = ResultsTable(folder.results_csv, ()).rows()
+    rows = results_rows(folder, limits)
     rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
 
     def number(text: str | None) -> float | None:
@@ -154,7 +189,7 @@ def _curves(folder: RunFolder) -> dict[str, list[float | None]]:
     return {name: values for name, values in table.items() if any(value is not None for value in values)}
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def read_settings(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return the settings and the recipe as [name, value, source, is given]; ``problem`` if they cannot be read."""
 
     def table(resolved: Resolved[Any]) -> list[list[Any]]:
@@ -165,7 +200,7 @@ def _settings(path: Path) -> dict[str, Any]:
         ]
 
     try:
-        job = load_job(path)
+        job = load_job(folder.config, follow=limits.follow)
     except ConfigError as problem:  # for example, another version wrote the file
         return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
     recipe = [] if job.recipe is None else table(job.recipe)

@@ -13,6 +13,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,42 +33,79 @@ def write_report(folder: RunFolder) -> Path:
         ConfigError: it is not the folder of a run. StorageError: a file cannot be read or written.
     """
     run = read_run(folder)
-    run["batch"] = _picture(folder.plots / "train_step0.jpg")
-    if images := run["figures"].get("images"):  # only comparisons need images without a picture
-        run["figures"]["images"] = [image for image in images if image.get("jpeg")]
+    run |= with_pictures(folder, run["figures"])
     write_text(folder.report, page(f"{run['name']}: report", {"kind": "run", "run": run}))
     return folder.report
 
 
-def _picture(path: Path) -> str:
+def with_pictures(folder: RunFolder, figures: dict[str, Any], *, follow: bool = True) -> dict[str, Any]:
+    """Return the parts of a report that hold pictures: ``figures`` and ``batch``, a training batch as JPEG in base64.
+
+    Args:
+        figures: of :func:`history.read_figures`.
+        follow: False: a symbolic link counts as missing.
+    """
+    if images := figures.get("images"):  # only comparisons need images without a picture
+        figures = figures | {"images": [image for image in images if image.get("jpeg")]}
+    return {"figures": figures, "batch": _picture(folder.plots / "train_step0.jpg", follow)}
+
+
+def _picture(path: Path, follow: bool) -> str:
     """Return a picture of the run folder as a smaller JPEG in base64; "" if the picture is missing."""
     from yolofleet.report.draw import picture_base64
 
-    sizes = (picture_base64(path, side_px) for side_px in BATCH_PX) if path.is_file() else ()
+    if not path.is_file() or (path.parent.is_symlink() and not follow):
+        return ""
+    sizes = (picture_base64(path, side_px, follow=follow) for side_px in BATCH_PX)
     return next((jpeg for jpeg in sizes if len(jpeg) <= BATCH_BYTES), "")
 
 
-def page(title: str, values: Mapping[str, Any]) -> str:
-    """Return the HTML of a report.
-
-    Args:
-        values: for assets/page.js; of any origin.
-    """
+@cache
+def page_texts() -> dict[str, str]:
+    """Return the style and the script of a page, and their digests for a Content-Security-Policy."""
     assets = files("yolofleet.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in _ASSETS}
     style = texts["uPlot.min.css"] + texts["page.css"]
     script = texts["uPlot.iife.min.js"] + texts["page.js"]
+    return {
+        "HTML": texts["page.html"],
+        "STYLE": style,
+        "SCRIPT": script,
+        "STYLE_SHA256": _digest(style),
+        "SCRIPT_SHA256": _digest(script),
+    }
+
+
+def policy(*, connect: str = "'none'") -> str:
+    """Return the Content-Security-Policy of a page.
+
+    Args:
+        connect: where the script may send requests: ``'self'`` for the page of a board.
+    """
+    texts = page_texts()
+    return (
+        f"default-src 'none'; img-src data:; connect-src {connect}; style-src 'sha256-{texts['STYLE_SHA256']}'; "
+        f"script-src 'sha256-{texts['SCRIPT_SHA256']}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def page(title: str, values: Mapping[str, Any], *, connect: str = "'none'") -> str:
+    """Return the HTML of a report.
+
+    Args:
+        values: for assets/page.js; of any origin.
+        connect: see :func:`policy`.
+    """
+    texts = page_texts()
     # In a script element only "<" can begin markup. json escapes the line separators too.
     data = json.dumps(plain(values), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
+        **texts,
         "TITLE": html.escape(screen_line(title)),
-        "STYLE_SHA256": _digest(style),
-        "SCRIPT_SHA256": _digest(script),
-        "STYLE": style,
-        "SCRIPT": script,
+        "POLICY": policy(connect=connect),
         "DATA": data,
     }
-    return re.sub("@([A-Z0-9_]+)@", lambda match: parts[match[1]], texts["page.html"])
+    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], texts["HTML"])
 
 
 _ASSETS = ("page.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css")

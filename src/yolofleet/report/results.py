@@ -49,10 +49,14 @@ class ResultsTable:
 
     Args:
         losses: kinds of loss terms: box, obj, cls.
+        limit_bytes: of an existing file.
+        follow: False: a symbolic link cannot be read.
     """
 
-    def __init__(self, path: Path, losses: Sequence[str]) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, losses: Sequence[str], *, limit_bytes: int = MAX_BYTES, follow: bool = True
+    ) -> None:
+        self.path, self.limit_bytes, self.follow = path, limit_bytes, follow
         self.columns = columns(losses)
 
     def rows(self) -> list[dict[str, str]]:
@@ -64,7 +68,7 @@ class ResultsTable:
         if not self.path.is_file():
             return []
         try:
-            text = read_foreign_text(self.path, limit_bytes=MAX_BYTES)
+            text = read_foreign_text(self.path, limit_bytes=self.limit_bytes, follow=self.follow)
             rows = [row for row in csv.DictReader(io.StringIO(text, newline="")) if row.get("epoch")]
             return sorted(rows, key=_epoch)
         except (OSError, ValueError, csv.Error) as problem:

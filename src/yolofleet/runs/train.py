@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -83,6 +83,7 @@ from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
 from yolofleet.train.state import TrainState
+from yolofleet.train.status import RunStatus, published_status
 from yolofleet.train.stop import NOTICE
 from yolofleet.user_code import identity_of
 
@@ -109,11 +110,26 @@ def train(
         ),
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
-        with built_run(resolved, recipe, world, clock, folder, console, events, is_writer=is_writer) as run:
+        with (
+            _status(folder, clock, world) as status,
+            built_run(
+                resolved, recipe, world, clock, folder, console, events, is_writer=is_writer, status=status
+            ) as run,
+        ):
             run.begin()
             with run.callbacks.ending(run.training.state):
                 run.training.train()
                 run.training.report.finish(run.training.state)
+
+
+def _status(
+    folder: RunFolder, clock: Clock, world: World
+) -> AbstractContextManager[RunStatus] | AbstractContextManager[None]:
+    """Return the status of the run on rank 0, else a context of None."""
+    if not world.is_main:
+        return nullcontext()
+    values = {"host": world.host, "ranks": world.size, "restarts": world.restarts}
+    return published_status(folder, clock, values, lambda: request_stop("a request in the run folder"))
 
 
 @dataclass(frozen=True)
@@ -146,8 +162,13 @@ def built_run(
     events: EventLog,
     *,
     is_writer: bool,
+    status: RunStatus | None = None,
 ) -> Iterator[BuiltRun]:
-    """Build the parts of one rank's run; close its caches at the end. Collective: every rank."""
+    """Build the parts of one rank's run; close its caches at the end. Collective: every rank.
+
+    Args:
+        status: of the run, on rank 0 of a training.
+    """
     config = resolved.value
     torch.manual_seed(config.seed)
     random.seed(config.seed)
@@ -215,6 +236,7 @@ def built_run(
             is_writer=is_writer,
             callbacks=callbacks,
             loggers=loggers,
+            status=status,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing

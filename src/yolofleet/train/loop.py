@@ -509,6 +509,7 @@ class TrainingRun:
                 mine = list(islice(self.micro_batches, count))
             assert len(mine) == count, f"{len(mine)} of {count} micro-batches of step {plan.step}"
         save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
+        save_due |= self.report.takes_save_request()
         broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
             self.state,

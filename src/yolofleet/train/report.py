@@ -41,6 +41,7 @@ from yolofleet.train.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
+from yolofleet.train.status import RunStatus
 
 PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
@@ -68,6 +69,7 @@ class TrainReport:
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
         callbacks: of this rank.
         loggers: of this rank; only rank 0 has any.
+        status: of the run, on rank 0 of a training.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class TrainReport:
         is_writer: bool,
         callbacks: Callbacks,
         loggers: Loggers,
+        status: RunStatus | None = None,
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = (
             folder,
@@ -95,7 +98,7 @@ class TrainReport:
         )
         self.terms, self.header, self.dataset_images = terms, header, dataset_images
         self.clock, self.is_writer, self.callbacks = clock, is_writer, callbacks
-        self.loggers = loggers
+        self.loggers, self.status = loggers, status
         self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
@@ -206,6 +209,8 @@ class TrainReport:
             return self._view(means, self.clock.epoch_so_far(), plan)
 
         self.console.step(tally_images, view)
+        if self.status is not None and self.status.is_due:
+            self._note_progress(self.status, plan)
         done = StepEnd(plan.step + 1, plan.end_image, plan.lr, lambda: view().losses)
         self.callbacks.step(done, self.state)
 
@@ -214,11 +219,8 @@ class TrainReport:
 
         Each epoch that is left costs as much besides its steps as the last ones: validation and checkpoint.
         """
-        times, c = self.clock.run_so_far(), self.config
-        images = c.epochs * self.dataset_images - plan.end_image
-        if c.max_steps:
-            images = min(images, (c.max_steps - plan.step - 1) * plan.images)
-        if images <= 0 or c.minutes or not times.rate_img_s > 0:
+        times, images = self.clock.run_so_far(), self._images_left(plan)
+        if images <= 0 or self.config.minutes or not times.rate_img_s > 0:
             return 0.0
         rest = (times.seconds["evaluate"] + times.seconds["checkpoint"]) / max(times.images, 1)
         return images * (1 / times.rate_img_s + rest)
@@ -235,6 +237,32 @@ class TrainReport:
             f"{words} in about {duration(left_s)}, {time.strftime('%a %H:%M', time.localtime(ends_at_s))}"
         )
         self.events.write("predicted_end", step=plan.step, seconds=left_s)
+
+    def _images_left(self, plan: StepPlan) -> int:
+        """Return the images of the run after the step ``plan``; ``--minutes`` may leave some out."""
+        images, most = self.config.epochs * self.dataset_images - plan.end_image, self.config.max_steps
+        return min(images, (most - plan.step - 1) * plan.images) if most else images
+
+    def _note_progress(self, status: RunStatus, plan: StepPlan) -> None:
+        """Put the figures of the step ``plan`` into the status of the run. It reads nothing from the device."""
+        times, epoch_rate = self.clock.run_so_far(), self.clock.epoch_so_far().rate_img_s
+        images, minutes = self._images_left(plan), self.config.minutes
+        left_s, share = self._left_s(plan) or math.nan, plan.end_image / max(plan.end_image + images, 1)
+        if minutes:
+            trained_s = times.elapsed_s - times.seconds["start"]
+            left_s, share = max(60 * minutes - trained_s, 0.0), min(trained_s / (60 * minutes), 1.0)
+        status.note(
+            step=plan.step + 1,
+            epoch=min(-(-plan.end_image // self.dataset_images), self.config.epochs),
+            epochs=self.config.epochs,
+            share=share,
+            rate_img_s=times.rate_img_s if math.isnan(epoch_rate) else epoch_rate,
+            ends_at_s=time.time() + left_s,
+        )
+
+    def takes_save_request(self) -> bool:
+        """Return whether somebody asked for a save since the last call; only rank 0 knows."""
+        return self.status is not None and self.status.take_save()
 
     def unreadable(self, why: str, count: int, most: int) -> None:
         """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
@@ -390,6 +418,8 @@ class TrainReport:
 
     def checkpoint(self, step: int) -> None:
         """Report that the writing of a checkpoint begins."""
+        if self.status is not None:
+            self.status.note(saved_step=step)
         self.callbacks.call("save", self.folder.checkpoints / f"step-{step:08d}.safetensors", step)
 
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:

@@ -223,6 +223,7 @@ _ANSWERS: dict[str, Any] = {
     "reserve_port": Whole,
     "list_files": Annotated[list[Annotated[tuple[PathText, Whole], FromList]], Field(max_length=MOST_FILES)],
     "read_piece": Piece,
+    "request_run": None,
     "list_jobs": Annotated[list[Job], Few],
     "end_job": JobEnd,
     "add_host": bool,

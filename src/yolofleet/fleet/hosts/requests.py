@@ -25,6 +25,7 @@ from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.package_sync import take
 from yolofleet.fleet.hosts.ssh import refused_login
+from yolofleet.report.folder import REQUESTS as REQUESTS_OF_RUNS
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import signal_all
 
@@ -153,6 +154,18 @@ def read_piece(arguments: Arguments) -> dict[str, Any]:
     return {"offset": begin, "data": base64.b64encode(piece).decode(), "size": size}
 
 
+def request_run(arguments: Arguments) -> None:
+    """Ask the run in ``folder`` to ``save`` (``kind``), as `yolofleet board` does on the machine of rank 0.
+
+    Raises:
+        LookupError: there is no such request.
+    """
+    kind = str(arguments["kind"])
+    if kind not in REQUESTS_OF_RUNS:
+        raise LookupError(f"no request {kind[:20]!r} to a run")
+    open_append(RunFolder(Path(str(arguments["folder"]))).request(kind)).close()
+
+
 def list_jobs(_: Arguments) -> list[dict[str, Any]]:
     """Return the jobs of this host, the newest first; also detached runs that run no processes here now."""
     records = jobs.records()
@@ -239,6 +252,7 @@ REQUESTS: dict[str, Callable[[Arguments], Any]] = {
     "reserve_port": reserve_port,
     "list_files": list_files,
     "read_piece": read_piece,
+    "request_run": request_run,
     "list_jobs": list_jobs,
     "end_job": end_job,
     "add_host": add_host,

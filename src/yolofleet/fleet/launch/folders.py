@@ -38,6 +38,7 @@ FETCHED = tuple(
             64 << 20,
         ),  # not report.html: the launcher makes the page, so no host's script runs in a browser
         (r"predictions\.json", 16 << 30),
+        (r"logs/status\.json", 1 << 20),
         (r"(events|logs/rank-[0-9]{1,6}\.events)\.jsonl", 4 << 30),
         (r"logs/(rank|agent)(-[0-9]{1,6})?\.log", 4 << 30),
         (r"weights/(best|last)\.safetensors", 16 << 30),

@@ -25,6 +25,7 @@ from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.fleet.launch.attempts import Attempts, place
 from yolofleet.fleet.launch.folders import Folders
+from yolofleet.fleet.launch.live import live_copy
 from yolofleet.fleet.launch.preflight import Plan, enter_folders, faults_of, inspect, on_each, raise_faults
 from yolofleet.fleet.launch.restarts import RestartRules
 from yolofleet.fleet.launch.watch import Watch, say
@@ -102,7 +103,8 @@ def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
                 if can_resume:
                     folders.begin(config, remotes, is_resumed=job.is_resumed)
                 saved = None  # from here on, only the hosts know whether there are states
-                watch = attempts.run()
+                with live_copy(folders, lambda: attempts.remotes):
+                    watch = attempts.run()
                 saved = folders.has_states(attempts.remotes)
                 code = watch.explain("" if saved is False else resume)
                 if attempts.renewal is not None and attempts.renewal.why_lost:

@@ -5,8 +5,9 @@
   const HUES = ["#3b82f6", "#e8710a", "#16a34a", "#d6336c", "#8b5cf6", "#0d9aa6", "#b7860b", "#db5bb0", "#7a8797", "#7aa80c"];
   const PHASES = ["start", "data", "compute", "comm", "evaluate", "checkpoint"];
   const PHASE_NAMES = { start: "start-up", data: "waiting for data", compute: "compute", comm: "exchange (waiting for other ranks)", evaluate: "validation", checkpoint: "checkpoint" };
-  const redraws = []; // functions that draw again in other colours or another width
-  let count = 0;
+  let redraws = []; // {holder, draw}: draw again in other colours or another width; end: free what it drew
+  const sections = new Map(); // title -> what it shows, for pages that change
+  const orders = {}; // how tables are sorted, by label
 
   // -- elements ----------------------------------------------------------------------------------------------
 
@@ -40,19 +41,32 @@
     return minutes < 10 && rest ? `${minutes} min ${rest} s` : minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
   }
 
-  // A part that damaged values break shows the reason, and the other parts stay.
-  function section(title, make) {
+  // A part that damaged values break shows the reason, and the other parts stay. A second call with the same title replaces
+  // the content if the inputs differ. Empty sections are hidden.
+  function section(title, inputs, make) {
+    const before = sections.get(title);
+    if (before && before.inputs.every((input, at) => input === inputs[at] || JSON.stringify(input) === JSON.stringify(inputs[at]))) return;
     let filled;
     try {
       filled = [make()].flat(Infinity).filter((child) => child != null && child !== false);
     } catch (problem) {
       filled = [el("p", { class: "problem" }, `This part cannot be shown: ${problem.message}`)];
     }
-    if (!filled.length) return;
-    const id = `s${++count}`;
-    document.getElementById("main").append(el("section", { "aria-labelledby": id }, el("h2", { id, tabindex: "-1" }, title), filled));
+    const { body, item } = before || added(title);
+    sections.set(title, { inputs, body, item });
+    body.parentNode.hidden = item.hidden = !filled.length;
+    if (filled.length === body.childNodes.length && filled.every((child, at) => child === body.childNodes[at])) return;
+    const focused = body.contains(document.activeElement) && document.activeElement.getAttribute("aria-label");
+    body.replaceChildren(...filled);
+    if (focused) body.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  }
+
+  function added(title) {
+    const id = `s${sections.size + 1}`, body = el("div");
+    document.getElementById("main").append(el("section", { "aria-labelledby": id }, el("h2", { id, tabindex: "-1" }, title), body));
     const list = document.querySelector("#contents ul") || document.getElementById("contents").appendChild(el("ul"));
-    list.append(el("li", {}, el("a", { href: `#${id}` }, title)));
+    const item = list.appendChild(el("li", {}, el("a", { href: `#${id}` }, title)));
+    return { body, item };
   }
 
   const panel = (title, ...children) => el("div", { class: "panel" }, el("h3", {}, title), ...children);
@@ -67,21 +81,25 @@
 
   // A table whose columns sort by a click. columns: [name, is a number, digits]; a cell may be an element.
   function table(label, columns, rows, { sorts = true, most } = {}) {
-    let order = rows.slice(), by = -1, falls = false;
+    let order = rows.slice();
     const body = el("tbody");
     const show = () => body.replaceChildren(...order.map((row) => el("tr", {}, row.map((cell, at) =>
       el(at === 0 ? "th" : "td", { scope: at === 0 && "row", class: columns[at][0] === "" ? "bars" : columns[at][1] && "number" }, cell instanceof Node ? cell : text(cell, columns[at][2]))))));
     const heads = columns.map(([name, number], at) => el("th", { scope: "col", class: number && "number" }, !sorts ? name : el("button", {
       click: () => {
-        falls = by === at ? !falls : !!number;
-        by = at;
-        const value = (row) => row[at] instanceof Node ? Number(row[at].dataset.value) : row[at];
-        order = rows.slice().sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (falls ? -1 : 1));
-        heads.forEach((head, other) => head.setAttribute("aria-sort", other !== at ? "none" : falls ? "descending" : "ascending"));
-        show();
+        const { by, falls } = orders[label] || {};
+        orders[label] = { by: at, falls: by === at ? !falls : !!number };
+        sort();
       },
     }, name)));
-    show();
+    function sort() {
+      const { by, falls } = orders[label], value = (row) => row[by] instanceof Node ? Number(row[by].dataset.value) : row[by];
+      order = rows.slice().sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (falls ? -1 : 1));
+      heads.forEach((head, other) => head.setAttribute("aria-sort", other !== by ? "none" : falls ? "descending" : "ascending"));
+      show();
+    }
+    if (orders[label]) sort();
+    else show();
     return scroll(label, el("table", {}, el("thead", {}, el("tr", {}, heads)), body));
   }
 
@@ -111,7 +129,7 @@
         axes: [{ ...axis, label: xLabel, labelSize: 18, labelFont: font, size: 34 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => String(+tick.toPrecision(4))) }],
         series: [{ label: xLabel, value: (_, value) => text(value) }, ...series.map((one, at) => ({
           label: one.label, stroke: one.colour === "text" ? css("--text") : one.colour || HUES[at % HUES.length], width: one.thick || 1.8, show: shown[at], spanGaps: true,
-          dash: one.dash, points: { show: one.thick === 0.7 ? false : x.length <= 40, size: 5 }, value: (_, value) => text(value, 4),
+          dash: one.dash, points: { show: () => one.thick !== 0.7 && x.length <= 40, size: 5 }, value: (_, value) => text(value, 4),
         }))],
         legend: { show: legend },
         cursor: { y: false, drag: { x: true, y: false, setScale: true } },
@@ -151,11 +169,24 @@
       else return;
       event.preventDefault();
     });
-    redraws.push({ holder, draw });
-    return panel(title, holder, reset);
+    redraws.push({ holder, draw, end: () => plot && plot.destroy() });
+    const made = panel(title, holder, reset);
+    made.labels = series.map((one) => one.label).join("\n");
+    made.update = (newX, newSeries) => { // keeps the zoom and the hidden lines
+      [x, series] = [newX, newSeries];
+      if (!plot) return;
+      plot.setData([x, ...series.map((one) => one.values)], reset.hidden);
+      if (!reset.hidden) plot.redraw();
+      if (plot.cursor.idx == null) rest(plot);
+    };
+    return made;
   }
 
-  function redrawAll() { for (const { holder, draw } of redraws) if (holder.isConnected) draw(); }
+  function redrawAll() {
+    for (const { holder, end } of redraws) if (!holder.isConnected && end) end();
+    redraws = redraws.filter(({ holder }) => holder.isConnected);
+    for (const { draw } of redraws) draw();
+  }
 
   // -- pictures ----------------------------------------------------------------------------------------------
 
@@ -304,15 +335,27 @@
 
   const lossKinds = (curves) => Object.keys(curves).filter((name) => /^train\/.*_loss$/.test(name)).map((name) => name.slice(6, -5));
 
+  let curveParts; // a hint, and the grid with a chart by title
   function curvesOf(curves) {
     const x = curves.epoch;
-    if (!x || !x.length) return [];
-    const made = lossKinds(curves).map((kind) => chart(`${kind} loss`, x, ["train", "val"].filter((split) => curves[`${split}/${kind}_loss`]).map((split) => ({ label: split, values: curves[`${split}/${kind}_loss`] }))));
-    for (const [title, names, range] of GROUPS) {
-      const present = names.filter((name) => curves[name]);
-      if (present.length) made.push(chart(title, x, present.map((name) => ({ label: shortened(name), values: curves[name] })), { range }));
+    if (!x || !x.length) {
+      curveParts = null;
+      return [];
     }
-    return [el("p", { class: "soft" }, "Drag over a chart to zoom; a click on a name hides its line. By the keyboard: arrow keys, + and -, 0."), el("div", { class: "grid" }, made)];
+    curveParts ||= { hint: el("p", { class: "soft" }, "Drag over a chart to zoom; a click on a name hides its line. By the keyboard: arrow keys, + and -, 0."), grid: el("div", { class: "grid" }), charts: new Map() };
+    const { hint, grid, charts } = curveParts, made = [];
+    function show(title, names, label, options) {
+      const series = names.filter((name) => curves[name]).map((name) => ({ label: label(name), values: curves[name] })), known = charts.get(title);
+      if (!series.length) return;
+      if (known && known.labels === series.map((one) => one.label).join("\n")) known.update(x, series);
+      else charts.set(title, chart(title, x, series, options));
+      made.push(charts.get(title));
+    }
+    for (const kind of lossKinds(curves)) show(`${kind} loss`, [`train/${kind}_loss`, `val/${kind}_loss`], (name) => name.split("/")[0]);
+    for (const [title, names, range] of GROUPS) show(title, names, shortened, { range });
+    for (const [title, one] of charts) if (!made.includes(one)) charts.delete(title);
+    if (made.length !== grid.childElementCount || made.some((child, at) => child !== grid.children[at])) grid.replaceChildren(...made);
+    return [hint, grid];
   }
 
   function accuracy(figures) {
@@ -430,30 +473,38 @@
 
   const lastOf = (values) => (values || []).filter(known).at(-1);
 
+  function cardsOf(run) {
+    const { figures, results, curves } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {});
+    return cards([["mAP50-95", known(metrics["mAP50-95"]) ? text(metrics["mAP50-95"]) : lastOf(curves["metrics/mAP50-95"]) && text(lastOf(curves["metrics/mAP50-95"]))], ["mAP50", known(metrics.mAP50) ? text(metrics.mAP50) : lastOf(curves["metrics/mAP50"]) && text(lastOf(curves["metrics/mAP50"]))],
+      ["precision", known(metrics.P) ? text(metrics.P) : null], ["recall", known(metrics.R) ? text(metrics.R) : null], ["best epoch", results.best && text(results.best.epoch)], ["epochs", curves.epoch && text(lastOf(curves.epoch))],
+      ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]);
+  }
+
   function showRun(run) {
-    const figures = run.figures, results = run.results, metrics = results.metrics || figures.metrics || {}, curves = run.curves, seconds = Object.values(results.seconds || {});
-    document.getElementById("top").append(el("h1", {}, run.name), el("p", { class: "soft" }, `yolofleet ${run.verb} · ${run.finished ? "finished" : "not finished"} · ${run.folder}`),
-      cards([["mAP50-95", known(metrics["mAP50-95"]) ? text(metrics["mAP50-95"]) : lastOf(curves["metrics/mAP50-95"]) && text(lastOf(curves["metrics/mAP50-95"]))], ["mAP50", known(metrics.mAP50) ? text(metrics.mAP50) : lastOf(curves["metrics/mAP50"]) && text(lastOf(curves["metrics/mAP50"]))],
-        ["precision", known(metrics.P) ? text(metrics.P) : null], ["recall", known(metrics.R) ? text(metrics.R) : null], ["best epoch", results.best && text(results.best.epoch)], ["epochs", curves.epoch && text(lastOf(curves.epoch))],
-        ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]));
-    section("Curves", () => curvesOf(curves));
-    section("Accuracy", () => accuracy(figures));
-    section("Classes", () => classes(run));
-    section("Confusion", () => confusion(figures));
-    section("Errors", () => errors(figures));
-    section("Worst images", () => {
+    document.getElementById("top").append(el("h1", {}, run.name), el("p", { class: "soft" }, `yolofleet ${run.verb} · ${run.finished ? "finished" : "not finished"} · ${run.folder}`), cardsOf(run));
+    sectionsOf(run);
+  }
+
+  function sectionsOf(run) {
+    const figures = run.figures;
+    section("Curves", [run.curves], () => curvesOf(run.curves));
+    section("Accuracy", [figures], () => accuracy(figures));
+    section("Classes", [figures], () => classes(run));
+    section("Confusion", [figures], () => confusion(figures));
+    section("Errors", [figures], () => errors(figures));
+    section("Worst images", [figures], () => {
       const numbers = new Map(figures.worst || []);
       const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} errors: ${fileName(image.path)}`);
       return worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])];
     });
-    section("Predictions", () => {
+    section("Predictions", [figures], () => {
       const others = shots(figures, figures.others, (image) => fileName(image.path));
       return others.length > 0 && pictures(others, figures.names || []);
     });
-    section("Data", () => labels(run));
-    section("Fleet", () => fleet(run.timeline));
-    section("Settings", () => settings(run));
-    section("Versions", () => versions(run));
+    section("Data", [figures, run.batch], () => labels(run));
+    section("Fleet", [run.timeline], () => fleet(run.timeline));
+    section("Settings", [run.settings], () => settings(run));
+    section("Versions", [run.results, run.folder], () => versions(run));
   }
 
   // -- comparison --------------------------------------------------------------------------------------------
@@ -486,22 +537,187 @@
   function showComparison(found) {
     const runs = found.runs, names = runs.map((run) => run.name), columns = names.map((name) => [name, true]);
     document.getElementById("top").append(el("h1", {}, `Comparison of ${runs.length} runs`), el("ul", { class: "key" }, runs.map((run, at) => el("li", {}, hue(el("i"), HUES[at % HUES.length]), `${run.name} (${run.finished ? "finished" : "not finished"}) `, el("span", { class: "soft" }, run.folder)))));
-    section("Final figures", () => [
+    section("Final figures", [], () => [
       table("Final figures", [["figure"], ...columns], found.figures.map(([name, higher, ...values]) => [name, ...values.map((value) => marked(value, higher === null ? NaN : best(values, higher), 4))]), { sorts: false }),
       el("p", { class: "soft" }, "The best value of a line is bold."),
     ]);
-    section("Different settings", () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
-    section("Curves", () => compared(runs));
-    section("Classes", () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
-    section("Where the runs disagree", () => {
+    section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
+    section("Curves", [], () => compared(runs));
+    section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
+    section("Where the runs disagree", [], () => {
       const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[at], boxes])] }));
       return found.images > 0 && [el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in the first run, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
     });
   }
 
+  // -- board: pages that change ------------------------------------------------------------------------------
+
+  const STATES = { running: "running", ended: "ended", stopped: "stopped", failed: "failed" };
+  const ASKED = { stop: "stop: the run ends after its step, and saves", save: "save: the run saves after its step, and goes on" };
+  const PHASE_WORDS = { start: "starts", evaluate: "validates", checkpoint: "saves" };
+
+  function set(node, words) { if (node.textContent !== words) node.textContent = words; } // an equal text keeps a selection
+
+  const percent = (row) => known(row.share) ? Math.min(Math.max(100 * row.share, 0), 100) : 0;
+  const rateOf = (row) => known(row.rate_img_s) ? `${text(row.rate_img_s, 1)} img/s` : "";
+  const epochOf = (row) => !known(row.epoch) ? "" : known(row.epochs) ? `${row.epoch} / ${row.epochs}` : String(row.epoch);
+  const bestOf = (row) => known(row.best) ? `${row.best.toFixed(3)}${known(row.best_epoch) ? ` (epoch ${row.best_epoch})` : ""}` : "";
+  function endOf(row) {
+    if (!known(row.ends_at_s)) return "";
+    const at = new Date(1000 * row.ends_at_s), left = Math.max(row.ends_at_s - Date.now() / 1000, 0);
+    return `${at.toLocaleString("en-GB", { weekday: "short", hour: "2-digit", minute: "2-digit" })}, in ${duration(left < 60 ? Math.round(left) : left)}`;
+  }
+
+  function progressBar() {
+    const inner = el("div", { class: "done" }), made = el("div", { class: "progress", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": "progress" }, inner);
+    made.show = (row) => { inner.style.width = `${percent(row)}%`; made.setAttribute("aria-valuenow", Math.round(percent(row))); made.dataset.state = row.state; };
+    return made;
+  }
+  const badge = () => el("span", { class: "state" });
+  function showState(node, row) {
+    set(node, (row.state === "running" && PHASE_WORDS[row.phase]) || STATES[row.state] || row.state);
+    node.dataset.state = row.state;
+    node.title = row.sign;
+  }
+
+  // The browser connects again by itself, and gets all values then. Hidden pages hold no connection: a browser has few.
+  function follow(address, changed) {
+    const note = document.body.appendChild(el("p", { class: "lost", role: "status", hidden: true }));
+    let stream = null;
+    function open() {
+      stream = new EventSource(address);
+      stream.addEventListener("message", (event) => { note.hidden = true; changed(JSON.parse(event.data)); });
+      stream.addEventListener("error", () => {
+        set(note, stream.readyState === EventSource.CLOSED ? "The board has ended, or was started again: open the address that it prints." : "The board does not answer. Trying again …");
+        note.hidden = false;
+      });
+    }
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden && stream) { stream.close(); stream = null; } else if (!document.hidden && !stream) open();
+    });
+    open();
+  }
+
+  function showBoard() {
+    const COLUMNS = [["run"], ["state"], ["progress"], ["rate", true], ["expected end"], ["best mAP50-95", true], ["last line"]];
+    const counts = el("p", { class: "soft", role: "status" }), body = el("tbody"), lines = new Map();
+    const empty = el("p", { hidden: true }, "No runs yet. They appear here when they start.");
+    document.getElementById("top").append(el("h1", {}, "Runs"), counts);
+    const wide = scroll("Runs", el("table", { class: "runs" }, el("thead", {}, el("tr", {}, COLUMNS.map(([name, number]) => el("th", { scope: "col", class: number && "number" }, name)))), body));
+    document.getElementById("main").append(empty, wide);
+    document.getElementById("contents").hidden = true;
+    function line(row) {
+      const link = el("a", { href: `/runs/${row.id}` }), state = badge(), sign = el("span", { class: "soft" }), bar = progressBar(), epochs = el("span", { class: "soft" });
+      const cells = COLUMNS.map(([name, number], at) => el(at === 0 ? "th" : "td", { scope: at === 0 && "row", class: number && "number", "data-name": name }));
+      cells[0].append(link);
+      cells[1].append(state, sign);
+      cells[2].append(bar, epochs);
+      cells[6].classList.add("mono");
+      const tr = el("tr", {}, cells);
+      tr.show = (row) => {
+        set(link, row.name);
+        link.title = row.folder;
+        showState(state, row);
+        set(sign, row.state === "running" && row.may_ask && !/^starts again/.test(row.sign) ? "" : row.sign);
+        bar.show(row);
+        set(epochs, epochOf(row) && `epoch ${epochOf(row)}`);
+        [[3, rateOf], [4, endOf], [5, bestOf], [6, (one) => one.line]].forEach(([at, of]) => set(cells[at], of(row)));
+      };
+      return tr;
+    }
+    follow("/updates", ({ rows }) => {
+      const running = rows.filter((row) => row.state === "running").length;
+      set(counts, `${rows.length} ${rows.length === 1 ? "run" : "runs"}, ${running} running`);
+      document.title = `${running} running: yolofleet board`;
+      empty.hidden = rows.length > 0;
+      wide.hidden = !rows.length;
+      const order = rows.map((row) => {
+        if (!lines.has(row.id)) lines.set(row.id, line(row));
+        lines.get(row.id).show(row);
+        return lines.get(row.id);
+      });
+      if (order.length !== body.childElementCount || order.some((tr, at) => tr !== body.children[at])) {
+        const focused = document.activeElement;
+        body.replaceChildren(...order);
+        if (body.contains(focused)) focused.focus({ preventScroll: true });
+      }
+      document.documentElement.dataset.ready = "yes";
+    });
+  }
+
+  function showLive({ id, name, allow }) {
+    const top = document.getElementById("top"), state = badge(), bar = progressBar(), facts = el("p"), sign = el("p", { class: "soft" }), last = el("p", { class: "mono line" }), holder = el("div"), place = el("p", { class: "soft" });
+    const answer = el("p", { class: "soft", role: "status" }), run = { figures: {}, batch: "" }, versions = {};
+    const buttons = allow.map((kind) => {
+      let armed = 0;
+      const button = el("button", {
+        type: "button", disabled: true, click: async () => {
+          if (kind === "stop" && !armed) { // a second click within five seconds, so that a slip stops nothing
+            armed = setTimeout(() => { armed = 0; set(button, kind); }, 5000);
+            set(button, "stop: click again to confirm");
+            return;
+          }
+          clearTimeout(armed);
+          armed = 0;
+          set(button, kind);
+          set(answer, "…");
+          try {
+            const reply = await fetch(`/runs/${id}/${kind}`, { method: "POST" });
+            set(answer, reply.ok ? `Asked to ${ASKED[kind]}.` : `Refused: ${(await reply.text()).trim()}`);
+          } catch { set(answer, "The board does not answer."); }
+        },
+      }, kind);
+      return button;
+    });
+    top.append(el("p", {}, el("a", { href: "/" }, "All runs")), el("h1", {}, name), el("div", { class: "live panel" }, el("div", { class: "controls" }, state, facts, buttons), bar, sign, last, answer), place, holder);
+    async function renew(part, version) {
+      if (versions[part] === version) return false;
+      const reply = await fetch(`/runs/${id}/${part}`);
+      if (!reply.ok) throw new Error(reply.statusText);
+      Object.assign(run, await reply.json());
+      versions[part] = version;
+      return true;
+    }
+    let turn = Promise.resolve(); // one update after another
+    follow(`/runs/${id}/updates`, (found) => { turn = turn.then(() => update(found)).catch((problem) => set(answer, `The values of the run cannot be read: ${problem.message}`)); });
+    async function update({ row, progress, figures }) {
+      if (!row) {
+        set(sign, "This run is gone: its folder was removed or renamed.");
+        buttons.forEach((button) => { button.disabled = true; });
+        return;
+      }
+      showState(state, row);
+      bar.show(row);
+      set(facts, [epochOf(row) && `epoch ${epochOf(row)}`, rateOf(row), endOf(row) && `expected end ${endOf(row)}`, known(row.best) && `best mAP50-95 ${bestOf(row)}`, known(row.saved_step) && `saved at step ${text(row.saved_step)}`].filter(Boolean).join(" · "));
+      set(sign, row.state === "running" && row.asked.length ? `${row.sign}; asked to ${row.asked.join(" and ")}, not taken yet` : row.sign);
+      set(last, row.line);
+      document.title = `${row.state === "running" ? `${Math.floor(percent(row))} % ` : `${row.state}: `}${name}`;
+      buttons.forEach((button) => { button.disabled = !row.may_ask; });
+      const changes = [await renew("progress", progress), await renew("figures", figures)];
+      if (!changes.includes(true)) return;
+      if (run.problem) { set(answer, run.problem); return; }
+      set(place, `yolofleet ${run.verb} · ${run.folder}`);
+      holder.replaceChildren(cardsOf(run));
+      sectionsOf(run);
+      drawNew();
+      document.documentElement.dataset.ready = "yes";
+    }
+  }
+
+  // Draw what was added; charts that stay have drawn themselves.
+  function drawNew() {
+    for (const one of redraws) {
+      if (!one.holder.isConnected) { if (one.end) one.end(); } else if (!one.drawn) { one.draw(); one.drawn = true; }
+    }
+    redraws = redraws.filter(({ holder }) => holder.isConnected);
+  }
+
   // ----------------------------------------------------------------------------------------------------------
 
-  if (data.kind === "compare") showComparison(data); else showRun(data.run);
+  if (data.kind === "board") showBoard();
+  else if (data.kind === "live") showLive(data);
+  else if (data.kind === "compare") showComparison(data);
+  else showRun(data.run);
   redrawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   let waiting = 0, wide = window.innerWidth;
@@ -511,5 +727,5 @@
     clearTimeout(waiting);
     waiting = setTimeout(redrawAll, 150);
   });
-  document.documentElement.dataset.ready = "yes"; // for tests
+  if (!["board", "live"].includes(data.kind)) document.documentElement.dataset.ready = "yes"; // for tests
 })();

@@ -1,0 +1,348 @@
+"""The runs of a board: where they are, a row for each, and the values of its page. Everything is read when a file has changed.
+
+The folders may be of unknown origin. Only files of known names are read, up to a size, and no symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from yolofleet.errors import ConfigError, Stopped, StorageError, YolofleetError
+from yolofleet.files.atomic import open_append
+from yolofleet.files.foreign import open_foreign
+from yolofleet.report.folder import REQUESTS, RunFolder
+from yolofleet.report.history import (
+    Limits,
+    plain,
+    read_events,
+    read_figures,
+    read_json,
+    read_progress,
+    read_settings,
+    results_rows,
+)
+from yolofleet.report.page import with_pictures
+from yolofleet.text import screen_line
+
+LIMITS = Limits(events_bytes=32 << 20, figures_bytes=16 << 20, table_bytes=16 << 20, follow=False)
+MOST_RUNS = 200  # the newest ones
+MOST_ENTRIES = 20_000  # of the folders that are searched for runs
+DEPTH = 4  # runs/tune/exp/trials/001 below runs
+SILENT_S = 30.0  # rank 0 writes its status every two seconds
+RESTART_S = 180.0  # until another attempt must give a sign of life
+QUIET_S = 120.0  # the same for a run without a status: of an older version, or a validation
+LINE_BYTES, LINE_LETTERS = 4096, 240
+CACHE_BYTES = 128 << 20  # of the values of pages
+MOST_RANKS = 64  # whose failures are looked for
+
+PROGRESS = ("config.yaml", "results.csv", "results.json", "events.jsonl", "logs/launcher.events.jsonl")
+FIGURES = ("report.json", "plots/train_step0.jpg")
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+def signature(folder: Path, names: Sequence[str]) -> Signature:
+    """Return a value that changes with the files ``names``; missing files and symbolic links count as None."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in names:
+        kept = None
+        with suppress(OSError, ValueError):
+            state = (folder / name).lstat()
+            if stat.S_ISREG(state.st_mode):
+                kept = (state.st_mtime_ns, state.st_size, state.st_ino)
+        found.append(kept)
+    return tuple(found)
+
+
+def version(value: Signature) -> str:
+    """Return a short text for a signature."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+class Run:
+    """One run: its row, and what is known of its files.
+
+    Attributes:
+        id: names the run in addresses. It is a digest of the path, so no address holds a path.
+        row: values of the list; of :meth:`look`.
+        progress, figures: versions of the two parts of its page.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.folder, self.name = RunFolder(path), name
+        self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        self.row: dict[str, Any] = {}
+        self.progress = self.figures = ""
+        self._read = dict[str, tuple[Signature, Any]]()
+        self._status_changed_at_s = 0.0
+
+    def look(self) -> None:
+        """Bring the row and the versions up to date."""
+        path = self.folder.path
+        self.progress, self.figures = version(signature(path, PROGRESS)), version(signature(path, FIGURES))
+        status = self._status()
+        state, sign = self._state(status)
+        table = self._renewed("results.csv", self._table) or {}
+        if not table:
+            table = self._renewed("results.json", self._results) or {}
+        runs = state == "running"
+        rate = _number(status.get("rate_img_s")) if runs else None
+        row = {
+            "id": self.id,
+            "name": self.name,
+            "folder": str(path),
+            "state": state,
+            "sign": sign,
+            "phase": status.get("phase") if runs else None,
+            "share": 1.0 if state == "ended" else _number(status.get("share")),
+            "epoch": _number(status.get("epoch")) or table.get("epoch"),
+            "epochs": _number(status.get("epochs")),
+            "step": _number(status.get("step")),
+            "rate_img_s": table.get("rate") if rate is None else rate,
+            "ends_at_s": _number(status.get("ends_at_s")) if runs else None,
+            "saved_step": _number(status.get("saved_step")),
+            "ranks": _number(status.get("ranks")),
+            "best": table.get("best"),
+            "best_epoch": table.get("best_epoch"),
+            "line": self._renewed("logs/rank-0.log", self._last_line) or "",
+            "asked": [kind for kind in REQUESTS if signature(path, [f"logs/{kind}.request"])[0]],
+            "may_ask": runs and bool(status),
+            "changed_s": round(self._changed_s(), 1),
+        }
+        self.row = plain(row)
+
+    def ask(self, kind: str) -> None:
+        """Ask the run to ``stop`` or to ``save``.
+
+        Raises:
+            ConfigError: it cannot be asked. StorageError: the disk refuses.
+        """
+        self.look()
+        if not self.row["may_ask"]:
+            raise ConfigError(f"this run cannot be asked: {self.row['state']}, {self.row['sign']}")
+        try:
+            if self.folder.logs.is_symlink():
+                raise OSError("logs is a symbolic link")
+            open_append(self.folder.request(kind)).close()
+        except OSError as problem:
+            raise StorageError(f"the disk refuses the request: {problem.strerror or problem}") from None
+
+    def progress_values(self) -> dict[str, Any]:
+        """Return the values of the page that change while the run goes on; ``problem`` if they cannot be read."""
+        try:
+            settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
+            return read_progress(self.folder, LIMITS, settings)
+        except YolofleetError as problem:
+            return {"problem": problem.what}
+
+    def figure_values(self) -> dict[str, Any]:
+        """Return the figures of the last validation, and pictures."""
+        return with_pictures(self.folder, read_figures(self.folder, LIMITS), follow=False)
+
+    # -- the row -----------------------------------------------------------------------------------
+
+    def _renewed(self, name: str, read: Callable[[], Any]) -> Any:
+        """Return what ``read`` returns for a file, from an earlier call if the file has not changed."""
+        now = signature(self.folder.path, [name])
+        if "/" in name and (self.folder.path / name).parent.is_symlink():
+            now = (None,)
+        if self._read.get(name, ((), None))[0] != now:
+            self._read[name] = (now, None if now == (None,) else read())
+        return self._read[name][1]
+
+    def _status(self) -> dict[str, Any]:
+        before = self._read.get("logs/status.json")
+        found = self._renewed("logs/status.json", lambda: read_json(self.folder.status, LIMITS)) or {}
+        if before is None:  # the clock of a file server may differ from ours, so later looks do not use it
+            changed = signature(self.folder.path, ["logs/status.json"])[0]
+            age_s = time.time() - changed[0] / 1e9 if changed else 0.0
+            self._status_changed_at_s = time.monotonic() - age_s
+        elif before[0] != self._read["logs/status.json"][0]:
+            self._status_changed_at_s = time.monotonic()
+        return found if isinstance(found, dict) else {}
+
+    def _state(self, status: dict[str, Any]) -> tuple[str, str]:
+        """Return ``running``, ``ended``, ``stopped`` or ``failed``, and the sign of it."""
+        state, at_s = status.get("state"), _number(status.get("time")) or 0.0
+        restart = self._renewed("logs/launcher.events.jsonl", self._last_restart)
+        if state != "ended" and restart and restart[0] > at_s and time.time() - restart[0] < RESTART_S:
+            return "running", f"starts again: {restart[1]}"
+        if state in ("ended", "stopped", "failed"):
+            why = str(status.get("why") or "")
+            return state, f"{_clock(at_s)}{f': {why}' if why else ''}"
+        if state == "running":
+            silent_s = time.monotonic() - self._status_changed_at_s
+            if silent_s < SILENT_S:
+                return "running", "rank 0 writes its status"
+            return self._failure() or ("failed", f"no sign of life since {_clock(at_s)}")
+        if signature(self.folder.path, ["results.json"])[0]:
+            return "ended", "has results.json"
+        changed_s = self._changed_s()
+        if time.time() - changed_s < QUIET_S:
+            return "running", f"a file changed at {_clock(changed_s)}"
+        return self._failure() or ("stopped", f"no results, and no file changed since {_clock(changed_s)}")
+
+    def _failure(self) -> tuple[str, str] | None:
+        """Return the state and the message that a process of our launcher has left, for a run that is silent."""
+        now = signature(self.folder.path, ["logs/status.json", "logs/rank-0.log"])
+        if self._read.get("failure", ((), None))[0] != now:
+            self._read["failure"] = now, self._failure_on_disk()
+        found: tuple[str, str] | None = self._read["failure"][1]
+        return found
+
+    def _failure_on_disk(self) -> tuple[str, str] | None:
+        if self.folder.logs.is_symlink():
+            return None
+        for rank in range(MOST_RANKS):
+            words = read_json(self.folder.failure(rank), LIMITS)
+            if words and not words.get("secondary"):
+                first = (str(words.get("message")).strip().splitlines() or [""])[0]
+                is_stop = words.get("exit_code") == Stopped.exit_code
+                return "stopped" if is_stop else "failed", screen_line(f"rank {rank}: {first}", limit=300)
+        return None
+
+    def _changed_s(self) -> float:
+        found = signature(self.folder.path, (*PROGRESS, "logs/rank-0.log", "logs/status.json"))
+        return max((entry[0] / 1e9 for entry in found if entry), default=0.0)
+
+    def _last_restart(self) -> tuple[float, str] | None:
+        events = read_events(self.folder.launcher_events, LIMITS)
+        found = [event for event in events if event.get("kind") == "restart"]
+        return (float(found[-1]["time"]), screen_line(found[-1].get("why"), limit=300)) if found else None
+
+    def _table(self) -> dict[str, Any]:
+        """Return the best and the last figures of results.csv."""
+        try:
+            rows = results_rows(self.folder, LIMITS)
+        except StorageError:
+            return {}
+        best: tuple[float | None, float | None] = (None, None)
+        for row in rows:
+            value = _number(row.get("metrics/mAP50-95"))
+            if value is not None and (best[0] is None or value > best[0]):
+                best = value, _number(row.get("epoch"))
+        last = rows[-1] if rows else {}
+        return {
+            "best": best[0],
+            "best_epoch": best[1],
+            "epoch": _number(last.get("epoch")),
+            "rate": _number(last.get("images_per_s")),
+        }
+
+    def _results(self) -> dict[str, Any]:
+        metrics = read_json(self.folder.results_json, LIMITS).get("metrics")
+        return {"best": _number(metrics.get("mAP50-95"))} if isinstance(metrics, dict) else {}
+
+    def _last_line(self) -> str:
+        try:
+            with open_foreign(self.folder.log(0), follow=False) as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - LINE_BYTES, 0))
+                lines = file.read(LINE_BYTES).decode("utf-8", "replace").split("\n")
+        except OSError:
+            return ""
+        return next(
+            (screen_line(line.strip(), limit=LINE_LETTERS) for line in reversed(lines) if line.strip()), ""
+        )
+
+
+class Runs:
+    """The runs below some folders. All methods may be called from any thread.
+
+    Args:
+        places: folders of runs, or of folders of runs.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.places = [place.resolve() for place in places]
+        self._runs = dict[str, Run]()
+        self._pages = OrderedDict[tuple[str, str], tuple[str, bytes]]()
+        self._lock = Lock()
+
+    def look(self) -> None:
+        """Find new runs, forget those that are gone, and bring all rows up to date."""
+        with self._lock:
+            found = dict[str, Run]()
+            for path, name in find_runs(self.places):
+                run = Run(path, name)
+                found.setdefault(run.id, self._runs.get(run.id, run))
+            for run in found.values():
+                run.look()
+            newest = sorted(
+                found.values(), key=lambda run: (run.row["state"] != "running", -run.row["changed_s"])
+            )
+            self._runs = {run.id: run for run in newest[:MOST_RUNS]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows: first the runs that go on, then the others, the newest first."""
+        return [run.row for run in list(self._runs.values())]
+
+    def get(self, id: str) -> Run | None:
+        return self._runs.get(id)
+
+    def values(self, run: Run, part: str) -> bytes:
+        """Return a part of the page of a run, ``progress`` or ``figures``, as JSON."""
+        with self._lock:
+            key, now = (run.id, part), getattr(run, part)
+            kept = self._pages.get(key)
+            if kept is None or kept[0] != now:
+                values = run.progress_values() if part == "progress" else run.figure_values()
+                kept = now, json.dumps(plain(values), separators=(",", ":")).encode()
+                self._pages[key] = kept
+            self._pages.move_to_end(key)
+            while len(self._pages) > 1 and sum(len(text) for _, text in self._pages.values()) > CACHE_BYTES:
+                self._pages.popitem(last=False)
+            return kept[1]
+
+
+def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield path and name of each run in ``places``, without following symbolic links. Skip folders that cannot be read."""
+    left = MOST_ENTRIES
+
+    def below(folder: Path, name: str, depth: int) -> Iterator[tuple[Path, str]]:
+        nonlocal left
+        entries = []
+        with suppress(OSError), os.scandir(folder) as found:
+            for entry in found:
+                left -= 1
+                if left < 0:
+                    break
+                entries.append(entry)
+        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        if "trials" in folders:  # of `yolofleet tune`
+            folders = ["trials"]
+        elif files & {"config.yaml", "results.csv", "results.json"}:
+            yield folder, name
+            return
+        if depth:
+            for inner in folders:
+                yield from below(folder / inner, f"{name}/{inner}" if name else inner, depth - 1)
+
+    for place in places:
+        for path, name in below(place, "", DEPTH):
+            yield path, name or path.name
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of a file; None if it is something else."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
+        return None
+    return int(value) if value == int(value) else value
+
+
+def _clock(at_s: float) -> str:
+    with suppress(OverflowError, ValueError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    return "?"

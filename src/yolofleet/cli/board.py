@@ -1,0 +1,140 @@
+"""`yolofleet board`: a live page of runs."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from yolofleet.cli.commands import Command
+from yolofleet.errors import ConfigError
+from yolofleet.report.folder import REQUESTS
+from yolofleet.text import echo, listed, shown
+
+RUNS = "runs"
+PORT = 8642
+PACKAGES = ("starlette", "uvicorn")
+
+
+def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"yolofleet board needs the package {package}, which is not installed",
+                hint="pip install 'yolofleet[board]'",
+            )
+    places = _places(runs)
+    asked = [kind for kind in allow.split(",") if kind]
+    if unknown := [kind for kind in asked if kind not in REQUESTS]:
+        raise ConfigError(
+            f"--allow {shown(unknown[0])} is not a request to a run",
+            source="command line",
+            hint=f"--allow {','.join(REQUESTS)}, or one of them",
+        )
+    from yolofleet.board.runs import Runs
+    from yolofleet.board.server import Board, names_of, server_of
+    from yolofleet.parallel.listener import open_listener
+
+    address = _address(host)
+    try:
+        listener = open_listener(address, port)
+    except OSError as problem:
+        is_busy = problem.errno == errno.EADDRINUSE
+        raise ConfigError(
+            f"the board cannot listen on {problem}",
+            source="--port, --host",
+            hint="--port 0 takes a free port; another board may run already"
+            if is_busy
+            else "--host 127.0.0.1",
+        ) from None
+    with listener:
+        names, any_address = names_of(address)
+        board = Board(Runs(places), asked, names, any_address)
+        board.runs.look()
+        if not ipaddress.ip_address(address).is_loopback:
+            echo(
+                f"warning: the board listens on {address}, without encryption: who reads the network can read the pages "
+                "and the token. Better: ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board",
+                to=sys.stderr,
+            )
+        where = f"http://{'127.0.0.1' if any_address else address}:{listener.getsockname()[1]}/"
+        echo(f"{where}?token={board.token}")
+        count, folders = len(board.runs.rows()), listed([str(place) for place in places])
+        echo(
+            f"shows {count} run{'s' if count != 1 else ''} of {folders}; Ctrl-C ends the board", to=sys.stderr
+        )
+        try:
+            server_of(board).run(sockets=[listener])
+        except KeyboardInterrupt:
+            echo("the board has ended; the runs go on", to=sys.stderr)
+    return 0
+
+
+def _places(runs: tuple[str, ...]) -> list[Path]:
+    """Return the folders to show.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    places = [Path(name) for name in runs or (RUNS,)]
+    for place in places:
+        if not place.is_dir():
+            raise ConfigError(
+                f"{shown(str(place))} is not a folder",
+                source="command line" if runs else "the default of yolofleet board",
+                hint="name run folders, or a folder of runs such as runs/train",
+            )
+    return places
+
+
+def _address(host: str) -> str:
+    """Return the IPv4 address to listen on.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        raise ConfigError(
+            f"--host {shown(host)} is not an IPv4 address",
+            source="command line",
+            hint="--host 127.0.0.1 (the default), or an address of this machine",
+        ) from None
+
+
+command = Command(
+    "board",
+    params=[
+        click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
+        click.Option(
+            ["--port"],
+            type=click.IntRange(0, 65535),
+            default=PORT,
+            metavar="N",
+            help=f"port to listen on; 0 = a free one  [{PORT}]",
+        ),
+        click.Option(
+            ["--host"],
+            default="127.0.0.1",
+            metavar="ADDRESS",
+            help="address to listen on; other machines reach the board only with another one, without encryption  [127.0.0.1]",
+        ),
+        click.Option(
+            ["--allow"],
+            default="",
+            metavar="LIST",
+            help="requests to running trainings that the page offers as buttons: stop,save, or one of them",
+        ),
+    ],
+    callback=run,
+    help="Show runs in a browser while they go on: RUN is a run folder or a folder of runs, by default `runs`. Prints one "
+    "address with a secret token. Only this machine reaches it; from another one: "
+    "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the extra yolofleet[board].",
+)

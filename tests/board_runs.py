@@ -1,0 +1,166 @@
+"""Runs that seem to go on, and a board that shows them: for the tests of the board, and for its picture in the docs.
+
+``python tests/board_runs.py docs/board.png`` draws the picture.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from browser import browser
+from report_runs import made_run, split_of
+
+from yolofleet.board.runs import Runs
+from yolofleet.board.server import Board, server_of
+from yolofleet.files.atomic import write_text
+from yolofleet.parallel.listener import open_listener
+from yolofleet.report.folder import RunFolder
+
+END_S = 30
+
+
+def publish(folder: RunFolder, state: str = "running", **values: object) -> None:
+    """Write the status of a run, as rank 0 does."""
+    known = {
+        "epoch": 130,
+        "epochs": 300,
+        "step": 1300,
+        "share": 0.43,
+        "rate_img_s": 412.3,
+        "ranks": 2,
+        "host": "node-a",
+    }
+    known |= {"ends_at_s": time.time() + 5400, "phase": "compute", "why": "", "time": time.time()}
+    write_text(folder.status, json.dumps({"state": state, **known, **values}))
+
+
+def grow(folder: RunFolder, epoch: int) -> None:
+    """Let a run finish one more epoch."""
+    rows = folder.results_csv.read_text().splitlines()
+    cells = rows[-1].split(",")
+    rows.append(",".join([str(epoch), *cells[1:]]))
+    write_text(folder.results_csv, "\n".join(rows) + "\n")
+    last = [json.loads(line) for line in folder.events(0).read_text().splitlines() if '"phases"' in line][-1]
+    last |= {"epoch": epoch, "time": last["time"] + 10}
+    with folder.events(0).open("a") as file:
+        file.write(json.dumps(last) + "\n")
+
+
+def many_runs(folder: Path, count: int = 20, epochs: int = 300) -> list[RunFolder]:
+    """Runs below ``folder/train``: the first goes on, one failed, one was stopped, the others have ended."""
+    index = split_of(folder / "data", [f"class {number}" for number in range(8)], 12, side_px=320)
+    first = made_run(folder / "runs" / "train" / "exp", index, epochs=epochs)
+    runs = [first]
+    for number in range(2, count + 1):
+        path = first.path.with_name(f"exp{number}")
+        shutil.copytree(first.path, path)
+        os.utime(path / "results.csv", (1e9 + number,) * 2)
+        runs.append(RunFolder(path))
+    for number, run in enumerate(runs):
+        run.log(0).write_text(f"2026-11-23 16:00:00 epoch {epochs}/{epochs}: box 0.0312  412 img/s\n")
+        state = {0: "running", 1: "failed", 2: "stopped"}.get(number, "ended")
+        why = {"failed": "ClusterError: rank 1 did not answer", "stopped": "SIGTERM"}.get(state, "")
+        publish(run, state, why=why, **({"epoch": epochs, "epochs": epochs} if state == "ended" else {}))
+        if state != "ended":
+            run.results_json.unlink()
+    return runs
+
+
+@dataclass(frozen=True)
+class Served:
+    """A board that answers.
+
+    Attributes:
+        host: address and port.
+    """
+
+    board: Board
+    host: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}/?token={self.board.token}"
+
+    def ask(
+        self, path: str, method: str = "GET", *, token: str | None = None, **headers: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Send a request with the cookie, and return status, headers and body.
+
+        Args:
+            token: instead of the right one; "" = no cookie.
+            headers: by name, with _ for -.
+        """
+        connection = http.client.HTTPConnection(self.host, timeout=END_S)
+        token = self.board.token if token is None else token
+        sent = {"Cookie": f"{self.board.cookie}={token}"} if token else {}
+        if method == "POST":
+            sent["Origin"] = f"http://{self.host}"
+        sent |= {name.replace("_", "-"): text for name, text in headers.items()}
+        try:
+            connection.request(method, path, headers=sent)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
+
+    def id_of(self, folder: RunFolder) -> str:
+        path = str(folder.path.resolve())
+        return next(row["id"] for row in self.board.runs.rows() if row["folder"] == path)
+
+
+@contextmanager
+def served(
+    places: Sequence[Path], allow: Sequence[str] = (), before: Served | None = None
+) -> Iterator[Served]:
+    """Serve a board from a thread for the block.
+
+    Args:
+        before: an earlier board, whose address and token this one has.
+    """
+    board = Board(Runs(places), allow)
+    port = 0
+    if before is not None:
+        board.token, board.cookie = before.board.token, before.board.cookie
+        port = int(before.host.rpartition(":")[2])
+    board.runs.look()
+    listener = open_listener("127.0.0.1", port)
+    server = server_of(board)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        deadline_s = time.monotonic() + END_S
+        while not server.started:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        yield Served(board, f"127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join(END_S)
+        listener.close()
+    assert not thread.is_alive()
+
+
+if __name__ == "__main__":  # python tests/board_runs.py PICTURE [WIDTH [HEIGHT [dark]]]
+    picture, *size = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as own:
+        os.environ["YOLOFLEET_CACHE"] = f"{own}/cache"
+        runs = many_runs(Path(own), 6, epochs=130)
+        with served([Path(own, "runs")], ["stop", "save"]) as board, browser(Path(own)) as started:
+            started.show_as(*map(int, size[:2] or ("1180", "860")), dark="dark" in size)
+            started.open(board.url)
+            time.sleep(2)
+            if "list" not in size:
+                started.open(f"http://{board.host}/runs/{board.id_of(runs[0])}")
+                time.sleep(2)
+            started.picture(Path(picture))

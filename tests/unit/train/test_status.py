@@ -1,0 +1,82 @@
+"""The status of a run: what is written while it goes on and at its end, and the requests that it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from yolofleet.errors import NumericsError, Stopped
+from yolofleet.report.clock import Clock
+from yolofleet.report.folder import RunFolder
+from yolofleet.train import status as status_module
+from yolofleet.train.status import published_status
+
+WAIT_S = 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(status_module, "PERIOD_S", 0.01)
+    made = RunFolder(tmp_path / "exp")
+    made.make_tree()
+    return made
+
+
+def until(ready: Callable[[], object]) -> None:
+    gives_up_at_s = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < gives_up_at_s
+        time.sleep(0.005)
+
+
+def read(folder: RunFolder) -> dict:
+    found: dict = json.loads(folder.status.read_text())
+    return found
+
+
+def test_values_and_requests(folder: RunFolder) -> None:
+    stops: list[int] = []
+    folder.request("save").touch()  # to the process before
+    with published_status(folder, Clock(), {"host": "a"}, lambda: stops.append(1)) as status:
+        assert read(folder)["state"] == "running" and read(folder)["phase"] == "start"
+        status.note(step=3, rate_img_s=math.nan)
+        until(lambda: read(folder).get("step") == 3)
+        assert read(folder)["rate_img_s"] is None and not status.take_save() and not stops
+        folder.request("save").touch()
+        until(lambda: not folder.request("save").exists())
+        until(status.take_save)
+        assert not status.take_save()
+        folder.request("stop").touch()
+        until(lambda: stops)
+    found = read(folder)
+    assert found["state"] == "ended" and found["host"] == "a" and not found["phase"]
+    assert sorted(path.name for path in folder.logs.iterdir()) == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "state", "why"),
+    [
+        (Stopped("stopped on request", source="SIGTERM"), "stopped", "SIGTERM"),
+        (KeyboardInterrupt("SIGUSR1"), "stopped", "SIGUSR1"),
+        (NumericsError("the loss is NaN"), "failed", "NumericsError: the loss is NaN"),
+        (ZeroDivisionError("x"), "failed", "ZeroDivisionError: x"),
+    ],
+)
+def test_the_end_decides_the_last_state(
+    folder: RunFolder, problem: BaseException, state: str, why: str
+) -> None:
+    with pytest.raises(type(problem)), published_status(folder, Clock(), {}, lambda: None):
+        raise problem
+    assert (read(folder)["state"], read(folder)["why"]) == (state, why)
+
+
+def test_a_disk_that_refuses_ends_no_run(folder: RunFolder) -> None:
+    folder.logs.rename(folder.path / "away")
+    folder.logs.write_text("a file")
+    with published_status(folder, Clock(), {}, lambda: None) as status:
+        status.note(step=1)
