@@ -134,7 +134,7 @@ def _run(
                 checkpoints=run_folder.checkpoints,
                 resume=run_folder.resume_command if recipe is not None else "",
                 say=on_stall,
-                status=run_folder.status if world.is_main else None,
+                status=run_folder.ranks if world.is_main else None,
             ):
                 try:
                     world.connect()

@@ -297,7 +297,7 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
                 "which run? the folder of a run on this machine, or the hosts of a job",
                 hint="yolofleet fleet status runs/train/exp, or --hosts a:8,b:4",
             )
-        file = RunFolder(Path(run)).status
+        file = RunFolder(Path(run)).ranks
         if not Path(run).is_dir():
             raise ConfigError(f"there is no run folder {shown(run)}", hint="--hosts names the hosts of a job")
         return show_status(lambda: status_here(file), Path(run).resolve().name, watch, json_out)

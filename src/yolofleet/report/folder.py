@@ -205,7 +205,7 @@ class RunFolder:
         return self.logs / "launcher.events.jsonl"
 
     @property
-    def status(self) -> Path:
+    def ranks(self) -> Path:
         """What every rank does now, while a run of several ranks lasts; see ``parallel/status.py``."""
         return self.logs / "ranks.json"
 
