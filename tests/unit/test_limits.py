@@ -58,7 +58,7 @@ LIMITS = {
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_METADATA_BYTES)}",
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
-    "figures and events of a run, for its report": f"{history.FIGURES_BYTES >> 20} and {mib(history.EVENTS_BYTES)}",
+    "figures and events of a run, for its report": f"{history.REPORT.figures_bytes >> 20} and {mib(history.REPORT.events_bytes)}",
     "probes of machines (JSON)": mib(probe.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
     "a log that the doctor reads": gib(log_files.MOST_LOG_BYTES),
