@@ -176,7 +176,7 @@ class Watchdog:
                     self._silent_s[other] += elapsed_s
             self._store_silent_s += elapsed_s
             met = len(self.members) == self.world.size
-            if met and self._store_silent_s > mine.silence_s and heard.age_s > mine.silence_s / 2:
+            if met and self._store_silent_s > mine.silence_s and mine.age_s > mine.silence_s / 2:
                 self._end_without_store(mine)
 
     def ranks(self) -> list[RankStatus]:
@@ -216,10 +216,10 @@ class Watchdog:
         while not self._closing.wait(INTERVAL_S):
             now_s = time.monotonic()
             mine = self._monitor.heartbeat(min(now_s - then_s, CLOCK_JUMP_S))
-            then_s, stalled = now_s, heard.age_s > mine.limit_s
+            then_s, stalled = now_s, mine.age_s > mine.limit_s
             if stalled and not said:
                 evidence = Evidence(
-                    self.members, {0: mine}, {0: heard.age_s}, {0: own_snapshot()}, time.time()
+                    self.members, {0: mine}, {0: mine.age_s}, {0: own_snapshot()}, time.time()
                 )
                 announce(stall_note(Verdict((0,), "stuck", mine.limit_s), evidence))
             said = stalled
