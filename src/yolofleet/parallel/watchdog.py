@@ -189,12 +189,14 @@ class Watchdog:
                 rank,
                 members[rank].host,
                 members[rank].device,
-                "exchange" if beat.waiting and beat.phase in ("data", "compute", "comm") else beat.phase,
-                beat.step,
-                round(beat.age_s + self._silent_s[rank], 1),
-                *(beat.rate_img_s, beat.waits, beat.memory_gib, beat.temperature_c),
+                "exchange"
+                if heartbeat.waiting and heartbeat.phase in ("data", "compute", "comm")
+                else heartbeat.phase,
+                heartbeat.step,
+                round(heartbeat.age_s + self._silent_s[rank], 1),
+                *(heartbeat.rate_img_s, heartbeat.waits, heartbeat.memory_gib, heartbeat.temperature_c),
             )
-            for rank, beat in sorted(heartbeats.items())
+            for rank, heartbeat in sorted(heartbeats.items())
         ]
 
     def _write_status(self) -> None:
