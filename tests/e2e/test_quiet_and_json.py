@@ -35,9 +35,8 @@ def train(*more: str) -> list[str]:
     return [*map(str, train_args(Path("set/data.yaml"), *RUN, "--epochs", "1")), *more]
 
 
-# verb -> lines of its result with --quiet
+# verb -> lines of its result with --quiet; the fixture above tests `train`
 QUIET = {
-    "train": (train("--name", "quiet"), 1),
     "val": (["val", "--weights", WEIGHTS, "--data", "set/data.yaml", *RUN, "--no-plots"], 1),
     "predict": (["predict", "--weights", WEIGHTS, "--source", "set/images/val", "--device", "cpu", "--save", "none"], 1),
     "export": (["export", "--weights", WEIGHTS, "--format", "torchscript", "--out", "quiet.torchscript"], 1),
@@ -122,6 +121,7 @@ def test_two_processes_print_json_alone(folder: Path) -> None:
     assert not (folder / "runs/train/two/logs/ranks.json").exists()
 
 
+@pytest.mark.slow
 def test_the_status_of_a_run_is_shown_while_it_lasts(folder: Path) -> None:
     run = started(folder, *train("--name", "watched", "--epochs", "5000"), "--device", "cpu:2")
     ranks: list[dict[str, float]] = []
@@ -151,6 +151,7 @@ def test_the_status_of_a_run_is_shown_while_it_lasts(folder: Path) -> None:
     assert after.code == 2 and "has no ranks that report" in after.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_two_processes_on_a_narrow_terminal_leave_a_clean_screen(folder: Path) -> None:
     words = [*train("--name", "narrow", "--epochs", "2"), "--device", "cpu:2"]

@@ -189,12 +189,14 @@ class Watchdog:
                 rank,
                 members[rank].host,
                 members[rank].device,
-                "exchange" if heard.waiting and heard.phase in ("data", "compute", "comm") else heard.phase,
-                heard.step,
-                round(heard.age_s + self._silent_s[rank], 1),
-                *(heard.rate_img_s, heard.waits, heard.memory_gib, heard.temperature_c),
+                "exchange"
+                if heartbeat.waiting and heartbeat.phase in ("data", "compute", "comm")
+                else heartbeat.phase,
+                heartbeat.step,
+                round(heartbeat.age_s + self._silent_s[rank], 1),
+                *(heartbeat.rate_img_s, heartbeat.waits, heartbeat.memory_gib, heartbeat.temperature_c),
             )
-            for rank, heard in sorted(heartbeats.items())
+            for rank, heartbeat in sorted(heartbeats.items())
         ]
 
     def _write_status(self) -> None:
