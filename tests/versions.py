@@ -42,7 +42,16 @@ def installed_wheel(folder: Path, constraints: list[str]) -> Path:
         shutil.copy(ROOT / name, source)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints), encoding="utf-8")
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", limits]
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        limits,
+    ]
     subprocess.run([*pip, source, *TOOLS], check=True)
     return python
 
@@ -56,7 +65,17 @@ def main(dependencies: str, *pytest_options: str) -> int:
     python = installed_wheel(folder, constraints)
     versions = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {[*bounds]}), sep=', ')"
     subprocess.run([python, "-c", f"import sys; print('Python', sys.version); {versions}"], check=True)
-    command: list[str | Path] = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-p",
+        "no:cacheprovider",
+    ]
     quick = ["-m", "not slow and not gpu and not cluster"]
     environment = {"OMP_NUM_THREADS": "1"} | {
         k: v for k, v in os.environ.items() if not k.startswith("PYTHON")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from yolofleet.board import runs as board
 from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
@@ -59,6 +60,10 @@ LIMITS = {
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
     "results of an earlier run": mib(results.MAX_BYTES),
     "figures and events of a run, for its report": f"{history.REPORT.figures_bytes >> 20} and {mib(history.REPORT.events_bytes)}",
+    "figures, events and results of a run, for the board": (
+        f"{board.LIMITS.figures_bytes >> 20}, {board.LIMITS.events_bytes >> 20} and {mib(board.LIMITS.table_bytes)}; "
+        f"{board.MOST_RUNS} runs, {mib(board.CACHE_BYTES)} of kept pages"
+    ),
     "probes of machines (JSON)": mib(probe.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
     "a log that the doctor reads": gib(log_files.MOST_LOG_BYTES),

@@ -57,5 +57,8 @@ def test_a_search_writes_a_curve_and_no_weights(tmp_path: Path) -> None:
     assert f"suggested: --set lr0={lr0:.2g}" in done.out
     assert not list(run.rglob("*.safetensors"))
     assert wrong.code == ConfigError.exit_code and "is not below --highest" in wrong.err
-    assert unknown.code == ConfigError.exit_code and "--log is a setting of training that lr-find does not take" in unknown.err
+    assert (
+        unknown.code == ConfigError.exit_code
+        and "--log is a setting of training that lr-find does not take" in unknown.err
+    )
     assert "yolofleet lr-find --help lists them" in unknown.err
