@@ -109,7 +109,8 @@ def test_the_search_of_the_site_finds_pages_without_another_server(site: Path, t
         pytest.skip(reason)
     with served(site) as address, browser(tmp_path) as session:
         session.ask("/url", {"url": f"{address}/?q=spot+machines"})  # the page searches for these words
-        deadline, found = time.monotonic() + DEADLINE_S, []
+        deadline = time.monotonic() + DEADLINE_S
+        found: list[str] = []
         while not found and time.monotonic() < deadline:
             found = session.run(
                 "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
