@@ -122,7 +122,7 @@ class PseudoTerminal:
 def pseudo_terminal(rows: int, columns: int) -> Iterator[PseudoTerminal]:
     """Open a pseudo-terminal for the block."""
     ours, theirs = os.openpty()
-    output, closing = bytearray(), threading.Event()
+    output = bytearray()
 
     def read() -> None:
         while True:
@@ -142,7 +142,6 @@ def pseudo_terminal(rows: int, columns: int) -> Iterator[PseudoTerminal]:
     try:
         yield terminal
     finally:
-        closing.set()
         stream.close()
         thread.join()
         os.close(ours)

@@ -36,7 +36,7 @@ def _on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def ranks(count: int, **changes: float) -> list[RankStatus]:
+def ranks(count: int) -> list[RankStatus]:
     phases = ("compute", "exchange", "data")
     return [
         RankStatus(n, f"node-{n // 8}", f"cuda:{n % 8}", phases[n % 3], 120, 0.1, 100.0, 0.3, 12.3, 61.0)
