@@ -21,12 +21,6 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"yolofleet board needs the package {package}, which is not installed",
-                hint="pip install 'yolofleet[board]'",
-            )
     places = _places(runs)
     asked = [kind for kind in allow.split(",") if kind]
     if unknown := [kind for kind in asked if kind not in REQUESTS]:
@@ -35,11 +29,17 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
             source="command line",
             hint=f"--allow {','.join(REQUESTS)}, or one of them",
         )
+    address = _address(host)
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"yolofleet board needs the package {package}, which is not installed",
+                hint="pip install 'yolofleet[board]'",
+            )
     from yolofleet.board.runs import Runs
     from yolofleet.board.server import Board, names_of, server_of
     from yolofleet.parallel.listener import open_listener
 
-    address = _address(host)
     try:
         listener = open_listener(address, port)
     except OSError as problem:

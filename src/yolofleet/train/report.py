@@ -395,6 +395,8 @@ class TrainReport:
         self.callbacks.call("epoch", epoch, dict(row))
         if evaluation is not None:
             self._tell_validation(epoch, evaluation)
+        if self.status is not None:
+            self._note_progress(self.status, plan)
         if self._ends_at_s:
             self._tell_end(plan)
         self._open_epoch(epoch + 1)
