@@ -46,8 +46,8 @@ class Forecast:
         return NAMES.get(self.likely.binds, self.likely.binds) if self.fits else "memory"
 
     def memory_text(self) -> str:
-        """Return what a micro-batch needs, and what the device with the least memory has."""
-        worst = max(self.fleet, key=lambda machine: machine.needed_bytes - machine.device_bytes)
+        """Return what a micro-batch needs, and what the first device that is too small has."""
+        worst = next(machine for machine in self.fleet if not machine.fits)
         return (
             f"a micro-batch of {self.work.micro_batch} images of {self.work.img} px needs at least "
             f"{size_text(worst.needed_bytes)}, and a device of {worst.name} has {size_text(worst.device_bytes)}"
