@@ -15,7 +15,7 @@ from terminal import PseudoTerminal, Screen, pseudo_terminal
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.status import RankStatus, parsed_status, write_status
 from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, StepView, aligned
+from yolofleet.report.console import Console, NullConsole, StepView, aligned
 from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, slowest_rank, title_line
 from yolofleet.terminal import Progress, bar_line, fitted
 from yolofleet.text import announcement, can_redraw, echo, set_quiet
@@ -52,7 +52,7 @@ def screen_of(terminal: PseudoTerminal, rows: int, columns: int) -> Screen:
     return Screen(rows, columns).feed(text)
 
 
-def train(console: Console, *, epochs: int = 2) -> None:
+def train(console: NullConsole, *, epochs: int = 2) -> None:
     """What a training says."""
     console.header("yolofleet train", {"data": HOSTILE, "model": "yolov5n"}, [("name", HOSTILE, HOSTILE)])
     for epoch in range(1, epochs + 1):
