@@ -72,7 +72,7 @@ def test_pages_open_without_a_message_and_fit_the_screen(runs: list[RunFolder], 
                 assert chromium.run("return location.search + document.cookie") == "", where
                 assert chromium.run("return document.querySelectorAll('.problem').length") == 0, where
                 assert chromium.run("return document.documentElement.scrollWidth") <= width, where
-                assert "owned" not in chromium.run("return document.title"), where
+                assert chromium.run("return document.title") != "owned", where
                 assert chromium.run("return document.querySelectorAll('script').length") == 2, where
         opened(chromium, board)
         states = "return [...document.querySelectorAll('.runs .state')].map((e) => e.textContent).sort()"
@@ -109,7 +109,10 @@ def test_a_page_follows_the_run_and_keeps_what_the_user_did(runs: list[RunFolder
         until(chromium, "return document.querySelector('.live p').textContent.startsWith('epoch 8 / 300')")
         assert (
             chromium.run(ZOOMED) == 1
-            and chromium.run("return document.querySelectorAll('.u-off').length") == 1
+            and chromium.run(
+                "return document.querySelectorAll('.chart')[1].querySelectorAll('.u-off').length"
+            )
+            == 1
         )
         assert chromium.run("return document.activeElement === document.querySelector('.chart')")
         publish(runs[0], "stopped", why="SIGTERM")

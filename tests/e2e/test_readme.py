@@ -38,6 +38,7 @@ FLAGS_OF_OTHERS = {
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
     *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
     *("--auto-scale-lr", "--work-dir", "--cfg-options"),
+    "--directory",  # python -m http.server
     "--invalid",  # an example
 }
 

@@ -67,7 +67,9 @@ def tell(findings: Sequence[Finding], stream: TextIO) -> None:
             echo(replace(one, where=", ".join(where)).render(), to=stream)
     counts = Counter(one.level for one in wheres)
     told = [f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]]
-    echo(f"\n{', '.join(told) or 'nothing found'}", to=stream)
+    if not is_quiet():
+        echo("", to=stream)
+    echo(", ".join(told) or "nothing found", to=stream)
 
 
 def _plural(level: str, count: int) -> str:
