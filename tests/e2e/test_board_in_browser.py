@@ -20,6 +20,7 @@ WAIT_S = 60
 BAD_NAME = "<img src=x onerror=\"document.title='owned'\">"
 EPOCHS = "return document.querySelector('.chart .u-legend .u-value')?.textContent"
 ZOOMED = "return [...document.querySelectorAll('.panel button')].filter((b) => !b.hidden && b.textContent === 'Show all').length"
+HIDDEN = "return document.querySelectorAll('.chart')[1].querySelectorAll('.u-off').length"
 
 
 @pytest.fixture
@@ -98,22 +99,19 @@ def test_a_page_follows_the_run_and_keeps_what_the_user_did(runs: list[RunFolder
         chromium.press(RIGHT)
         chromium.press("+")
         assert chromium.run(ZOOMED) == 1
+        before = chromium.run(HIDDEN)
         chromium.run(
             "document.querySelectorAll('.chart')[1].querySelector('.u-series:not(:first-child) th').click()"
         )
+        hidden = chromium.run(HIDDEN)
+        assert hidden != before
         for epoch in (7, 8):
             grow(runs[0], epoch)
             publish(runs[0], epoch=epoch, epochs=300)
         legend = "return document.querySelectorAll('.chart')[3].querySelector('.u-value').textContent"
         until(chromium, legend, "8")
         until(chromium, "return document.querySelector('.live p').textContent.startsWith('epoch 8 / 300')")
-        assert (
-            chromium.run(ZOOMED) == 1
-            and chromium.run(
-                "return document.querySelectorAll('.chart')[1].querySelectorAll('.u-off').length"
-            )
-            == 1
-        )
+        assert chromium.run(ZOOMED) == 1 and chromium.run(HIDDEN) == hidden
         assert chromium.run("return document.activeElement === document.querySelector('.chart')")
         publish(runs[0], "stopped", why="SIGTERM")
         until(chromium, "return document.querySelector('.state').textContent", "stopped")

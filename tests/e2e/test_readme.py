@@ -39,6 +39,7 @@ FLAGS_OF_OTHERS = {
     *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
     *("--auto-scale-lr", "--work-dir", "--cfg-options"),
     "--directory",  # python -m http.server
+    "--only-binary",  # uv
     "--invalid",  # an example
 }
 

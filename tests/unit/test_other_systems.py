@@ -123,7 +123,7 @@ def test_several_machines_cannot_be_started_from_windows(tmp_path: Path) -> None
     said = there("win32", tmp_path, *TRAIN, "--hosts", "a:1,b:1", code=2)
     assert "several machines cannot be started from Windows" in said and "WSL" in said
     for verb in (("fleet", "ps"), ("plan", "probe", "--data", "shapes:8", "--model", "yolov5n"), ("doctor",)):
-        said = there("win32", tmp_path, *verb, "--hosts", "a,b", code=2)
+        said = there("win32", tmp_path, *verb, "--hosts", "a:1,b:1", code=2)
         assert "cannot be started from Windows" in said, verb
 
 
