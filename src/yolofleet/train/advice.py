@@ -31,7 +31,11 @@ USUAL_LR = {
 
 def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:
     """Return the notes to print at the start of a run."""
-    notes = [_of_batch(config, recipe.value, schedule), _of_optimizer(config, recipe), _of_length(config, schedule)]
+    notes = [
+        _of_batch(config, recipe.value, schedule),
+        _of_optimizer(config, recipe),
+        _of_length(config, schedule),
+    ]
     if config.minutes and (recipe.value.close_mosaic or recipe.value.rates == "step"):
         notes.append(
             f"--minutes does not move close_mosaic and assigner_switch, which count from --epochs {config.epochs}: "
