@@ -626,7 +626,7 @@ def _header_lines(
         "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         + (f", {len(frozen)} tensors frozen" if frozen else ""),
-        "step": ("" if config.minutes else f"{steps} steps of ")
+        "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
         + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
         + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
         + f"{precision}, {config.reduce} sums",

@@ -74,7 +74,7 @@ def _of_length(config: TrainConfig, schedule: Schedule) -> str:
     by_step = schedule.recipe.rates == "step"  # such a warm-up is a share of the run
     warm, whole = 0 if by_step else schedule.warmup_images, schedule.epochs * schedule.dataset_images
     steps = schedule.steps_of_run
-    length = f"{schedule.epochs} epochs of {schedule.dataset_images} images are {steps} steps"
+    length = f"{schedule.epochs} epochs of {schedule.dataset_images} images are {steps} step{'s' if steps != 1 else ''}"
     if warm > whole / 2:
         part = "all" if warm >= whole else "most of them"
         return (
