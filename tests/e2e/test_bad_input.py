@@ -398,6 +398,10 @@ def test_a_parameter_that_albumentations_refuses(refused):
     assert "pydantic" not in told
 
 
+def test_a_hint_without_values_names_the_help_of_the_verb(refused):
+    refused("data", "check", code=2, says=["yolofleet data --help shows what is allowed"])
+
+
 def test_a_search_that_cannot_be(refused, here):
     (here / "turned.yaml").write_text("lr0: [0.1, 0.001]\n")
     (here / "unknown.yaml").write_text("mosiac: [0, 1]\n")
@@ -581,6 +585,7 @@ def test_predict_passes_over_an_image_that_cannot_be_read(cli, here, world):
     ).out
     assert "skipped: image some/x.jpg" in said and "4 images, ms an image" in said
     assert len(list((here / "runs" / "predict" / "exp").iterdir())) == 4
+    assert "no box reached --conf 0.25" in said
 
 
 # -- resume

@@ -78,12 +78,13 @@ def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, t
     (root / "images" / "train" / "t1.jpg").write_bytes(b"")
     done = data("check", "set")
     assert done.code == 3 and "set loses images or labels, as said above" in done.err
+    assert "train refuses this data set" in done.err
     for line, part in enumerate(
         ["class 5 but", "4 columns", "not finite", "pixels?", "no width", "lies outside", "sticks out"], 1
     ):
         assert f"labels/train/t0.txt:{line}: " in done.out and part in done.out
     assert "images/train/t1.jpg: is empty" in done.out or "images/train/t1.jpg:" in done.out
-    for row in ("wrong-class dropped 1 0", "label-unreadable dropped 1 0", "box-sticks-out clipped 1 0",
+    for row in ("wrong-class train refuses 1 0", "label-unreadable dropped 1 0", "box-sticks-out clipped 1 0",
                 "label-twice counted once 5 0", "image-unreadable image left out 1 0"):  # fmt: skip
         assert row in done.words
     assert "train 5 6 0 13" in done.words  # images, labels, background, problems
@@ -100,7 +101,7 @@ def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, t
     assert (train["images"], train["labels"], train["kinds"]["label-twice"]) == (5, 6, 5)
     assert len(train["problems"]) == 13
     first = train["problems"][1]
-    assert first == {"path": "labels/train/t0.txt", "line": 1, "kind": "wrong-class", "action": "dropped",
+    assert first == {"path": "labels/train/t0.txt", "line": 1, "kind": "wrong-class", "action": "train refuses",
                      "what": "class 5 but names has 2 (0..1)"}  # fmt: skip
     done = data("check", "set", "--json", "-")
     assert json.loads(done.out)["splits"]["val"]["labels_of_class"] == {"cat": 0, "dog": 2}

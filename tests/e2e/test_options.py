@@ -130,4 +130,6 @@ def test_patience_ends_a_run_and_saves_it(data: Path) -> None:
     run = train(data, max_steps=0, epochs=30, patience=1, set=("lr0=1e-9", "warmup_bias_lr=0"))
     done = len((run / "results.csv").read_text().splitlines()) - 1
     assert 1 <= done < 30
+    best = json.loads((run / "results.json").read_text())["best"]
+    assert best == {"epoch": done, "fitness": 0}, "of weights without accuracy, the newest are the best"
     assert list((run / "checkpoints").glob("step-*.safetensors"))

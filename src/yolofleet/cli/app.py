@@ -194,9 +194,9 @@ def run(argv: Sequence[str]) -> int:
     except click.exceptions.Exit as done:  # --help and --version
         return done.exit_code
     except YolofleetError as problem:
-        return _report(problem)
+        return _report(problem, argv)
     except click.ClickException as problem:
-        return _report(ConfigError(problem.format_message().rstrip("."), source="command line"))
+        return _report(ConfigError(problem.format_message().rstrip("."), source="command line"), argv)
     except KeyboardInterrupt:
         announce("interrupted")
         return INTERRUPTED
@@ -240,7 +240,9 @@ def _output_fault() -> BrokenPipeError | YolofleetError | None:
     return None
 
 
-def _report(problem: YolofleetError) -> int:
+def _report(problem: YolofleetError, argv: Sequence[str] = ()) -> int:
+    if problem.hint == ConfigError.usual_hint and argv and argv[0] in APP.members:
+        problem.hint = problem.hint.replace("VERB", argv[0])
     text = problem.render()
     if os.environ.get(TRACEBACK):
         text = "".join(traceback.format_exception(problem)).rstrip("\n")

@@ -99,15 +99,17 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
         _write_json(_check_as_json(spec, indexes, errors, problems, kinds, copies, notes), json_out)
     if json_out != "-":
         _show_check(indexes, errors, problems, kinds, copies, notes, limit)
-    from yolofleet.datasets.labels import KINDS, LOSSES
+    from yolofleet.datasets.labels import KINDS, LOSSES, REFUSED
 
     lost = {kind for counts in kinds.values() for kind in counts if KINDS[kind] in LOSSES}
     if errors or lost or any("image-in-two-splits" in counts for counts in kinds.values()):
         what = "loses images or labels" if errors or lost else "has the same images in several splits"
         told = DataError(
             f"{data} {what}, as said above",
-            hint="correct these files; a training that is started all the same leaves out what is dropped"
-            if errors or lost
+            hint="correct these files; train refuses this data set"
+            if errors or any(KINDS[kind] == REFUSED for kind in lost)
+            else "correct these files; a training that is started all the same leaves out what is dropped"
+            if lost
             else "keep each image in one split only: accuracy on images that were learned says nothing",
         )
         echo(told.render(), to=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, voc_listing
+from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, both_splits_note, voc_listing
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.datasets.vocxml import is_voc_listing
 from yolofleet.errors import ConfigError, DataError, YolofleetError
@@ -59,7 +59,7 @@ def read_description(path: Path, *, name: str = "", built_in: str = "") -> Datas
     notes: list[str] = []
     if "download" in file.content:
         notes.append("download: is not executed; yolofleet never runs code from a data set")
-    bases = _bases(file, is_built_in=bool(built_in))
+    bases = _bases(file, notes, is_built_in=bool(built_in))
 
     splits: dict[str, tuple[SplitSource, ...]] = {}
     missing: dict[str, YolofleetError] = {}
@@ -73,6 +73,9 @@ def read_description(path: Path, *, name: str = "", built_in: str = "") -> Datas
             continue
         if found:
             splits[split] = found
+    train = splits.get("train", ())
+    if train == splits.get("val") and all(source.image_roots for source in train):  # annotation files
+        notes += [both_splits_note(source.path) for source in train]
     if not splits:
         raise next(iter(missing.values()), None) or ConfigError(
             "names no images: train, val and test are missing", source=str(path), hint="train: images/train"
@@ -100,8 +103,8 @@ def _check_keys(file: _Description) -> None:
             )
 
 
-def _bases(file: _Description, *, is_built_in: bool) -> list[Path]:
-    """Return the folders that relative entries may start from, ``path`` first if that folder exists."""
+def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[Path]:
+    """Return the folders that relative entries may start from, ``path`` first; add a note if it does not exist."""
     here = file.path.absolute().parent
     texts = file.texts("path")
     if len(texts) > 1:
@@ -111,6 +114,8 @@ def _bases(file: _Description, *, is_built_in: bool) -> list[Path]:
         return [Path.cwd() / base, Path.cwd().parent / base]
     tried = list(dict.fromkeys([here / base, Path.cwd() / base]))
     existing = [folder for folder in tried if folder.is_dir()]
+    if not existing:
+        notes.append(f"path {texts[0]} does not exist; used the folder of {file.path.name}")
     return list(dict.fromkeys([*(existing or tried[:1]), here, Path.cwd()]))
 
 

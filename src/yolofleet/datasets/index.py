@@ -427,7 +427,13 @@ def _join(
     total = sum(len(reader.images) for reader in readers)
     rows_read = sum(part.rows_read for part in parts)
     if len(paths) * 2 < total:
-        raise _unusable(spec, split, f"{total - len(paths)} of {total} images cannot be used", log)
+        raise _unusable(
+            spec,
+            split,
+            f"{total - len(paths)} of {total} images cannot be used",
+            log,
+            _searched(spec, split, log),
+        )
     if log.rows_dropped * 2 > rows_read:
         raise _unusable(spec, split, f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
 
@@ -485,15 +491,28 @@ def _image_ids(kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[st
     return ids if len(np.unique(ids)) == len(ids) else np.arange(len(paths))
 
 
-def _unusable(spec: DatasetSpec, split: str, what: str, log: ProblemLog) -> DataError:
-    """Return the error that lists the first problems, without actions: the whole data set is refused."""
+def _unusable(spec: DatasetSpec, split: str, what: str, log: ProblemLog, where: str = "") -> DataError:
+    """Return the error that lists the first problems, without actions: the whole data set is refused.
+
+    Args:
+        where: ends the hint.
+    """
     lines = [problem.words for problem in log.kept[:10]]
     lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
     return DataError(
         f"{what} in the {split} split\n  " + "\n  ".join(lines),
         source=spec.origin,
-        hint=f"correct the files, or the names; yolofleet data check {spec.origin} lists more",
+        hint=f"correct the files, or the names; yolofleet data check {spec.origin} lists more{where}",
     )
+
+
+def _searched(spec: DatasetSpec, split: str, log: ProblemLog) -> str:
+    """Return the folders that were searched for missing images of annotation files, as the end of a hint."""
+    roots = dict.fromkeys(root for source in spec.sources(split) for root in source.image_roots)
+    if not roots or not log.kinds["image-missing"]:
+        return ""
+    found = [str(root) for root in roots if root.is_dir()]
+    return f". Images were looked for in {', '.join(found)}; path: of a YAML names another folder (docs/data.md#formats)"
 
 
 def _where_labels_belong(readers: Sequence[SplitReader]) -> str | None:

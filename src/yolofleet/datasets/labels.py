@@ -21,7 +21,8 @@ MAX_FRACTION = 2.0  # a larger number is taken for pixels, not for a fraction of
 
 LEFT_OUT, DROPPED = "image left out", "dropped"
 STOPS = "stops a training"
-LOSSES = (LEFT_OUT, DROPPED, STOPS)  # actions that lose images or labels
+REFUSED = "train refuses"
+LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labels
 KINDS = {  # kind of problem -> action
     "image-missing": LEFT_OUT,
     "image-unreadable": LEFT_OUT,
@@ -34,7 +35,7 @@ KINDS = {  # kind of problem -> action
     "label-unreadable": DROPPED,
     "label-stray": DROPPED,
     "label-twice": "counted once",
-    "wrong-class": DROPPED,  # names and labels disagree: an error if build_index is strict
+    "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
     "box-not-finite": DROPPED,
     "box-in-pixels": DROPPED,
     "box-empty": DROPPED,
@@ -101,7 +102,9 @@ class ProblemLog:
     @property
     def rows_dropped(self) -> int:
         """Return the number of dropped labels, without stray ones, which belong to no image."""
-        return sum(self.kinds[kind] for kind in KINDS if KINDS[kind] == DROPPED and kind != "label-stray")
+        return sum(
+            self.kinds[kind] for kind in KINDS if KINDS[kind] in (DROPPED, REFUSED) and kind != "label-stray"
+        )
 
     def add(self, problem: Problem, count: int = 1) -> None:
         """Add a problem that concerns ``count`` labels or images."""

@@ -18,7 +18,7 @@ def from_annotations(path: Path) -> DatasetSpec:
     if other != path and other.is_file():
         note = f"{other.name} is val"
     else:
-        other, note = path, f"{path.name} is both train and val"
+        other, note = path, both_splits_note(path)
     splits: dict[str, tuple[SplitSource, ...]] = {
         "train": (annotation_source(path),),
         "val": (annotation_source(other),),
@@ -27,6 +27,11 @@ def from_annotations(path: Path) -> DatasetSpec:
     root = folder.parent if folder.name == "annotations" else folder
     spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=(note,))
     return with_class_names(spec, names_at=str(path))
+
+
+def both_splits_note(path: Path) -> str:
+    """Return the note for an annotation file of both splits: the accuracy is that on learned images."""
+    return f"{path.name} is both train and val"
 
 
 def annotation_source(path: Path, *folders: Path) -> SplitSource:

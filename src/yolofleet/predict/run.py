@@ -95,10 +95,12 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         )
         source.note = console.note
         seconds: list[dict[str, float]] = []
+        boxes = 0
         try:
             for prediction in predictor.stream(source):
                 output.write(prediction)
                 seconds.append(prediction.seconds)
+                boxes += len(prediction)
                 console.fact(progress_line(prediction, len(source)))
                 if config.show and not show(prediction, config):
                     break
@@ -114,6 +116,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
                 hint="open the files with an image viewer" if isinstance(source.items[0], Path) else None,
             )
         output.finish()
+        if not boxes:
+            console.note(f"no box reached --conf {config.conf:g}")
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
 

@@ -76,7 +76,7 @@ class StepView:
         losses, rate, times = self.losses, self.times.rate_img_s, self.times
         return (
             ("  ".join(f"{name} {value:.4f}" for name, value in losses.items()), f"loss {sum(losses.values()):.4g}"),
-            ("? img/s", "") if math.isnan(rate) else (f"{rate:.4g} img/s", f"{rate:.3g}/s"),
+            ("- img/s", "") if math.isnan(rate) else (f"{rate:.4g} img/s", f"{rate:.3g}/s"),
             (shares_text(times), f"data {times.share('data'):.0%} comm {times.share('comm'):.0%}", ""),
             (f"lr {self.lr:.2g}", ""),
             (f"{self.memory_gib:.1f} GiB", f"{self.memory_gib:.1f}G") if self.memory_gib else ("",),

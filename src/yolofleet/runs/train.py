@@ -618,6 +618,7 @@ def _header_lines(
     """Return the lines of the header, by name."""
     workers = loader_processes(config.workers, world)
     model, recipe = network.model, network.recipe.value
+    steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
     rounded = (
         "" if network.img == config.img else f" (--img {config.img} rounded up to stride {network.stride})"
     )
@@ -625,7 +626,8 @@ def _header_lines(
         "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
         + (f", {len(frozen)} tensors frozen" if frozen else ""),
-        "step": f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
+        "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
+        + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
         + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "

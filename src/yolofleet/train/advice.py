@@ -1,4 +1,4 @@
-"""Notes about learning rates that probably do not fit the batch, the optimizer or the length of a run."""
+"""Notes about learning rates that probably do not fit the batch or the optimizer, and about short runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from yolofleet.train.schedule import Schedule
 
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
 LARGE_STEP = 2048  # images; the papers of LARS and LAMB begin about there
+FEW_STEPS = 100  # a detector from scratch needs some hundred steps
 LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
 # the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
 LINEAR = ("SGD", "LARS", "ScheduleFreeSGD")
@@ -30,7 +31,11 @@ USUAL_LR = {
 
 def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:
     """Return the notes to print at the start of a run."""
-    notes = [_of_batch(config, recipe.value, schedule), _of_optimizer(config, recipe), _of_warmup(schedule)]
+    notes = [
+        _of_batch(config, recipe.value, schedule),
+        _of_optimizer(config, recipe),
+        _of_length(config, schedule),
+    ]
     if config.minutes and (recipe.value.close_mosaic or recipe.value.rates == "step"):
         notes.append(
             f"--minutes does not move close_mosaic and assigner_switch, which count from --epochs {config.epochs}: "
@@ -64,14 +69,19 @@ def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
     )
 
 
-def _of_warmup(schedule: Schedule) -> str:
-    if schedule.recipe.rates == "step":
+def _of_length(config: TrainConfig, schedule: Schedule) -> str:
+    """Return a note if the run has few steps, or spends most of them in the warm-up."""
+    by_step = schedule.recipe.rates == "step"  # such a warm-up is a share of the run
+    warm, whole = 0 if by_step else schedule.warmup_images, schedule.epochs * schedule.dataset_images
+    steps = schedule.steps_of_run
+    length = f"{schedule.epochs} epochs of {schedule.dataset_images} images are {steps} step{'s' if steps != 1 else ''}"
+    if warm > whole / 2:
+        part = "all" if warm >= whole else "most of them"
+        return (
+            f"{length}, {part} in the warm-up of {warm} images (at least 100 batches, as in YOLOv5): more --epochs or a "
+            "smaller --batch"
+        )
+    if steps >= FEW_STEPS or config.max_steps or config.minutes:
         return ""
-    warm, whole = schedule.warmup_images, schedule.epochs * schedule.dataset_images
-    if warm <= whole / 2:
-        return ""
-    epochs = warm / schedule.dataset_images
-    return (
-        f"the warm-up takes {epochs:.3g} of {schedule.epochs} epochs (at least 100 batches, as in YOLOv5): more --epochs, a "
-        "smaller --batch, or --set warmup_epochs=0 end it earlier"
-    )
+    smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
+    return f"{length}: more --epochs or a smaller {smaller}"

@@ -694,17 +694,22 @@ class TrainingRun:
         self.report.validated(overlapped.epoch, evaluation)
 
     def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far."""
-        fitness = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95)
-        if fitness > self.state.progress.best_fitness:
+        """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far.
+
+        As long as the fitness is 0, the newest weights are the best: they have learned most.
+        """
+        fitness, best = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95), self.state.progress
+        if fitness > best.best_fitness or fitness == best.best_fitness == 0:
             self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
             self.report.write_weights("best", self.state, epoch, weights)
 
     def _out_of_patience(self, epochs_done: int = 0) -> bool:
         """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""
         progress, patience = self.state.progress, self.config.patience
-        done = epochs_done or progress.epochs_done
-        return bool(patience and progress.best_epoch >= 0 and done - progress.best_epoch >= patience)
+        done, best = epochs_done or progress.epochs_done, progress.best_epoch
+        if progress.best_fitness == 0:
+            best = min(best, self.config.val_period)  # the first validation: no later one was better
+        return bool(patience and progress.best_epoch >= 0 and done - best >= patience)
 
     def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.

@@ -46,7 +46,7 @@ from yolofleet.train.status import RunStatus
 PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
 MEASURED_STEPS = 100  # steps of this process before it predicts the end of the run
-WRONG_END = 0.1  # share of the time that is left: a larger change of the predicted end is printed
+WRONG_END = 0.25  # share of the time that is left: a larger change of the predicted end is printed
 PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
 
 
@@ -492,6 +492,8 @@ class TrainReport:
             metrics = self.last_evaluation.metrics
             accuracy["accuracy"] = f"mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f} at the end"
         epochs = state.progress.epochs_done
+        if state.progress.best_fitness == 0:
+            self.console.note("nothing was detected yet: train longer (docs/troubleshooting.md)")
         self.console.summary(
             f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}",
             {

@@ -379,7 +379,9 @@ def test_data_verbs_make_check_and_count(cli, tmp_path):
     label.write_text("\n".join([*lines, "7 0.5 0.5 0.1 0.1", lines[0]]))
     code, out, err = cli("data", "check", "set")
     assert code == 3 and "loses images or labels" in err
-    assert f"labels/train/{label.name}:{len(lines) + 1}: class 7 but names has 4 (0..3) -> dropped" in out
+    assert (
+        f"labels/train/{label.name}:{len(lines) + 1}: class 7 but names has 4 (0..3) -> train refuses" in out
+    )
 
 
 def test_data_list_knows_the_built_in_sets(cli):

@@ -151,7 +151,7 @@ def test_a_table_cleans_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_problem_is_one_clean_line() -> None:
     problem = Problem(f"images/{EVIL}.jpg", 3, f"class {EVIL}\nsecond line", "wrong-class")
     assert not obeyed(str(problem)) and "\n" not in str(problem)
-    assert str(problem).endswith("-> dropped") and not problem.words.endswith("dropped")
+    assert str(problem).endswith("-> train refuses") and not problem.words.endswith("refuses")
 
 
 # -- each place where a stranger's words reach a screen

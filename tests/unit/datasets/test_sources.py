@@ -9,6 +9,7 @@ import yaml
 from small_data import ODD_NAMES, write_picture, yolo_set
 
 from yolofleet.datasets import sources
+from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
 
@@ -212,6 +213,29 @@ def test_coco_json_alone_brings_its_names(tmp_path):
     assert tmp_path / "train2017" in roots
     assert tmp_path / "images" / "train2017" in roots
     assert load_dataset(str(tmp_path)).category_ids == (1, 3)
+
+
+def test_images_of_a_coco_json_that_are_not_found_name_the_folders(tmp_path):
+    box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [4, 4, 20, 20]}
+    coco_json(tmp_path / "ann" / "train.json", annotations=[box])
+    (tmp_path / "images").mkdir()
+    yaml = write_yaml(tmp_path, "path: pictures\ntrain: ann/train.json\nval: ann/train.json\n")
+    spec = load_dataset(yaml)
+    assert spec.notes == (
+        "path pictures does not exist; used the folder of data.yaml",
+        "train.json is both train and val",
+    )
+    with pytest.raises(DataError, match=r"1 of 1 images cannot be used") as caught:
+        build_index(spec, "train")
+    assert (
+        f"Images were looked for in {tmp_path / 'ann'}, {tmp_path}, {tmp_path / 'images'}; path:"
+        in caught.value.hint
+    )
+    (tmp_path / "pictures").mkdir()
+    write_picture(tmp_path / "pictures" / "a.jpg", width=64, height=48)
+    spec = load_dataset(yaml)
+    assert spec.notes == ("train.json is both train and val",)
+    assert len(build_index(spec, "train")) == 1
 
 
 def test_coco_categories_meet_given_names_by_name(tmp_path):

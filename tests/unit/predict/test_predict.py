@@ -275,7 +275,7 @@ def test_predict_writes_everything_that_is_asked_for(weights, pictures, tmp_path
     assert predict_command(config) == 0
     said = capsys.readouterr().out
     assert "img 1/3" in said and "a.jpg: " in said and " ms\n" in said and "read" in said
-    assert "skipped: " in said and "c.jpg" in said
+    assert "skipped: " in said and "c.jpg" in said and "no box" not in said
 
     run = out / "exp"
     for name, shape in (("a.jpg", (100, 60, 3)), ("b.png", (60, 100, 3))):

@@ -59,10 +59,11 @@ def test_the_end_is_told_after_a_hundred_steps_and_corrected(tmp_path: Path) -> 
     # 900 steps of 1 s are left
     assert run.console.facts[0].startswith("the run will end in about 15:00, ")
     run.report._tell_end(plan)
-    assert len(run.console.facts) == 1  # it has not changed
-    plan = run.steps(100, 3.0)  # the first five do not count: (95 + 300) s / 195 steps, 800 are left
+    run.report._tell_end(run.steps(20, 1.9))
+    assert len(run.console.facts) == 1  # 13 % later: less than a quarter of what is left
+    plan = run.steps(100, 3.0)  # the first five do not count: (95 + 38 + 300) s / 215 steps, 780 are left
     run.report._tell_end(plan)
-    assert run.console.facts[1].startswith("corrected: the run will end in about 27:01, ")
+    assert run.console.facts[1].startswith("corrected: the run will end in about 26:11, ")
 
 
 def test_validations_and_checkpoints_so_far_count_for_the_rest(tmp_path: Path) -> None:
