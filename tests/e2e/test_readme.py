@@ -39,7 +39,7 @@ FLAGS_OF_OTHERS = {
     *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
     *("--auto-scale-lr", "--work-dir", "--cfg-options"),
     "--directory",  # python -m http.server
-    "--only-binary",  # uv
+    *("--only-binary", "--python-platform", "--python-version"),  # uv
     "--invalid",  # an example
 }
 
