@@ -24,7 +24,13 @@ class MlflowLogger(Logger):
 
         super().__init__(run)
         run.folder.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(run.server or f"sqlite:///{run.folder / 'mlflow.db'}")
+        database = run.folder / "mlflow.db"
+        if not (run.server or database.exists()):  # whole or not at all: MLflow cannot repair half a database
+            new = database.with_name("new.db")
+            new.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+            new.replace(database)
+        self._client = MlflowClient(run.server or f"sqlite:///{database}")
         self._id = run.known_id()
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
