@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from browser import browser
 from report_runs import made_run, split_of
+
+pytest.importorskip("uvicorn", reason="the extra yolofleet[board] is not installed")
 
 from yolofleet.board.runs import Runs
 from yolofleet.board.server import Board, server_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported import NAMES, metadata_of, network
-from safetensors.torch import save
+from safetensors.torch import _SIZE, save
 
 from yolofleet.checkpoint import format as file_format
 from yolofleet.checkpoint.contents import contents
@@ -292,6 +292,8 @@ def test_values_that_no_training_gives_are_refused(tmp_path: Path, weights: Weig
         tensors[name][0] = -1
     else:
         types = {"complex": torch.complex64, "bool": torch.bool, "whole numbers": torch.int64}
+        if kind == "complex" and types[kind] not in _SIZE:
+            pytest.skip("this safetensors writes no complex numbers")
         tensors[name] = tensors[name].to(types[kind])
     header = {"weights": json.dumps(weights.header.to_dict(), sort_keys=True)}
     digest = file_format.tensors_sha256(tensors, header)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
@@ -163,9 +163,19 @@ def calls(cluster: Path) -> list[str]:
     return ["agents" if "yolofleet.fleet.agent" in words else words.split("\0")[2] for words in starts]
 
 
+def _takes_any_path() -> bool:
+    try:
+        TypeAdapter(str).validate_python("\udcff")
+    except ValidationError:
+        return False
+    return True
+
+
 @needs_bash
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_names_stay_words(cluster: Path, hostile: str) -> None:
+    if "\udcff" in hostile and not _takes_any_path():
+        pytest.skip("this pydantic refuses paths that are not UTF-8")
     text = script("name", hostile, "project", hostile, "weights", hostile)
     assert run_script(text) == 0
     words = called(cluster, "srun")
