@@ -145,5 +145,5 @@ def test_what_is_missing_or_wrong_is_said(settings: str, what: str) -> None:
 
 
 def test_a_path_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="UTF-8|is not a string"):  # pydantic before 2.8 refuses it
+    with pytest.raises(ConfigError, match=r"UTF-8|is not a string"):  # pydantic before 2.8 refuses it
         manifest(weights=os.fsdecode(b"/data/\xff"))
