@@ -57,7 +57,7 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         board.runs.look()
         if not ipaddress.ip_address(address).is_loopback:
             echo(
-                f"warning: the board listens on {address}, without encryption: who reads the network can read the pages "
+                f"warning: the board listens on {address}, without encryption: anyone on the network can read the pages "
                 "and the token. Better: ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board",
                 to=sys.stderr,
             )

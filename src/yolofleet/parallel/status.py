@@ -15,7 +15,7 @@ from typing import Any
 
 from yolofleet.files.atomic import whole_file
 
-MOST_STATUS_BYTES = 64 << 20  # of the file: about 300 bytes for each rank
+MOST_STATUS_BYTES = 64 << 20  # a larger file is refused; a rank takes about 300 bytes
 
 
 @dataclass(frozen=True)

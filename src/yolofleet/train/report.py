@@ -485,7 +485,7 @@ class TrainReport:
         if self.draws and sample is not None:
             attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
         has_page = self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
-        if not self.draws and not self.config.plots:
+        if not self.config.plots:
             self.folder.discard_report()
         accuracy = {}
         if self.last_evaluation is not None:

@@ -12,7 +12,7 @@ from board_runs import grow, publish
 from report_runs import made_run
 
 from yolofleet.board import runs as board_runs
-from yolofleet.board.runs import Runs, find_runs
+from yolofleet.board.runs import Run, Runs, find_runs
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.report.folder import RunFolder
 
@@ -96,13 +96,19 @@ def test_a_run_without_a_status_is_judged_by_its_files(tmp_path: Path) -> None:
     assert row_of(folder)["state"] == "ended" and row_of(folder)["best"] == 0.25
 
 
-def test_versions_change_with_the_files_only(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "exp", None, finished=False)
-    publish(folder)
+def looked(folder: RunFolder) -> tuple[Runs, Run]:
+    """Return the runs of a board on one run folder, and this run."""
     runs = Runs([folder.path])
     runs.look()
     run = runs.get(runs.rows()[0]["id"])
     assert run is not None
+    return runs, run
+
+
+def test_versions_change_with_the_files_only(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "exp", None, finished=False)
+    publish(folder)
+    runs, run = looked(folder)
     before = run.progress, run.figures
     publish(folder, epoch=131)
     runs.look()
@@ -132,10 +138,7 @@ def test_runs_appear_and_vanish(tmp_path: Path) -> None:
 def test_a_request_is_a_file_and_only_a_running_run_can_be_asked(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "exp", None, finished=False)
     publish(folder)
-    runs = Runs([folder.path])
-    runs.look()
-    run = runs.get(runs.rows()[0]["id"])
-    assert run is not None
+    runs, run = looked(folder)
     run.ask("save")
     assert folder.request("save").is_file() and not folder.request("stop").exists()
     run.look()

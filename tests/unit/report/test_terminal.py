@@ -1,4 +1,4 @@
-"""Progress fits the terminal, whatever its size and the names in it, and leaves no command where there is none."""
+"""Progress fits terminals of every size, with every name. Pipes and files get no control characters."""
 
 from __future__ import annotations
 
