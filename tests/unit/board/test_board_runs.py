@@ -138,7 +138,7 @@ def test_runs_appear_and_vanish(tmp_path: Path) -> None:
 def test_a_request_is_a_file_and_only_a_running_run_can_be_asked(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "exp", None, finished=False)
     publish(folder)
-    runs, run = looked(folder)
+    _, run = looked(folder)
     run.ask("save")
     assert folder.request("save").is_file() and not folder.request("stop").exists()
     run.look()
