@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster test-package test-versions test-notebook \
+.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
   test-docs soak contract fuzz lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
@@ -60,6 +60,10 @@ test-cluster: env
 # wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies
 test-package: env
 	$(PY) -m pytest tests/e2e/test_package.py -m slow
+
+# the image yolofleet:cpu, which docs/containers.md builds, and the containers of docker/compose.yaml
+test-image: env
+	$(PY) -m pytest -m slow tests/e2e/test_image.py
 
 DEPENDENCIES ?= oldest  # or newest
 
