@@ -281,6 +281,12 @@ class Runs:
             )
             self._runs = {run.id: run for run in newest[:MOST_RUNS]}
 
+    def read_newest(self) -> None:
+        """Keep the values of the newest run. This loads the modules for it, so no request waits for them."""
+        for run in [*self._runs.values()][:1]:
+            self.values(run, "progress")
+            self.values(run, "figures")
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows: first the runs that go on, then the others, the newest first."""
         return [run.row for run in list(self._runs.values())]

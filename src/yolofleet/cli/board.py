@@ -55,6 +55,7 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         names, any_address = names_of(address)
         board = Board(Runs(places), asked, names, any_address)
         board.runs.look()
+        board.runs.read_newest()
         if not ipaddress.ip_address(address).is_loopback:
             echo(
                 f"warning: the board listens on {address}, without encryption: anyone on the network can read the pages "
