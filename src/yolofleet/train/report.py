@@ -487,17 +487,17 @@ class TrainReport:
         has_page = self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
         if not self.config.plots:
             self.folder.discard_report()
-        accuracy = {}
+        accuracy = ""
         if self.last_evaluation is not None:
             metrics = self.last_evaluation.metrics
-            accuracy["accuracy"] = f"mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f} at the end"
+            accuracy = f": mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f}"
         epochs = state.progress.epochs_done
         if state.progress.best_fitness == 0:
             self.console.note("nothing was detected yet: train longer (docs/troubleshooting.md)")
         self.console.summary(
-            f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}",
+            f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
             {
-                **accuracy,
+                "results": str(self.folder.path),
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256": sha256,
