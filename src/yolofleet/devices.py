@@ -7,6 +7,7 @@ function (torch 2.6 has none for memory, name or context), they use the device's
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -303,7 +304,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def release_memory(device: torch.device) -> None:
     """Return the unused memory that torch keeps for ``device``, so that one large block can be allocated from it."""
-    release = None if is_host(device) else _function(device, "empty_cache")
+    if is_host(device):
+        return
+    gc.collect()  # a pass that ran out of memory leaves reference cycles that hold its tensors
+    release = _function(device, "empty_cache")
     if release is not None:
         with selected(device), suppress(RuntimeError):  # torch.accelerator has it, but not for every device
             release()

@@ -19,7 +19,7 @@ import builtins, importlib, io, multiprocessing, os, pkgutil, select, signal, so
 system, *argv = sys.argv[1:]
 HELP = "the help of every verb"
 multiprocessing.set_start_method("spawn")  # as there
-import click, pydantic.main, rich.live, subprocess, yaml  # noqa: E401
+import click, pydantic.main, rich.live, shutil, subprocess, yaml  # noqa: E401
 if argv != [HELP]:
     import cv2, matplotlib.pyplot, safetensors.torch, torch, torch._dynamo  # noqa: E401
     import torch.distributed.elastic.multiprocessing, torch.utils.data  # noqa: E401

@@ -76,8 +76,11 @@ INERT_NAMES = {
     "builtins.float",
     "builtins.str",
     "builtins.object",
-    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
-    *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "WindowsPath")),
+    *(
+        f"{module}.{name}"
+        for module in ("pathlib", "pathlib._local")  # _local: in Python 3.13
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    ),
 }
 
 
