@@ -163,7 +163,8 @@ def test_a_bomb_in_headers_of_a_tar_is_noticed(tmp_path):
     path = tmp_path / "archive.tar.gz"
     with gzip.open(path, "wb") as file:
         file.write(long.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
-    assert "header that is too long" in refusal(path, tmp_path / "out")
+    problem = refusal(path, tmp_path / "out")
+    assert "header that is too long" in problem or "damaged" in problem  # Python 3.14 notices it first
 
 
 def test_a_sparse_member_is_refused(tmp_path):

@@ -596,4 +596,5 @@ def test_a_server_that_sends_headers_without_end_is_given_up(
     server: Web, tmp_path: Path, route: Callable[[Answer], None]
 ) -> None:
     problem = refusal(item_of(BODY, server.put("/a", route)), tmp_path)
-    assert "it sent no content for 0 s" in problem.what or "trailer" in problem.what
+    reasons = ("it sent no content for 0 s", "trailer", "interim responses")  # the last one: Python 3.14
+    assert any(reason in problem.what for reason in reasons)
