@@ -129,7 +129,7 @@ bench: env
 	  --device cpu --threads 1
 	for b in augment coco_metrics parts index; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
 
-# on a machine with a GPU: each part of a training beside its floor, exit code 1 if one is missed
+# on a machine with a GPU: each part of a training beside its limit, exit code 1 if one is missed
 bench-gpu: env
 	$(PY) benchmarks/gpu.py
 

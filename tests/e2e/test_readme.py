@@ -34,7 +34,7 @@ FLAGS_OF_OTHERS = {
         "--max-restarts",
     ),  # torchrun
     *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait", "--start", "--cpus-per-task"),  # SLURM
-    *("--ipc", "--shm-size", "--gpus", "--pid"),  # docker, py-spy
+    *("--ipc", "--shm-size", "--gpus", "--pid", "--build-arg"),  # docker, py-spy
     *("--zone", "--list-all", "--add-source"),  # firewall-cmd
     *("--eval", "--syncBN", "--amp", "--use_vdl"),  # of the other trainers
     *("--auto-scale-lr", "--work-dir", "--cfg-options"),

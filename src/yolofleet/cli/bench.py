@@ -233,7 +233,7 @@ train_command = SchemaCommand(
     without=WITHOUT | {"epochs", "max_steps", "name"},
     extra_options=[JSON],
     help="Measure the parts of a training with these settings: the step, the sum over processes, the loader, a checkpoint, "
-    "validation and the whole run, each beside its own limit. Say what binds, and what to change. --config with the "
+    "validation and the whole run, each beside its own limit. Name the bottleneck, and what to change. --config with the "
     "config.yaml of a run measures that run.",
     epilog="The other settings are those of `yolofleet train`. Nothing is kept.",
 )

@@ -125,7 +125,7 @@ command = Command(
             ["--host"],
             default="127.0.0.1",
             metavar="ADDRESS",
-            help="address to listen on; other machines reach the board only with another one, without encryption  [127.0.0.1]",
+            help="address to listen on; with the default, other machines cannot connect; connections are not encrypted  [127.0.0.1]",
         ),
         click.Option(
             ["--allow"],

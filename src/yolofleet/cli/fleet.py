@@ -549,14 +549,14 @@ status_command = Command(
     ],
     callback=status,
     help="Show what every rank of a run does: phase, images per second, share of its time in which it waits for others, memory, "
-    "temperature where the driver says. RUN is a run folder on this machine or, with --hosts, the name of a job.",
+    "temperature if the driver reports it. RUN is a run folder on this machine or, with --hosts, the name of a job.",
 )
 attach_command = Command(
     "attach",
     params=[*HOSTS, JOB],
     callback=attach,
     help="Show a run that was started with --detach, from any machine that reaches its hosts, and copy its results here when "
-    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C leaves the run alone.",
+    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C does not stop the run.",
 )
 add_command = Command(
     "add",

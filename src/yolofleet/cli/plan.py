@@ -189,7 +189,7 @@ fleets_command = SchemaCommand(
     unused="does not change the prediction of {verb}",
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
-    "Say what binds, and which changes would help most. The command starts no training.",
+    "Name the bottleneck, and the changes that would help most. The command starts no training.",
     epilog="Settings that are not listed here do not change the prediction. --config also takes the config.yaml of a run.",
 )
 
@@ -245,7 +245,7 @@ probe_command = SchemaCommand(
         )
     ],
     help="Measure for about a minute, with these settings, what a prediction needs: passes, loader, storage, sums over "
-    "processes, a validation, a checkpoint and the start. With --hosts on all of them, and the link between them.",
+    "processes, a validation, a checkpoint and the start. With --hosts, measure all hosts and the link between them.",
     epilog="The other settings are those of `yolofleet train`.",
 )
 
@@ -272,7 +272,7 @@ compare_command = Command(
             ["--probe"], multiple=True, metavar="FILE", help="probe of each host; default: the stored ones"
         ),
         click.Option(
-            ["--keep/--no-keep"], default=True, help="keep the error in the probe, for later ranges  [on]"
+            ["--keep/--no-keep"], default=True, help="store the error in the probe, to widen the ranges of later predictions  [on]"
         ),
         JSON,
     ],

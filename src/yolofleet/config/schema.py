@@ -258,7 +258,7 @@ class TrainConfig(FleetSettings):
     )
     rect: bool = setting(
         False,
-        "rectangular images: each micro-batch has images of like aspect ratio and one shape, without mosaics",
+        "rectangular images: each micro-batch has images of similar aspect ratio and one shape, without mosaics",
         group="method",
     )
     lr_scale: Literal["none", "linear", "sqrt"] = setting(
@@ -274,7 +274,7 @@ class TrainConfig(FleetSettings):
     )
     augment_on: Literal["cpu", "device"] = setting(
         "cpu",
-        "where training images are augmented; device: on the GPU that trains, for GPUs with few CPU cores",
+        "where training images are augmented; device: on the GPU that trains, for machines with few CPU cores",
         group="method",
     )
     seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
@@ -355,7 +355,7 @@ class TrainConfig(FleetSettings):
     timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
     stall_s: float = setting(
         30.0,
-        "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs and ends; 0 = never",
+        "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs, and restarts or ends; 0 = never",
         ge=0,
         group="execution",
     )
@@ -382,19 +382,19 @@ class TrainConfig(FleetSettings):
     )
     min_hosts: Natural = setting(
         1,
-        "hosts that a run needs to go on; with fewer it waits for lost ones",
+        "hosts that a run needs to go on; with fewer it waits for lost hosts",
         group="after a failure",
         in_files=False,
     )
     min_devices: Natural = setting(
         1,
-        "devices that a run needs to go on; with fewer it waits for lost ones",
+        "devices that a run needs to go on; with fewer it waits for lost hosts",
         group="after a failure",
         in_files=False,
     )
     spares: str = setting(
         "",
-        "hosts that replace lost ones, as in --hosts",
+        "hosts that wait and replace lost hosts, as in --hosts",
         group="after a failure",
         in_files=False,
     )
@@ -422,7 +422,7 @@ class TrainConfig(FleetSettings):
     )
     save_period: str = setting(
         "auto",
-        "save a checkpoint every N epochs; 0 = only at the end; auto: where saving takes at most 1 % of the time",
+        "save a checkpoint every N epochs; 0 = only at the end; auto: every epoch, unless saving takes more than 1 % of the time",
         group="saved files",
         pattern=r"^(auto|[0-9]{1,9})$",
     )
@@ -620,7 +620,7 @@ class TuneConfig(TrainConfig):
         flag="--async",
     )
     devices_per_trial: Natural = setting(
-        1, "devices of each trial; the devices of each host must be a multiple of it", group="execution"
+        1, "devices of each trial; the number of devices of each host must be a multiple of N", group="execution"
     )
     # other defaults than those of a training
     reduce: Literal["fast", "fast16", "exact"] = setting(
@@ -1034,7 +1034,7 @@ class DoctorConfig(Frozen):
     support: bool = setting(
         False,
         "write yolofleet-support.zip for an issue report: findings, facts and versions, with --log RUN also the "
-        "configuration and logs of that run; without secrets; sends nothing",
+        "configuration and logs of that run; removes the secrets that it recognises; sends nothing",
         group="saved files",
         in_files=False,
     )
