@@ -13,9 +13,7 @@ from yolofleet.terminal import duration, encodable
 from yolofleet.text import screen_line
 
 MOST_ROWS = 16  # ranks that are shown one by one
-OTHER_ROWS = (
-    6  # rows of the terminal that the table leaves to the bar, its own head, the counts, and text above
-)
+OTHER_ROWS = 6  # of the terminal, which the table leaves to the bar, its head, the counts and the text above
 STILL_S = 5.0  # without progress; then the phase shows for how long
 SLOWEST_BY = 0.05  # share of the time that the slowest rank waits less than the median
 WORDS = {
