@@ -98,7 +98,10 @@ BENCH = Verbs(
             "yolofleet.cli.bench:inference_command",
             "measure weights or an exported file; `yolofleet bench --weights ...` is the same",
         ),
-        "train": ("yolofleet.cli.bench:train_command", "measure the parts of a training, and name the bottleneck"),
+        "train": (
+            "yolofleet.cli.bench:train_command",
+            "measure the parts of a training, and name the bottleneck",
+        ),
         "scaling": (
             "yolofleet.cli.bench:scaling_command",
             "train on 1, 2, 4 ... devices, and write a table and a picture",

@@ -272,7 +272,9 @@ compare_command = Command(
             ["--probe"], multiple=True, metavar="FILE", help="probe of each host; default: the stored ones"
         ),
         click.Option(
-            ["--keep/--no-keep"], default=True, help="store the error in the probe, to widen the ranges of later predictions  [on]"
+            ["--keep/--no-keep"],
+            default=True,
+            help="store the error in the probe, to widen the ranges of later predictions  [on]",
         ),
         JSON,
     ],

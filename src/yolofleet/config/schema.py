@@ -620,7 +620,9 @@ class TuneConfig(TrainConfig):
         flag="--async",
     )
     devices_per_trial: Natural = setting(
-        1, "devices of each trial; the number of devices of each host must be a multiple of N", group="execution"
+        1,
+        "devices of each trial; the number of devices of each host must be a multiple of N",
+        group="execution",
     )
     # other defaults than those of a training
     reduce: Literal["fast", "fast16", "exact"] = setting(
