@@ -121,9 +121,13 @@ def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, 
     }
 
 
+# A thread of OpenMP that sleeps at every barrier halves the speed of a process with two threads, and one that spins for
+# milliseconds (libgomp's default) takes the cores of other processes. libgomp reads both variables, others the first one.
+OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
+
 AGENT_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # ids as nvidia-smi shows them
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads take the cores of other processes
+    **OPENMP_WAITS,
     "OMP_NUM_THREADS": "1",  # torchrun would warn; the worker sets its own count (--threads)
     SAVING_S: "300",
 }

@@ -8,7 +8,7 @@ from yolofleet.config.load import dump_config
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.fleet.job import JobSpec
+from yolofleet.fleet.job import OPENMP_WAITS, JobSpec
 from yolofleet.fleet.launch.local import run_agent
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import restart_rules
@@ -32,7 +32,7 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     if plan.processes > 1:
         folder = plan.folder()
         return _run_processes(plan, folder), folder
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see fleet/job.py
+    os.environ.update(OPENMP_WAITS | os.environ)  # before torch is imported
     from yolofleet.worker import run
 
     return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)

@@ -69,6 +69,11 @@ def test_gloo_and_nccl_use_the_chosen_interface_and_loopback_on_one_machine(
         assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (chosen, f"={chosen}")
 
 
+def test_threads_spin_for_a_short_time_unless_the_caller_says_otherwise() -> None:
+    assert agent_environment({})["GOMP_SPINCOUNT"] == "5000"
+    assert agent_environment({"GOMP_SPINCOUNT": "0"})["GOMP_SPINCOUNT"] == "0"
+
+
 def test_a_place_in_another_fleet_is_not_inherited() -> None:
     env = agent_environment({"RANK": "3", "MASTER_ADDR": "elsewhere", "HOME": "/h", "OMP_NUM_THREADS": "2"})
     assert "RANK" not in env and "MASTER_ADDR" not in env
