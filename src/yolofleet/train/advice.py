@@ -74,14 +74,15 @@ def _of_length(config: TrainConfig, schedule: Schedule) -> str:
     by_step = schedule.recipe.rates == "step"  # such a warm-up is a share of the run
     warm, whole = 0 if by_step else schedule.warmup_images, schedule.epochs * schedule.dataset_images
     steps = schedule.steps_of_run
-    length = f"{schedule.epochs} epochs of {schedule.dataset_images} images are {steps} step{'s' if steps != 1 else ''}"
+    epochs = f"{schedule.epochs} epoch" + ("s" if schedule.epochs != 1 else "")
+    length = f"{epochs} of {schedule.dataset_images} images: {steps} step{'s' if steps != 1 else ''}"
     if warm > whole / 2:
         part = "all" if warm >= whole else "most of them"
         return (
-            f"{length}, {part} in the warm-up of {warm} images (at least 100 batches, as in YOLOv5): more --epochs or a "
+            f"{length}, {part} in the warm-up of {warm} images (at least 100 batches, as in YOLOv5); use more --epochs or a "
             "smaller --batch"
         )
     if steps >= FEW_STEPS or config.max_steps or config.minutes:
         return ""
     smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
-    return f"{length}: more --epochs or a smaller {smaller}"
+    return f"{length}; use more --epochs or a smaller {smaller}"

@@ -81,11 +81,12 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert "with Lion start from --set lr0=0.0001" in notes(optimizer="Lion")
     assert "with ScheduleFreeSGD start from --set lr0=0.1" in notes(optimizer="ScheduleFreeSGD")
     assert notes("lr0=0.0003", optimizer="Lion") == "", "the user chose it"
-    assert "20 epochs of 100 images are 56 steps, most of them in the warm-up of 1600" in notes(
+    assert "20 epochs of 100 images: 56 steps, most of them in the warm-up of 1600" in notes(
         images=100, epochs=20
     )
-    assert "20 epochs of 4 images are 5 steps, all in the warm-up of 1600" in notes(images=4, epochs=20)
-    few = "20 epochs of 100 images are 32 steps: more --epochs or a smaller --nominal-batch"
+    assert "20 epochs of 4 images: 5 steps, all in the warm-up of 1600" in notes(images=4, epochs=20)
+    assert "1 epoch of 64 images: 4 steps, all" in notes(images=64, epochs=1)
+    few = "20 epochs of 100 images: 32 steps; use more --epochs or a smaller --nominal-batch"
     assert notes("warmup_epochs=0", images=100, epochs=20) == few
     assert notes("warmup_epochs=0", images=100, epochs=20, max_steps=9) == ""
     assert "--minutes does not move close_mosaic" in notes("close_mosaic=3", minutes=5)
