@@ -270,17 +270,9 @@ Path("found.json").write_text(json.dumps(found))
 """
 
 
-def overlap(a: list[float], b: list[float]) -> float:
-    """Return the IoU of two boxes x1, y1, x2, y2."""
-    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    both = max(width, 0) * max(height, 0)
-    return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
-
-
 @needs_sh
 @pytest.mark.slow
 def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
-    """It pads at the right and below, and predict on all sides, so boxes with a low score may differ."""
     weights = reference("weights/yolov5n.pt")
     images = sorted(reference("data/coco128val").rglob("*.jpg"))[:8]
     (tmp_path / "my-data" / "images" / "val").mkdir(parents=True)
@@ -298,10 +290,14 @@ def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
     expected = 0
     for image in json.loads((tmp_path / "runs/predict/exp/predictions.json").read_text()):
         for one in image["detections"]:
-            if one["score"] > 0.5:
+            if one["score"] > 0.3:  # the file has no boxes below 0.25
                 expected += 1
-                same = [box for name, _, box in here[Path(image["path"]).name] if name == one["name"]]
-                assert any(overlap(box, one["box_xyxy_px"]) > 0.8 for box in same), (image["path"], one)
+                assert any(
+                    name == one["name"]
+                    and score == pytest.approx(one["score"], abs=0.005)
+                    and box == pytest.approx(one["box_xyxy_px"], abs=1)
+                    for name, score, box in here[Path(image["path"]).name]
+                ), (image["path"], one)
     assert expected > 5
 
 
