@@ -41,7 +41,8 @@ class EventLog:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open_append(self.path)
-        self._file = TextIOWrapper(file, encoding="utf-8", newline="\n")
+        # Names that are not UTF-8 reach this file as lone surrogates, whose escapes are valid JSON.
+        self._file = TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="\n")
         size = os.fstat(file.fileno()).st_size
         if size and read_at(file.fileno(), size - 1, 1) != b"\n":
             self._file.write("\n")  # a crash has cut the last line; start a new one

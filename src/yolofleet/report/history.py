@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.files.foreign import read_foreign, read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import MAX_BYTES, ResultsTable
@@ -144,8 +144,8 @@ def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
     if path.parent.is_symlink() and not limits.follow:
         return []
     with suppress(OSError, ValueError):
-        text = read_foreign_text(path, limit_bytes=limits.events_bytes, follow=limits.follow)
-        for line in text.splitlines():
+        content = read_foreign(path, limit_bytes=limits.events_bytes, follow=limits.follow)
+        for line in content.split(b"\n"):
             with suppress(ValueError, RecursionError):
                 event = _loads(line)
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):

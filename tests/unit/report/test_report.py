@@ -2,6 +2,7 @@ import csv
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from yolofleet.report.clock import PHASES, Times
 from yolofleet.report.console import Console, NullConsole, StepView, aligned, duration
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.history import read_events as read_history
 from yolofleet.report.results import ResultsTable, columns
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
@@ -124,6 +126,21 @@ def test_a_line_cut_by_a_crash_costs_only_itself(tmp_path):
     with EventLog(folder.events(0)) as log:
         log.write("start")
     assert [e["kind"] for e in read_events(folder)] == ["start"]
+
+
+def test_an_event_names_a_file_whose_name_is_not_utf8(tmp_path):
+    name = os.fsdecode(b"caf\xe9.jpg")
+    with EventLog(RunFolder(tmp_path).events(0)) as log:
+        log.write("unreadable", file=name)
+    assert read_history(RunFolder(tmp_path).events(0))[0]["file"] == name
+
+
+def test_an_event_that_a_crash_cut_inside_a_character_hides_no_other(tmp_path):
+    path = RunFolder(tmp_path).events(0)
+    path.write_bytes(
+        b'{"time": 1, "kind": "a\xc2\x85"}\n{"time": 2, "kind": "caf\xc3\n{"time": 3, "kind": "b"}\n'
+    )
+    assert [event["time"] for event in read_history(path)] == [1, 3]
 
 
 def test_a_full_disk_costs_the_events_and_one_warning(tmp_path):
