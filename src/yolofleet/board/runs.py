@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -36,7 +37,8 @@ from yolofleet.text import screen_line
 
 LIMITS = Limits(events_bytes=32 << 20, figures_bytes=16 << 20, table_bytes=16 << 20, follow=False)
 MOST_RUNS = 200  # the newest ones
-MOST_ENTRIES = 20_000  # of the folders that are searched for runs
+MOST_ENTRIES = 100_000  # of all folders that are searched for runs
+MOST_IN_FOLDER = 5_000  # entries: a folder of pictures must not use up the search
 DEPTH = 4  # runs/tune/exp/trials/001 below runs
 SILENT_S = 30.0  # rank 0 writes its status every two seconds
 RESTART_S = 180.0  # until another attempt must give a sign of life
@@ -309,26 +311,35 @@ class Runs:
             return kept[1]
 
 
+def _mode(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether ``path`` itself, not what a symbolic link names, is of a kind; False if it cannot be read."""
+    try:
+        return is_kind(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """Yield path and name of each run in ``places``, without following symbolic links. Skip folders that cannot be read."""
     left = MOST_ENTRIES
 
     def below(folder: Path, name: str, depth: int) -> Iterator[tuple[Path, str]]:
         nonlocal left
-        entries = []
-        with suppress(OSError), os.scandir(folder) as found:
-            for entry in found:
-                left -= 1
-                if left < 0:
-                    break
-                entries.append(entry)
-        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
-        folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        if "trials" in folders:  # of `yolofleet tune`
+        folders = []
+        if _mode(folder / "trials", stat.S_ISDIR):  # of `yolofleet tune`
             folders = ["trials"]
-        elif files & {"config.yaml", "results.csv", "results.json"}:
+        elif any(
+            _mode(folder / file, stat.S_ISREG) for file in ("config.yaml", "results.csv", "results.json")
+        ):
             yield folder, name
             return
+        elif depth:
+            with suppress(OSError), os.scandir(folder) as found:
+                for entry in islice(found, min(left, MOST_IN_FOLDER)):
+                    left -= 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.name)
+            folders.sort()
         if depth:
             for inner in folders:
                 yield from below(folder / inner, f"{name}/{inner}" if name else inner, depth - 1)

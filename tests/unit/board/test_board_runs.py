@@ -41,6 +41,17 @@ def test_runs_are_found_at_every_usual_depth_and_links_are_not_followed(tmp_path
     assert [name for _, name in find_runs([tmp_path / "runs/train/exp"])] == ["exp"]
 
 
+def test_folders_full_of_pictures_hide_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yolofleet.board.runs.MOST_IN_FOLDER", 10)
+    monkeypatch.setattr("yolofleet.board.runs.MOST_ENTRIES", 30)
+    made_run(tmp_path / "train/exp", None, epochs=2)
+    pictures = tmp_path / "predict/exp"
+    pictures.mkdir(parents=True)
+    for number in range(100):
+        (pictures / f"{number}.jpg").touch()
+    assert [name for _, name in find_runs([tmp_path])] == ["train/exp"]
+
+
 def test_the_status_of_rank_0_decides_the_row(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "exp", None, finished=False)
     publish(folder, epoch=3, epochs=300, share=0.01)
