@@ -66,8 +66,10 @@ class RunStatus:
 
     def take_save(self) -> bool:
         """Return whether ``save`` was requested since the last call."""
-        asked, self._asks_save = self._asks_save, False
-        return asked
+        if not self._asks_save:
+            return False
+        self._asks_save = False
+        return True
 
     def close(self, state: str, why: str = "") -> None:
         """End the thread, and write the last state: ``ended``, ``stopped`` or ``failed``."""
@@ -86,10 +88,15 @@ class RunStatus:
     def _write(self, state: str, why: str = "") -> None:
         phase = self._clock.phase if state == "running" else ""
         values = {"state": state, "why": why, "time": round(time.time(), 3), "phase": phase, **self._values}
-        with self._writing, suppress(OSError):
-            if not self._is_over:  # the thread may have been stuck when the run ended
-                self._is_over = state != "running"
-                write_unsynced(self.folder.status, json.dumps(values).encode())
+        if not self._writing.acquire(timeout=END_S):
+            return  # the thread is stuck on a hung disk
+        try:
+            with suppress(OSError):
+                if not self._is_over:  # the thread may have been stuck when the run ended
+                    self._is_over = state != "running"
+                    write_unsynced(self.folder.status, json.dumps(values).encode())
+        finally:
+            self._writing.release()
 
 
 @contextmanager

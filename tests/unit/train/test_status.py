@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,3 +81,22 @@ def test_a_disk_that_refuses_ends_no_run(folder: RunFolder) -> None:
     folder.logs.write_text("a file")
     with published_status(folder, Clock(), {}, lambda: None) as status:
         status.note(step=1)
+
+
+def test_a_disk_that_hangs_delays_the_end_of_a_run_by_a_known_time(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "END_S", 0.1)
+    hangs, over, written = threading.Event(), threading.Event(), []
+
+    def write(path: Path, content: bytes) -> None:
+        written.append(json.loads(content)["state"])
+        if len(written) == 2:
+            hangs.set()
+            over.wait(WAIT_S)
+
+    monkeypatch.setattr(status_module, "write_unsynced", write)
+    with published_status(folder, Clock(), {}, lambda: None):
+        assert hangs.wait(WAIT_S)
+    assert not over.is_set() and written == ["running", "running"]  # close() has returned before the disk
+    over.set()
