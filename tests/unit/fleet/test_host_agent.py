@@ -107,6 +107,13 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if state(pid) not in "ZX"]
 
 
+def test_a_folder_that_cannot_be_made_is_an_answer_not_the_end(remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match="file"):
+        remote.ask("warm_up", DEADLINE_S, job=job("exit 0", folder=str(tmp_path / "file" / "run")))
+    assert remote.ask("list_jobs") is not None and alive([pid_of(remote)])
+
+
 def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path) -> None:
     assert remote.hello and remote.hello.software["python"] and abs(remote.ahead_s) < 60
     assert abs(remote.ask("time")["time_s"] - time.time()) < 60

@@ -232,9 +232,7 @@ class HostAgent:
     def _handle(self, message: Values) -> None:
         kind = message["type"]
         if kind == "ask" and message["request"] == "warm_up":
-            self.job = self.job or JobHere.of(message["arguments"]["job"])
-            self.job.warm_up(message["arguments"]["job"])
-            self.warming = message["id"]
+            self._warm_up(message["id"], message["arguments"]["job"])
         elif kind == "ask" and message["request"] == "save_state":
             threading.Thread(target=self._save_state, args=(message["id"],), daemon=True).start()
         elif kind == "ask":
@@ -263,6 +261,14 @@ class HostAgent:
                     step=-1,
                     killed=asdict(UNKNOWN),
                 )
+
+    def _warm_up(self, number: int, job: Values) -> None:
+        try:
+            self.job = self.job or JobHere.of(job)
+            self.job.warm_up(job)
+            self.warming = number
+        except OSError as problem:  # such as a full disk: the launcher can use the host later
+            self.send(type="reply", id=number, error=_words(problem))
 
     def _save_state(self, number: int) -> None:
         problem = self.job.save_state() if self.job is not None else ""

@@ -126,7 +126,10 @@ class Returns:
                     self._prepare(number, remote)
                 except YolofleetError as problem:
                     remote.close()
-                    is_news = number is None and said.get(one.host.name) != problem.what
+                    if remote in self._opened:
+                        self._opened.remove(remote)
+                    is_news = said.get(one.host.name) != problem.what
+                    # A lost host is unreachable until it is back; the launcher has reported its loss.
                     if is_news and (one.is_asked or not isinstance(problem, Unreachable)):
                         say(f"\nwarning: {one.host.name} does not take part: {problem.what}")
                         said[one.host.name] = problem.what
