@@ -26,7 +26,7 @@ from yolofleet.config.space import Value
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.files.foreign import open_foreign
 from yolofleet.fleet.description import Fleet, Host
 from yolofleet.fleet.hosts.unreachable import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
@@ -293,8 +293,9 @@ class TrialRun:
     def reason(self, code: int) -> str:
         """Return why the last start of the process failed, in one line."""
         text = ""
-        with suppress(OSError, ValueError):
-            text = read_foreign_text(self.log, limit_bytes=MOST_LOG_BYTES)[self.log_offset :]
+        with suppress(OSError, ValueError), open_foreign(self.log) as file:
+            file.seek(self.log_offset)
+            text = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
         found = FAILED.findall(text)
         return found[-1] if found else f"ended with exit code {code}; see {self.log}"
 

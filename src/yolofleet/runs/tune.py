@@ -190,6 +190,7 @@ class Supervisor:
     waiting: list[TrialRun] = field(default_factory=list)
     running: list[TrialRun] = field(default_factory=list)
     ended: dict[int, Result] = field(default_factory=dict)  # results that the study does not know yet
+    finished: int = 0  # trials, also of earlier supervisors
     failed_in_a_row: int = 0
     away: dict[str, Away] = field(default_factory=dict)  # unreachable hosts
 
@@ -220,6 +221,7 @@ class Supervisor:
     def _begin(self) -> None:
         c, trials = self.config.value, self.study.trials()
         open_trials = [trial for trial in trials if trial.result.state == "open"]
+        self.finished = len(trials) - len(open_trials)
         self.waiting = [self._run_of(trial) for trial in open_trials]
         for run in self.waiting:
             run.wait_for_last_process(LOCK_WAIT_S)
@@ -231,7 +233,7 @@ class Supervisor:
         self.console.header(
             "yolofleet tune",
             {
-                "trials": f"{c.trials}, {len(trials) - len(open_trials)} of them have ended",
+                "trials": f"{c.trials}, {self.finished} of them have ended",
                 "values": ", ".join(self.study.space),
                 "order": order,
                 "devices": f"{len(self.groups)} trials at a time: "
@@ -258,11 +260,12 @@ class Supervisor:
 
     def _choose(self) -> None:
         """Add trials to the study: a whole generation when the last one has ended, or one for each free group."""
-        c, count = self.config.value, len(self.study.trials())
+        c, free = self.config.value, len(self.groups) - len(self.waiting) - len(self.running)
+        if free <= 0 if c.asynchronous else self.waiting or self.running or self.ended:
+            return  # before the study is read, which copies all curves
+        count = len(self.study.trials())
         if c.asynchronous:
-            wanted = min(len(self.groups) - len(self.waiting) - len(self.running), c.trials - count)
-        elif self.waiting or self.running or self.ended:
-            return
+            wanted = min(free, c.trials - count)
         else:
             wanted = min(self.study.first_of_generation(count) + c.generation, c.trials) - count
         for _ in range(wanted):
@@ -332,7 +335,7 @@ class Supervisor:
 
     def _poll(self) -> None:
         """Look after the running trials."""
-        self.console.progress("trials", len(self.ended), self.config.value.trials)
+        self.console.progress("trials", self.finished, self.config.value.trials)
         for run in list(self.running):
             code = run.ended()
             if code is None:
@@ -401,6 +404,7 @@ class Supervisor:
 
     def _record(self, run: TrialRun, result: Result) -> None:
         self.ended[run.number] = result
+        self.finished += 1
         text = result.reason if result.state == "failed" else f"fitness {result.fitness:.4f}"
         if result.state == "pruned":
             text += f", stopped after epoch {max(result.curve)}"

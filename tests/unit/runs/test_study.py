@@ -256,3 +256,11 @@ def test_failures_that_do_not_follow_from_the_values(
     assert run.record_failure(code) == again and run.folder.checkpoints.exists() == keeps_state
     run.record_failure(4)
     assert not run.record_failure(4), "the third failure is the last"
+
+
+def test_the_reason_of_a_failure_is_of_the_last_start_also_after_other_letters(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = "DataError: /home/jos\u00e9\u2026 first\n".encode() + b"\xff\n"
+    run.log.write_bytes(before + b"Unreachable: node-b does not answer\n")
+    run.log_offset = len(before)
+    assert run.reason(4) == "Unreachable: node-b does not answer"
