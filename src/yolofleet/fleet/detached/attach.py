@@ -111,8 +111,10 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
                 hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
             )
         holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)
-        if holder is None and known.code is not None:
-            take_results(*there[0])
+        if holder is None and known.code is not None and there:
+            remote, lease = there[0]
+            if known.code == 0 or lease.folder:
+                take_results(remote, lease)
             return known.code
         if holder is None:
             if awaited != known.holder:

@@ -35,7 +35,8 @@ from yolofleet.system.children import die_with, module_argv, module_environment,
 from yolofleet.text import echo
 
 POLL_S = 0.5
-MOST_TRIES = 5  # to take over, if a start fails
+MOST_TRIES = 5  # to take over, if a start fails or the supervisor is killed soon
+SOON_S = 60.0  # after its start
 GIVES_UP_S = 24 * 3600.0  # after the lease was renewed for the last time
 AFTER_GRACE_S = 10.0  # until processes that were asked to end have ended
 TURN_S = 2.0  # each host waits so much longer than the one before it
@@ -58,10 +59,10 @@ class Deputy:
             self._begin()
         while (known := lease.read(self.order.job)) is not None and known.code is None:
             time.sleep(POLL_S)
-            self.order = self.order.newest()
             if lease.clock() - known.renewed_s > GIVES_UP_S:
                 return
             try:
+                self.order = self.order.newest()
                 if self._is_my_turn(known):
                     granted = self._ask_for_votes()
                     if granted is not None:
@@ -162,8 +163,10 @@ class Deputy:
             "supervision": asdict(replace(supervision, absent=absent)),
             "folder": known.folder if known is not None and supervision.term > 1 else "",
         }
+        started_s = lease.clock()
         code = self._run_supervisor(json.dumps(message).encode())
-        self.tries = self.tries + 1 if code == lease.NOT_BEGUN else 0
+        was_killed_soon = code < 0 and lease.clock() - started_s < SOON_S  # such as by a lack of memory
+        self.tries = self.tries + 1 if code == lease.NOT_BEGUN or was_killed_soon else 0
         if self.tries == MOST_TRIES:
             code = ClusterError.exit_code
         if code >= 0 and code not in (lease.LEASE_LOST, lease.NOT_BEGUN):

@@ -120,7 +120,7 @@ class LeaseRenewal:
         asked: dict[int, Future[str]] = {}
         while not self._closed.wait(RENEW_S) and not self.why_lost:
             lease, now = self._lease, clock()
-            recent = [name for name, at_s in self._renewed_s.items() if now - at_s < lease.lasts_s]
+            recent = [name for name, at_s in list(self._renewed_s.items()) if now - at_s < lease.lasts_s]
             if not is_majority(lease.voters, recent):
                 self._lose()
                 return
