@@ -13,6 +13,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -319,10 +320,11 @@ class TrainingRun:
             with self.report.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
-            if self.overlapped is not None:
-                self.overlapped.abandon()
-            self.micro_batches.close()
-            self.store.finish_writing()
+            with ExitStack() as ends:  # one that fails must not prevent the others
+                ends.callback(self.store.finish_writing)
+                ends.callback(self.micro_batches.close)
+                if self.overlapped is not None:
+                    ends.callback(self.overlapped.abandon)
 
     def _train_steps(self, stop: StopRequest) -> None:
         """Train from the current state to the end of the run. Collective: every rank.

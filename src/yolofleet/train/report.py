@@ -405,8 +405,10 @@ class TrainReport:
         """Report a validation of the last epoch that overlapped with training."""
         self.console.note(f"validation of epoch {epoch}")
         if self._row.get("epoch") != epoch:  # the run was resumed in between
-            cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
-            self._row = numbers(cells)
+            self._row = {}
+            with self.saving("results.csv"):
+                cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
+                self._row = numbers(cells)
             self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
         self.events.write("validation", **row)
