@@ -147,7 +147,7 @@ def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
         content = read_foreign(path, limit_bytes=limits.events_bytes, follow=limits.follow)
         for line in content.split(b"\n"):
             with suppress(ValueError, RecursionError):
-                event = _loads(line)
+                event = _loads(line.decode())
                 if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
                     events.append(event)
     return events
