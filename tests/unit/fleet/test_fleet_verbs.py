@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import subprocess
 import sys
 import tempfile
@@ -318,3 +319,15 @@ def test_of_a_long_log_as_much_is_read_as_is_shown_and_never_all_at_once() -> No
     endless = FakeHost("a", file=b"x" * (5 << 20))
     endless.piece_bytes = 1 << 20
     assert max(map(len, Log(endless, "log").lines(to_end=True))) <= 2 << 20
+
+
+def test_records_of_long_runs_look_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    record, link = jobs.folder() / "j1.json", jobs.folder() / "link"
+    record.touch()
+    (tmp_path / "elsewhere").touch()
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (record, tmp_path / "elsewhere"):
+        os.utime(path, (0, 0))
+    jobs.keep()
+    assert record.stat().st_mtime > 0 and (tmp_path / "elsewhere").stat().st_mtime == 0

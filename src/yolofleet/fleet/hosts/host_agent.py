@@ -42,6 +42,7 @@ SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
 LAST_MESSAGES_S = 2.0  # for the last messages to leave
 LAST_OUTPUT_S = 5.0  # for the output and logs of an ended job to leave
 LOGS_EVERY_S = 0.5
+KEEP_RECORDS_S = 3600.0
 POLL_S = 0.2  # between two checks whether the agent has ended
 MOST_PENDING_BYTES = 8 << 20  # of messages that the launcher does not read; then output is left out
 OUTPUT_PIECES = 64  # at a time, before other messages have their turn
@@ -62,7 +63,7 @@ class HostAgent:
         for descriptor in (incoming, outgoing, self.wakes, self.wake):
             os.set_blocking(descriptor, False)
         self.silence_s = SILENCE_S
-        self.heard_at_s = self.spoke_at_s = time.monotonic()
+        self.heard_at_s = self.spoke_at_s = self.kept_at_s = time.monotonic()
         self.job: JobHere | None = None
         self.running: Running | None = None
         self.warming: int | None = None  # number of the request that waits until torch is loaded
@@ -92,6 +93,9 @@ class HostAgent:
                 if now - self.spoke_at_s > HEARTBEAT_S:
                     self.send(type="beat")
                     self.spoke_at_s = now
+                if now - self.kept_at_s > KEEP_RECORDS_S:
+                    jobs.keep()
+                    self.kept_at_s = now
                 if self.running is not None:
                     self._follow(self.running)
                 if self.warming is not None and self.job is not None and self.job.is_warm():

@@ -86,6 +86,14 @@ def write(record: Record) -> None:
         write_text(path, json.dumps(asdict(record)))
 
 
+def keep() -> None:
+    """Touch all files of this folder. Many systems delete temporary files that nothing has touched for ten days."""
+    with suppress(OSError, StorageError):
+        for path in folder().iterdir():
+            with suppress(OSError):
+                os.utime(path, follow_symlinks=False)
+
+
 def records() -> list[Record]:
     """Return all records, the newest first. Remove those of jobs that ended long ago."""
     found = []
