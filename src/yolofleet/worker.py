@@ -58,6 +58,8 @@ from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
 from yolofleet.text import announce, echo, set_quiet
 
+AFTER_CAUSE_S = 0.5  # a rank that lost another one ends so much later
+
 
 def show(error: YolofleetError) -> None:
     """Print an error on standard error."""
@@ -211,7 +213,12 @@ def main(argv: list[str]) -> int:
         run(job.config, job.recipe, folder, on_stall, on_failure, int(argv[2]))
         return 0
     except (Exception, KeyboardInterrupt) as problem:
-        return on_failure(problem)
+        code = on_failure(problem)
+        if isinstance(problem, ClusterError):
+            # torchrun's agent looks every 0.1 s and reports one of the processes that have ended since. A rank that lost
+            # another one must end later than that one, or the report hides the cause.
+            time.sleep(AFTER_CAUSE_S)
+        return code
 
 
 if __name__ == "__main__":

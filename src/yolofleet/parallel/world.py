@@ -304,7 +304,7 @@ class World:
         except RuntimeError as problem:
             raise ClusterError(
                 f"rank {self.rank} could not {what}",
-                source=str(problem).splitlines()[0][:300],
+                source=_first_sentences(problem),
                 hint=COLLECTIVE_HINT,
             ) from None
 
@@ -322,7 +322,7 @@ class World:
         except RuntimeError as problem:
             raise ClusterError(
                 f"rank {self.rank} lost the other ranks in a collective",
-                source=str(problem).splitlines()[0][:300],
+                source=_first_sentences(problem),
                 hint="read the message of the first rank that failed, in logs/rank-*.log of the run",
             ) from None
         finally:
@@ -373,3 +373,8 @@ class World:
             for packed in self.all_gather_bytes(struct.pack(f"<{len(row)}d", *row))
         ]
         return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _first_sentences(problem: Exception) -> str:
+    """Return what a collective library says of an error, without gloo's advice to read other logs."""
+    return str(problem).partition("\n")[0].partition(" This is typically caused by")[0][:300]
