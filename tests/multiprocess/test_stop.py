@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shlex
 import signal
@@ -86,6 +87,28 @@ def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path
     assert 1 <= len(rows(run)) <= 2
     in_ranks(tmp_path, 1, "train", "--resume", run)
     assert [epoch for epoch, _, _ in rows(run)] == ["1", "2", "3"] and rows(run)[2][2]
+
+
+def test_a_stopped_run_has_a_report_of_its_last_validation(tmp_path: Path) -> None:
+    args = train_args(small_shapes(tmp_path), "--epochs", "10000", "--plots", "--device", "cpu")
+    run, log = tmp_path / "runs" / "train" / "exp", tmp_path / "log"
+    ranks = started_ranks([tmp_path] * 2, *args, home=tmp_path, log=log)
+
+    def is_validated() -> bool:
+        return (run / "results.csv").exists() and len(
+            rows(run)
+        ) >= 3  # the first, second and fourth have figures
+
+    try:
+        wait_until(lambda: is_validated() or ranks[0].poll() is not None)
+        ranks[0].send_signal(signal.SIGUSR1)
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [75, 75], log.read_text()
+    finally:
+        kill(ranks)
+    figures = json.loads((run / "report.json").read_text())
+    assert figures["confusion"] and figures["images"]
+    assert figures["metrics"]["mAP50-95"] == pytest.approx(float(rows(run)[-1][2]), abs=1e-4)
+    assert "<title>" in (run / "report.html").read_text()
 
 
 def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class StepView:
     """The figures beside the bar.
 
     Attributes:
-        losses: mean of the epoch so far, by name ("box", "obj", "cls").
+        losses: mean of the epoch so far, by name ("box", "obj", "cls"); empty if this rank has had no image.
         times: of the epoch so far.
         lr: learning rate of weights.
         memory_gib: peak on the device in the epoch; 0: unknown.
@@ -75,7 +75,9 @@ class StepView:
     def _forms(self) -> tuple[Forms, Forms, Forms, Forms, Forms]:
         losses, rate, times = self.losses, self.times.rate_img_s, self.times
         return (
-            ("  ".join(f"{name} {value:.4f}" for name, value in losses.items()), f"loss {sum(losses.values()):.4g}"),
+            ("  ".join(f"{name} {value:.4f}" for name, value in losses.items()), f"loss {sum(losses.values()):.4g}")
+            if losses
+            else ("",),
             ("- img/s", "") if math.isnan(rate) else (f"{rate:.4g} img/s", f"{rate:.3g}/s"),
             (shares_text(times), f"data {times.share('data'):.0%} comm {times.share('comm'):.0%}", ""),
             (f"lr {self.lr:.2g}", ""),

@@ -50,7 +50,8 @@ class StepEnd:
     Attributes:
         step: number of steps done. images_seen: since the beginning of the run.
         lr: learning rate of the step.
-        losses: returns the mean of each loss term in this epoch so far. It waits for the device, so call it seldom.
+        losses: returns the mean of each loss term over this rank's images of the epoch so far; empty without any. It
+            waits for the device, so call it seldom.
     """
 
     step: int

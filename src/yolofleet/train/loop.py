@@ -230,6 +230,7 @@ class TrainingRun:
     equal_kernels: bool = True  # on all ranks
     tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part
     tally_images: int = 0
+    tally_own_images: int = 0  # those of ``tally``
     unreadable: dict[int, str] = field(default_factory=dict)  # replaced images and why; equal on every rank
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
     saves: SaveTimer = field(init=False)
@@ -440,13 +441,19 @@ class TrainingRun:
         """Take steps that changed nothing out of the mean loss of the epoch, and report them."""
         for plan in plans:
             self.tally_images -= plan.images
+            self.tally_own_images -= self._own_images(plan)
             if self.precision != "fp16":  # there it is part of the search for a loss scale
                 self.report.left_out(plan, self.config.on_nan)
+
+    def _own_images(self, plan: StepPlan) -> int:
+        """Return the images of a step on this rank."""
+        return sum(len(key.samples) for key in self.splitter.keys(plan))
 
     def _restore_tally(self) -> None:
         stored = self.state.progress
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
         self.tally_images = stored.epoch_images
+        self.tally_own_images = stored.epoch_images if self.world.is_main else 0
         if (
             stored.epoch_terms and self.world.is_main
         ):  # they are the sum over all ranks, so one rank adds them
@@ -533,9 +540,11 @@ class TrainingRun:
             self.memory.done(self.state.step)
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
+        self.tally_own_images += self._own_images(plan)
         self._leave_out(done.left_out)
-        own_images = sum(len(key.samples) for key in keys)
-        self.report.step(plan, mine, self.tally, self.tally_images, own_images)
+        self.report.step(
+            plan, mine, self.tally, self.tally_images, self._own_images(plan), self.tally_own_images
+        )
         *asked, any_broken = done.requests
         if any_broken:
             self._share_unreadable(broken)
@@ -585,6 +594,7 @@ class TrainingRun:
         if stop.source:
             took = duration(time.monotonic() - stop.asked_at_s)
             self.report.console.note(f"{stop.source}: the state was saved {took} after the request")
+        self.report.stopped()
         # this also keeps every rank from exiting before the state is written
         sources = [source.decode() for source in self.world.all_gather_bytes(stop.source.encode())]
         stopped = Stopped(
@@ -653,7 +663,7 @@ class TrainingRun:
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
-        self.tally_images = 0
+        self.tally_images = self.tally_own_images = 0
         period = self.config.save_period
         if saves or stops or last or period != AUTO or self._out_of_patience():
             with self.saves.spending():

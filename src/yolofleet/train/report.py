@@ -47,7 +47,7 @@ PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
 MEASURED_STEPS = 100  # steps of this process before it predicts the end of the run
 WRONG_END = 0.25  # share of the time that is left: a larger change of the predicted end is printed
-PICTURED_STEPS = 3  # first steps whose first micro-batch is drawn
+PICTURED_STEPS = 3  # first steps with images of rank 0, whose first micro-batch is drawn
 
 
 def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -107,6 +107,8 @@ class TrainReport:
         self._rows: list[dict[str, float]] = []  # rows of results.csv, likewise
         self._row: dict[str, float] = {}  # of the last epoch
         self._ends_at_s = 0.0  # predicted; 0 = not yet
+        self._pictured = 0  # steps
+        self._validations = 0
 
     def begin(
         self,
@@ -154,6 +156,7 @@ class TrainReport:
                 f"resumed after step {state.step} ({state.images_seen} images seen), in epoch {epoch}"
             )
         self.versions = versions
+        self._pictured = PICTURED_STEPS if resumed else 0
         if self.is_writer:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
@@ -190,22 +193,25 @@ class TrainReport:
         tally: Tensor,
         tally_images: int,
         own_images: int = 0,
+        tally_own_images: int = 0,
     ) -> None:
         """Report a finished step. Reading the tally waits for the device, so only a shown line reads it.
 
         Args:
             tally_images: images of the epoch so far, of all ranks.
             own_images: images of the step on this rank.
+            tally_own_images: images that ``tally`` is a sum over.
         """
-        if self.draws and plan.step < PICTURED_STEPS and mine:
+        if self.draws and self._pictured < PICTURED_STEPS and mine:
+            self._pictured += 1
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images, own_images)
         if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
             self._tell_end(plan)
 
         def view() -> StepView:
-            # an estimate from this rank's part: all ranks get random samples of one shuffled stream
-            means = [value * self.world.size / max(tally_images, 1) for value in tally.tolist()]
+            # An estimate from this rank's part: all ranks get random samples of one shuffled stream.
+            means = [value / tally_own_images for value in tally.tolist()] if tally_own_images else []
             return self._view(means, self.clock.epoch_so_far(), plan)
 
         self.console.step(tally_images, view)
@@ -247,7 +253,10 @@ class TrainReport:
         """Put the figures of the step ``plan`` into the status of the run. It reads nothing from the device."""
         times, epoch_rate = self.clock.run_so_far(), self.clock.epoch_so_far().rate_img_s
         images, minutes = self._images_left(plan), self.config.minutes
-        left_s, share = self._left_s(plan) or math.nan, plan.end_image / max(plan.end_image + images, 1)
+        left_s = self._left_s(plan) or math.nan
+        share = min(
+            plan.end_image / max(plan.end_image + images, 1), 1.0
+        )  # the last step may exceed the last epoch
         if minutes:
             trained_s = times.elapsed_s - times.seconds["start"]
             left_s, share = max(60 * minutes - trained_s, 0.0), min(trained_s / (60 * minutes), 1.0)
@@ -261,7 +270,7 @@ class TrainReport:
         )
 
     def takes_save_request(self) -> bool:
-        """Return whether somebody asked for a save since the last call; only rank 0 knows."""
+        """Return whether a user requested a save since the last call; only rank 0 knows."""
         return self.status is not None and self.status.take_save()
 
     def unreadable(self, why: str, count: int, most: int) -> None:
@@ -294,7 +303,8 @@ class TrainReport:
 
     def _view(self, terms: Sequence[float], times: Times, plan: StepPlan) -> StepView:
         memory_gib = self._peak_memory_mib() / 1024
-        return StepView(by_name(self.terms, terms), times, plan.lr, memory_gib, self._left_s(plan))
+        losses = by_name(self.terms, terms) if terms else {}
+        return StepView(losses, times, plan.lr, memory_gib, self._left_s(plan))
 
     def _peak_memory_mib(self) -> float:
         """Return the peak memory of this process's devices in the epoch, the largest of them; 0 if torch does not count it."""
@@ -419,6 +429,26 @@ class TrainReport:
     def _tell_validation(self, epoch: int, evaluation: Evaluation) -> None:
         figures = evaluation_figures(evaluation)
         self.callbacks.call("validation", epoch, figures["metrics"], figures["per_class"])
+        self._validations += 1
+        if self._validations & (self._validations - 1) == 0:  # 1, 2, 4, ...: a bounded cost for the board
+            self._share_figures()
+
+    def _share_figures(self) -> None:
+        """Write report.json with the last validation of this process. Collective: every rank."""
+        evaluation = self.last_evaluation if self.config.plots else None
+        if evaluation is not None:
+            sample = shared_sample(evaluation, self.world)
+            if self.draws:
+                attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
+
+    def _write_report(self) -> bool:
+        """Write report.html if this rank draws; return whether it has."""
+        return self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
+
+    def stopped(self) -> None:
+        """Write the report of a run that a request stops. Collective: every rank."""
+        self._share_figures()
+        self._write_report()
 
     def checkpoint(self, step: int) -> None:
         """Report that the writing of a checkpoint begins."""
@@ -461,8 +491,7 @@ class TrainReport:
         times = self.clock.run_so_far()
         hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
         self.events.write("end", step=state.step, seconds=times.seconds)
-        evaluation = self.last_evaluation if self.config.plots else None
-        sample = shared_sample(evaluation, self.world) if evaluation else None
+        self._share_figures()
         if not self.is_writer:
             return
         if self.draws:
@@ -484,9 +513,7 @@ class TrainReport:
         self._write_unwritten(is_last=True)
         with self.saving("results.json", is_last=True):
             write_json(self.folder.results_json, results)
-        if self.draws and sample is not None:
-            attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
-        has_page = self.draws and attempt(self.console.note, self.folder.report, write_report, self.folder)
+        has_page = self._write_report()
         if not self.config.plots:
             self.folder.discard_report()
         accuracy = ""
@@ -508,7 +535,7 @@ class TrainReport:
         )
 
     def _write_figures(self, sample: ScoredBoxes | None = None) -> None:
-        """Write report.json: the label statistics and, with the detections of a sample, the last validation."""
+        """Write the label statistics and, with the detections of a sample, the last validation."""
         splits = {"train": self.index, "val": self.val_index}
         write_figures(self.folder, splits, self.last_evaluation, sample)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
+from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.train.callbacks import Callbacks
@@ -25,6 +26,9 @@ class Told(NullConsole):
 
     def fact(self, text: str) -> None:
         self.facts.append(text)
+
+    def step(self, images_done: int, view: Callable[[], StepView]) -> None:
+        self.view = view
 
 
 class Run:
@@ -82,3 +86,14 @@ def test_a_run_by_steps_ends_with_them_and_one_by_minutes_says_nothing(tmp_path:
     timed = Run(tmp_path / "b", epochs=10, minutes=60)
     timed.steps(100, 1.0)
     assert not timed.console.facts
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_images_of_this_rank(tmp_path: Path) -> None:
+    run = Run(tmp_path, epochs=2)
+    plan = StepPlan(0, 0, 64, 0.01, 0.01, 0.9)
+    run.report.step(
+        plan, [], torch.tensor([48.0]), 64, own_images=48, tally_own_images=48
+    )  # rank 0 has shares 3,1
+    assert run.console.view().losses == {"box": 1.0} and "box 1.0000" in run.console.view().text()
+    run.report.step(plan, [], torch.zeros(1), 64)  # all images are on other ranks
+    assert run.console.view().losses == {} and "box" not in run.console.view().text()
