@@ -23,7 +23,7 @@ import yolofleet
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "yolofleet"
-DATA_ENDINGS = {".py", ".pyi", ".yaml", ".typed"}
+DATA_ENDINGS = {".py", ".pyi", ".yaml", ".typed", ".html", ".css", ".js", ".txt"}
 DEADLINE_S = 1800
 
 pytestmark = [
@@ -112,8 +112,11 @@ def test_the_metadata_is_complete(built: tuple[Path, Path]) -> None:
     _, wheel = built
     said = metadata(wheel)
     assert said["Version"] == yolofleet.__version__
-    assert said["License-Expression"] == "Apache-2.0"
-    assert said.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert said["License-Expression"] == "Apache-2.0 AND MIT"
+    assert said.get_all("License-File") == [
+        *("LICENSE", "NOTICE"),
+        "src/yolofleet/report/assets/uPlot-LICENSE.txt",
+    ]
     assert said["Requires-Python"] == ">=3.10"
     assert said["Description-Content-Type"] == "text/markdown" and said["Summary"]
     assert "Programming Language :: Python :: 3.14" in said.get_all("Classifier", [])

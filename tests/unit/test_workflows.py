@@ -11,7 +11,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-MAY_WRITE = {("release.yml", "publish"): {"id-token", "attestations"}}
+MAY_WRITE = {
+    ("release.yml", "publish"): {"id-token", "attestations"},
+    ("release.yml", "github-release"): {"contents"},
+}
 
 
 def jobs(workflow: Path) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def test_each_action_is_pinned_by_commit_with_its_version_beside_it(workflow: Pa
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_only_the_job_that_publishes_may_write(workflow: Path) -> None:
+def test_only_the_jobs_that_publish_may_write(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
     for name, job in jobs(workflow).items():
         writes = {scope for scope, right in job.get("permissions", {}).items() if right == "write"}

@@ -77,7 +77,9 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     from yolofleet.fleet.description import named_fleet
 
     hosts = config.hosts if resolved.is_given("hosts") else None
-    fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, config.device)
+    # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
+    device = config.device.replace("auto", "cpu")
+    fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, device)
     if fleet is not None:
         return examine_fleet(fleet, resolved)
     from yolofleet.config.resources import resources_of

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 
 import yolofleet
+from yolofleet.cli import doctor as cli_doctor
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
@@ -573,6 +574,14 @@ def test_a_disk_that_refuses_the_json_is_no_matter_of_the_runs_folder(
 def test_settings_that_contradict_each_other(given, words) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve_doctor(given)
+
+
+def test_hosts_without_devices_are_examined_without_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleets = []
+    monkeypatch.setattr(cli_doctor, "examine_fleet", lambda fleet, resolved: fleets.append(fleet) or [])
+    cli_doctor.examine(resolve_doctor({"hosts": "a,b:2"}))
+    cli_doctor.examine(resolve_doctor({"hosts": "a", "device": "0,1"}))
+    assert [[host.device for host in fleet.hosts] for fleet in fleets] == [["cpu", "0,1"], ["0,1"]]
 
 
 # -- the page ------------------------------------------------------------------------------------------------

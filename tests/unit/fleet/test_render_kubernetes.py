@@ -57,7 +57,7 @@ def expanded(word: str, variables: dict[str, str]) -> str:
     )
 
 
-@pytest.mark.parametrize("version", ["1.30", "1.34", "1.37"])
+@pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
 @pytest.mark.parametrize("settings", [JOB, "image=a", JOB + ",name=n,mount=/a b,grace_s=600,shm=1.5Gi"])
 def test_the_schemas_of_kubernetes_allow_it(settings: str, version: str) -> None:
     for document in yaml.safe_load_all(manifest(settings)):
@@ -106,6 +106,18 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert container["workingDir"] == "/data" and pod["spec"]["restartPolicy"] == "Never"
     assert pod["spec"]["terminationGracePeriodSeconds"] == 120
     assert container["lifecycle"]["preStop"]["exec"]["command"][-1] == "kill -USR1 1; sleep 120"
+    # user 1000 of the images may write to the volume
+    assert pod["spec"]["securityContext"]["fsGroup"] == 1000
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_the_first_line_shows_the_log_of_the_pod_with_rank_0() -> None:
+    selector = "batch.kubernetes.io/job-name=cats,batch.kubernetes.io/job-completion-index=0"
+    first = manifest(name="cats").splitlines()[0]
+    assert first.endswith(f"kubectl logs -f --namespace vision --selector {selector}")
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)

@@ -20,6 +20,7 @@ from yolofleet.system.children import SAFE_PATH
 from yolofleet.text import shown
 
 PORT = 29400
+IMAGE_GROUP = 1000  # of the user of docker/Dockerfile and docker/Dockerfile.cuda
 LONGEST_NAME = 52  # a pod's host name has 63 characters: the job's name, a hyphen and the index
 QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -76,7 +77,7 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
             "clusterIP": "None",  # only host names: NAME-0.NAME is the first pod
             "publishNotReadyAddresses": True,  # the rendezvous comes before the pods are ready
             "selector": labels,
-            "ports": [{"name": "meeting", "port": PORT}],
+            "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
     job = {
@@ -102,7 +103,10 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
         },
     }
     text = yaml.dump_all([service, job], Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
-    return f"# kubectl apply -f FILE; then kubectl logs -f job/{name}\n{text}"
+    # only the pod with rank 0 prints the progress
+    selector = f"batch.kubernetes.io/job-name={name},batch.kubernetes.io/job-completion-index=0"
+    namespace = f" --namespace {settings.namespace}" if settings.namespace else ""
+    return f"# kubectl apply -f FILE; then kubectl logs -f{namespace} --selector {selector}\n{text}"
 
 
 class _Plain(yaml.SafeDumper):
@@ -144,7 +148,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
             {"name": "PYTHONUNBUFFERED", "value": "1"},
             {"name": SAFE_PATH, "value": "1"},  # import nothing from the working folder
         ],
-        "ports": [{"name": "meeting", "containerPort": PORT}],
+        "ports": [{"name": "rendezvous", "containerPort": PORT}],
         "resources": {"limits": {kind: amount for kind, amount in amounts.items() if amount}},
         # Ready means that the rendezvous is complete and the workers run. There is no liveness probe: the run's own
         # watchdog can tell a long validation from a stall.
@@ -156,12 +160,19 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
         "lifecycle": {
             "preStop": {"exec": {"command": ["sh", "-c", f"kill -USR1 1; sleep {settings.grace_s}"]}}
         },
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
     return {
         "subdomain": name,
         "restartPolicy": "Never",  # the policy above replaces a pod that failed
         "terminationGracePeriodSeconds": settings.grace_s,
+        "securityContext": {
+            # The images of docker/ run as user 1000, who must be able to write to the volume. NFS ignores fsGroup.
+            "fsGroup": IMAGE_GROUP,
+            "fsGroupChangePolicy": "OnRootMismatch",  # does not visit every file of the volume at each start
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [trainer],
         "volumes": volumes,
     }
@@ -178,7 +189,7 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
     literal = [word.replace("$", "$$") for word in words]
     if not run.resume:
         literal += [f"--name={run.name.replace('$', '$$')}-$(JOB_UID)", "--exist-ok", "--resume=auto"]
-    meeting = [
+    rendezvous = [
         f"--nnodes={settings.nodes}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         f"--master-addr={name}-0.{name}",
@@ -186,7 +197,7 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
     ]
     return [
         settings.python.replace("$", "$$"),
-        *("-m", "yolofleet.fleet.agent", *meeting),
+        *("-m", "yolofleet.fleet.agent", *rendezvous),
         f"--nproc-per-node={run.processes}",
         *("-m", "yolofleet", "train", *literal),
     ]
