@@ -90,6 +90,7 @@ def test_a_run_by_steps_ends_with_them_and_one_by_minutes_says_nothing(tmp_path:
 
 def test_the_loss_of_a_step_is_the_mean_over_the_images_of_this_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, epochs=2)
+    run.report.devices = [torch.device("cpu")]
     plan = StepPlan(0, 0, 64, 0.01, 0.01, 0.9)
     run.report.step(
         plan, [], torch.tensor([48.0]), 64, own_images=48, tally_own_images=48
