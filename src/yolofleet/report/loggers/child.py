@@ -19,6 +19,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from yolofleet.files.request import Refused, Transient
 from yolofleet.redaction import Redaction
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 from yolofleet.report.loggers.table import KINDS
@@ -64,7 +65,8 @@ def main(name: str) -> None:
                 run, resumed=True
             )  # the next attempt continues what this one has begun in the store
             text = " ".join(str(getattr(failure, "what", failure)).split())
-            problem = without_secrets(f"{type(failure).__name__}: {text}".rstrip(": "))[:MOST_TEXT]
+            kind_of_failure = "" if isinstance(failure, (Refused, Transient)) else type(failure).__name__
+            problem = without_secrets(f"{kind_of_failure}: {text}".strip(": "))[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")
         answers.flush()
         if isinstance(message, bool):
