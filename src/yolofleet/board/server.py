@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from yolofleet.board.runs import Run, Runs
+from yolofleet.board.runs import PARTS, Run, Runs
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.report.folder import REQUESTS
 from yolofleet.report.page import page, policy
@@ -157,7 +157,7 @@ class Board:
 
     async def _values(self, request: Request) -> Response:
         run, part = await self._found(request), request.path_params["part"]
-        if run is None or part not in ("progress", "figures"):
+        if run is None or part not in PARTS:
             return _refused(404, "no such run, or no such part of it")
         return Response(await run_in_threadpool(self.runs.values, run, part), media_type="application/json")
 
@@ -193,7 +193,7 @@ class Board:
             run = self.runs.get(id)
             if run is None:
                 return {"row": None}
-            return {"row": run.row, "progress": run.progress, "figures": run.figures}
+            return {"row": run.row, **{part: getattr(run, part) for part in PARTS}}
 
         return self._stream(request, values)
 

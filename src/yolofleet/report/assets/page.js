@@ -645,6 +645,18 @@
     });
   }
 
+  // What the ranks do now. The elements stay, so the table keeps its scroll position.
+  const now = { title: el("p"), table: scroll("Ranks now"), rest: el("p", { class: "soft" }) };
+  function ranksNow(found) {
+    if (!found || !found.rows) return [];
+    const numbers = ["rank", "img/s", "waits", "memory", "temp"];
+    const note = (row) => [...row.slice(0, -1), el("b", { class: row.at(-1) === "no progress" && "bad" }, row.at(-1))];
+    set(now.title, found.title);
+    set(now.rest, found.rest);
+    now.table.replaceChildren(...table("Ranks now", found.columns.map((column) => [column, numbers.includes(column)]), found.rows.map(note), { sorts: false }).childNodes);
+    return [now.title, now.table, now.rest];
+  }
+
   function showLive({ id, name, allow }) {
     const top = document.getElementById("top"), state = badge(), bar = progressBar(), facts = el("p"), sign = el("p", { class: "soft" }), last = el("p", { class: "mono line" }), holder = el("div"), place = el("p", { class: "soft" });
     const answer = el("p", { class: "soft", role: "status" }), run = { figures: {}, batch: "" }, versions = {};
@@ -680,7 +692,7 @@
     }
     let turn = Promise.resolve(); // one update after another
     follow(`/runs/${id}/updates`, (found) => { turn = turn.then(() => update(found)).catch((problem) => set(answer, `The values of the run cannot be read: ${problem.message}`)); });
-    async function update({ row, progress, figures }) {
+    async function update({ row, progress, figures, ranks }) {
       if (!row) {
         set(sign, "This run is gone: its folder was removed or renamed.");
         buttons.forEach((button) => { button.disabled = true; });
@@ -693,6 +705,8 @@
       set(last, row.line);
       document.title = `${row.state === "running" ? `${Math.floor(percent(row))} % ` : `${row.state}: `}${name}`;
       buttons.forEach((button) => { button.disabled = !row.may_ask; });
+      await renew("ranks", ranks);
+      section("Ranks now", [run.ranks], () => ranksNow(run.ranks));
       const changes = [await renew("progress", progress), await renew("figures", figures)];
       if (!changes.includes(true)) return;
       if (run.problem) { set(answer, run.problem); return; }
