@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from yolofleet.errors import ConfigError, Stopped, StorageError, YolofleetError
+from yolofleet.errors import ConfigError, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.parallel.status import parsed_status
@@ -143,12 +143,9 @@ class Run:
             raise StorageError(f"the disk refuses the request: {problem.strerror or problem}") from None
 
     def progress_values(self) -> dict[str, Any]:
-        """Return the values of the page that change while the run goes on; ``problem`` if they cannot be read."""
-        try:
-            settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
-            return read_progress(self.folder, LIMITS, settings)
-        except YolofleetError as problem:
-            return {"problem": problem.what}
+        """Return the values of the page that change while the run goes on."""
+        settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
+        return read_progress(self.folder, LIMITS, settings)
 
     def figure_values(self) -> dict[str, Any]:
         """Return the figures of the last validation, and pictures."""

@@ -34,7 +34,7 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:
     Pictures come from the reports of the runs, or from the image files if a report has none.
 
     Raises:
-        ConfigError: not two to ten folders of runs. StorageError: a file cannot be read or written.
+        ConfigError: not two to ten folders of runs. StorageError: the page cannot be written.
     """
     if not 2 <= len(folders) <= MOST_RUNS:
         raise ConfigError(
@@ -51,7 +51,7 @@ def comparison(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "kind": "compare",
         "runs": [
-            {"name": name, **{key: run[key] for key in ("folder", "finished", "curves")}}
+            {"name": name, **{key: run[key] for key in ("folder", "finished", "curves", "curves_problem")}}
             for name, run in zip(names, runs, strict=True)
         ],
         "names": runs[0]["figures"].get("names", []),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.foreign import read_foreign, read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
@@ -44,10 +44,10 @@ def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return all values of a run folder for its report.
 
     Raises:
-        ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
+        ConfigError: it is not the folder of a training or a validation.
     """
     run = read_progress(folder, limits) | {"figures": read_figures(folder, limits)}
-    if not (folder.config.is_file() or run["curves"] or run["figures"]):
+    if not (folder.config.is_file() or run["curves"] or run["curves_problem"] or run["figures"]):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
             hint="name the folder of a training or a validation, such as runs/train/exp",
@@ -62,10 +62,12 @@ def read_progress(
 
     Args:
         settings: of :func:`read_settings`, if they are known.
-    Raises:
-        StorageError: results.csv is damaged.
     """
-    curves = _curves(folder, limits)
+    rows, problem = list[dict[str, str]](), ""
+    try:
+        rows = results_rows(folder, limits)
+    except StorageError as damage:
+        problem = damage.what
     events = _of_this_run(read_events(folder.events(0), limits))
     # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
@@ -77,7 +79,8 @@ def read_progress(
         "verb": settings["verb"] or "train",
         "finished": bool(results),
         "results": {name: results[name] for name in _RESULTS if name in results},
-        "curves": curves,
+        "curves": _curves(rows),
+        "curves_problem": problem,
         "settings": settings,
         "timeline": _timeline(events, read_events(folder.launcher_events, limits)),
     }
@@ -174,9 +177,8 @@ def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, s
     return table.rows()
 
 
-def _curves(folder: RunFolder, limits: Limits) -> dict[str, list[float | None]]:
+def _curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float | None]]:
     """Return the columns of results.csv."""
-    rows = results_rows(folder, limits)
     rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
 
     def number(text: str | None) -> float | None:

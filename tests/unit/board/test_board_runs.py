@@ -288,7 +288,8 @@ def test_damaged_and_huge_files_make_no_failure(tmp_path: Path, monkeypatch: pyt
     assert run is not None
     shown = json.dumps(row, ensure_ascii=False)
     assert "\x1b" not in shown and "\u202e" not in shown and len(shown) < 5000
-    assert "the limit is" in json.loads(runs.values(run, "progress"))["problem"]
+    values = json.loads(runs.values(run, "progress"))
+    assert "the limit is" in values["curves_problem"] and values["folder"] and values["settings"]["problem"]
     assert json.loads(runs.values(run, "figures"))["batch"] == ""
     for name in ("results.csv", "logs/status.json", "logs/rank-0.log"):
         (folder.path / name).unlink()

@@ -157,6 +157,26 @@ def test_a_damaged_file_costs_only_its_part(tmp_path, index, file):
     assert bool(values["settings"]["problem"]) == (file == "config.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"epoch,step\n1,1\n1e999,2\n", "expected a whole number as epoch, got 1e999"),
+        (b"epoch,step\n" + b"9" * 9000 + b",2\n", "got 99999999999999999..."),
+        (b"\xff\xfe", "it is not UTF-8 text"),
+        (b"epoch,a\n1," + b"x" * 200_000, "field larger than field limit"),
+    ],
+)
+def test_a_damaged_table_costs_only_the_curves(tmp_path, index, capsys, content, words):
+    folder, other = made_run(tmp_path / "run", index), made_run(tmp_path / "other", index)
+    folder.results_csv.write_bytes(content)
+    assert run(["report", str(folder.path)]) == 0
+    values = data_of(folder.report.read_text(encoding="utf-8"))["run"]
+    assert values["curves_problem"].count(str(folder.path)) == 1 and words in values["curves_problem"]
+    assert values["curves"] == {} and values["timeline"] and values["figures"]["confusion"]
+    found = comparison([read_run(folder), read_run(other)])
+    assert words in found["runs"][0]["curves_problem"] and found["images"] == 6
+
+
 def test_numbers_that_nobody_can_calculate_with_are_left_out(tmp_path, index):
     one, two = made_run(tmp_path / "one", index), made_run(tmp_path / "two", index)
     huge, table = "9" * 400, "[" + ",".join(["9" * 400] * len(PHASES)) + "]"

@@ -487,7 +487,7 @@
 
   function sectionsOf(run) {
     const figures = run.figures;
-    section("Curves", [run.curves], () => curvesOf(run.curves));
+    section("Curves", [run.curves, run.curves_problem], () => [known(run.curves_problem) && el("p", { class: "problem" }, run.curves_problem), curvesOf(run.curves)]);
     section("Accuracy", [figures], () => accuracy(figures));
     section("Classes", [figures], () => classes(run));
     section("Confusion", [figures], () => confusion(figures));
@@ -542,7 +542,7 @@
       el("p", { class: "soft" }, "The best value of a line is bold."),
     ]);
     section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
-    section("Curves", [], () => compared(runs));
+    section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
     section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
     section("Where the runs disagree", [], () => {
       const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[at], boxes])] }));
@@ -709,7 +709,6 @@
       section("Ranks now", [run.ranks], () => ranksNow(run.ranks));
       const changes = [await renew("progress", progress), await renew("figures", figures)];
       if (!changes.includes(true)) return;
-      if (run.problem) { set(answer, run.problem); return; }
       set(place, `yolofleet ${run.verb} · ${run.folder}`);
       holder.replaceChildren(cardsOf(run));
       sectionsOf(run);
