@@ -26,6 +26,7 @@ from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line
 from yolofleet.report.folder import REQUESTS, RunFolder
 from yolofleet.report.history import (
     Limits,
+    best_of,
     plain,
     read_events,
     read_figures,
@@ -262,15 +263,10 @@ class Run:
             rows = results_rows(self.folder, LIMITS)
         except StorageError:
             return {}
-        best: tuple[float | None, float | None] = (None, None)
-        for row in rows:
-            value = _number(row.get("metrics/mAP50-95"))
-            if value is not None and (best[0] is None or value > best[0]):
-                best = value, _number(row.get("epoch"))
-        last = rows[-1] if rows else {}
+        best, last = best_of(rows), rows[-1] if rows else {}
         return {
-            "best": best[0],
-            "best_epoch": best[1],
+            "best": _number(best.get("mAP50-95")),
+            "best_epoch": _number(best.get("epoch")),
             "epoch": _number(last.get("epoch")),
             "rate": _number(last.get("images_per_s")),
         }

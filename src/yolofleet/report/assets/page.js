@@ -539,14 +539,16 @@
     document.getElementById("top").append(el("h1", {}, `Comparison of ${runs.length} runs`), el("ul", { class: "key" }, runs.map((run, at) => el("li", {}, hue(el("i"), HUES[at % HUES.length]), `${run.name} (${run.finished ? "finished" : "not finished"}) `, el("span", { class: "soft" }, run.folder)))));
     section("Final figures", [], () => [
       table("Final figures", [["figure"], ...columns], found.figures.map(([name, higher, ...values]) => [name, ...values.map((value) => marked(value, higher === null ? NaN : best(values, higher), 4))]), { sorts: false }),
-      el("p", { class: "soft" }, "The best value of a line is bold."),
+      el("p", { class: "soft" }, `The best value of a line is bold. Accuracies are those of the last validation.${runs.every((run) => run.finished) ? "" : " Figures of a run that is not finished end with its last epoch in results.csv."}`),
     ]);
     section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
     section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
     section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
     section("Where the runs disagree", [], () => {
-      const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[at], boxes])] }));
-      return found.images > 0 && [el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in the first run, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
+      const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
+      const left = found.left_out.map((why) => el("p", { class: "soft" }, `Left out: ${why}.`));
+      if (!found.images) return [...left, found.compared.length > 1 && el("p", {}, "The validations have no image in common: no file name and size occurs in all of them.")];
+      return [...left, el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in ${names[found.compared[0]]}, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
     });
   }
 
