@@ -64,6 +64,15 @@ def test_pages_open_without_a_message_and_fit_the_screen(pages: dict[str, Path],
             assert chromium.run(broken) == 0, where
 
 
+def test_the_page_says_which_weights_its_figures_belong_to(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.open(pages["run"])
+    cards = chromium.run("return [...document.querySelectorAll('.card span')].map((e) => e.textContent)")
+    assert cards[:3] == ["best mAP50-95 (epoch 6)", "last mAP50-95", "last mAP50"]
+    notes = chromium.run("return [...document.querySelectorAll('.weights')].map((e) => e.textContent)")
+    assert len(notes) == 3 and len(set(notes)) == 1
+    assert "after epoch 6" in notes[0] and "best.safetensors is of the same epoch" in notes[0]
+
+
 def test_the_page_may_load_and_send_nothing(pages: dict[str, Path], chromium: Browser) -> None:
     chromium.open(pages["run"])
     chromium.run("const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")

@@ -474,9 +474,10 @@
   const lastOf = (values) => (values || []).filter(known).at(-1);
 
   function cardsOf(run) {
-    const { figures, results, curves } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {});
-    return cards([["mAP50-95", known(metrics["mAP50-95"]) ? text(metrics["mAP50-95"]) : lastOf(curves["metrics/mAP50-95"]) && text(lastOf(curves["metrics/mAP50-95"]))], ["mAP50", known(metrics.mAP50) ? text(metrics.mAP50) : lastOf(curves["metrics/mAP50"]) && text(lastOf(curves["metrics/mAP50"]))],
-      ["precision", known(metrics.P) ? text(metrics.P) : null], ["recall", known(metrics.R) ? text(metrics.R) : null], ["best epoch", results.best && text(results.best.epoch)], ["epochs", curves.epoch && text(lastOf(curves.epoch))],
+    const { figures, results, curves, best } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {}), last = run.verb === "val" ? "" : "last ";
+    const figure = (name, key) => [`${last}${name}`, known(metrics[key]) ? text(metrics[key]) : null];
+    return cards([known(best.epoch) ? [`best mAP50-95 (epoch ${best.epoch})`, text(best["mAP50-95"])] : ["best epoch", results.best && text(results.best.epoch)],
+      figure("mAP50-95", "mAP50-95"), figure("mAP50", "mAP50"), figure("precision", "P"), figure("recall", "R"), ["epochs", curves.epoch && text(lastOf(curves.epoch))],
       ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]);
   }
 
@@ -485,17 +486,27 @@
     sectionsOf(run);
   }
 
+  // Which weights the figures of the validation belong to.
+  function weightsOf(run) {
+    const { epoch, "metrics/mAP50-95": accuracy = [] } = run.curves, at = accuracy.findLastIndex(known);
+    if (run.verb === "val" || at < 0) return "";
+    if (!run.finished) return "These figures are from an earlier end of this run, not from its last epochs.";
+    const last = at === epoch.length - 1, best = run.best.epoch === epoch[at];
+    return `These figures belong to the averaged weights after epoch ${epoch[at]}, the last validation${last ? " (weights/last.safetensors)" : ""}. weights/best.safetensors is of ${best ? "the same epoch" : `epoch ${run.best.epoch}`}.`;
+  }
+
   function sectionsOf(run) {
-    const figures = run.figures;
+    const figures = run.figures, weights = weightsOf(run);
+    const withWeights = (made) => made && made.length > 0 && [weights && el("p", { class: "soft weights" }, weights), made];
     section("Curves", [run.curves, run.curves_problem], () => [known(run.curves_problem) && el("p", { class: "problem" }, run.curves_problem), curvesOf(run.curves)]);
-    section("Accuracy", [figures], () => accuracy(figures));
+    section("Accuracy", [figures, weights], () => withWeights(accuracy(figures)));
     section("Classes", [figures], () => classes(run));
-    section("Confusion", [figures], () => confusion(figures));
+    section("Confusion", [figures, weights], () => withWeights(confusion(figures)));
     section("Errors", [figures], () => errors(figures));
-    section("Worst images", [figures], () => {
+    section("Worst images", [figures, weights], () => {
       const numbers = new Map(figures.worst || []);
       const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} errors: ${fileName(image.path)}`);
-      return worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])];
+      return withWeights(worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])]);
     });
     section("Predictions", [figures], () => {
       const others = shots(figures, figures.others, (image) => fileName(image.path));
