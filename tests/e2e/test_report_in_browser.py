@@ -73,6 +73,22 @@ def test_the_page_says_which_weights_its_figures_belong_to(pages: dict[str, Path
     assert "after epoch 6" in notes[0] and "best.safetensors is of the same epoch" in notes[0]
 
 
+def test_digests_do_not_widen_a_comparison(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.show_as(390)
+    chromium.open(pages["comparison"])
+    table = "document.querySelector('[aria-label=\"Final figures\"] table')"
+    assert chromium.run(f"return {table}.scrollWidth") < 450
+    digests = chromium.run(
+        f"return [...{table}.querySelectorAll('[title]')].map((e) => [e.textContent, e.title])"
+    )
+    assert digests == [["0" * 12 + "…", f"{seed:064x}"] for seed in (0, 1)]
+    first = f"{table}.querySelector('tbody th')"
+    chromium.run(f"{table}.parentNode.scrollLeft = 100")
+    assert chromium.run(
+        f"return {first}.getBoundingClientRect().left >= {table}.parentNode.getBoundingClientRect().left"
+    )
+
+
 def test_the_page_may_load_and_send_nothing(pages: dict[str, Path], chromium: Browser) -> None:
     chromium.open(pages["run"])
     chromium.run("const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")

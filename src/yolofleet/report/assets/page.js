@@ -522,7 +522,8 @@
 
   const best = (values, higher = true) => Math[higher ? "max" : "min"](...values.filter((value) => typeof value === "number"));
   function marked(value, top, digits) {
-    const made = el("span", { class: value === top ? "best" : null }, text(value, digits));
+    const isDigest = /^[0-9a-f]{64}$/.test(value); // SHA-256: the full value would widen the table
+    const made = el("span", { class: value === top ? "best" : null, title: isDigest && value }, isDigest ? `${value.slice(0, 12)}…` : text(value, digits));
     made.dataset.value = known(value) ? value : -1;
     return made;
   }
