@@ -229,6 +229,7 @@
     const reading = el("p", { class: "reading", "aria-live": "polite" }, "Point at the time line, or focus it and use the arrow keys.");
     const rows = Math.max(line.ranks.length, 1), tall = rows > 24 ? 12 : 24, left = 64, top = 18, foot = 26;
     const end = Math.max(line.ends_s, 0.001);
+    const sum = (numbers) => numbers.reduce((a, b) => a + b, 0), partsOf = (seconds) => PHASES.map((phase) => seconds[line.phases.indexOf(phase)] || 0).slice(1);
     let chosen = -1, row = 0;
     function draw() {
       const width = canvas.clientWidth || 600, height = top + rows * (tall + 3) + foot, ratio = window.devicePixelRatio || 1;
@@ -246,10 +247,11 @@
         for (const span of line.spans) {
           const seconds = span.seconds[n];
           if (!seconds) continue;
-          const parts = PHASES.map((phase) => seconds[line.phases.indexOf(phase)] || 0).slice(1), total = parts.reduce((a, b) => a + b, 0) || 1;
+          const parts = partsOf(seconds), length = span.to_s - span.from_s, total = Math.max(sum(parts), length) || 1;
+          block(span.from_s, span.to_s, y, css("--line")); // what the phases do not fill is not recorded
           let from = span.from_s;
           parts.forEach((part, at) => {
-            const to = from + (span.to_s - span.from_s) * part / total;
+            const to = from + length * part / total;
             if (part > 0) block(from, to, y, css(`--${PHASES[at + 1]}`));
             from = to;
           });
@@ -281,6 +283,8 @@
       if (!seconds) return;
       const epochs = span.epochs > 1 ? `epochs ${span.epoch} to ${span.epoch + span.epochs - 1}` : `epoch ${span.epoch}`;
       reading.textContent = `rank ${rank.rank}${rank.host ? ` on ${rank.host}` : ""}, ${epochs}: ` + line.phases.map((phase, at) => [phase, seconds[at]]).filter(([, s]) => s > 0).map(([phase, s]) => `${PHASE_NAMES[phase] || phase} ${duration(s)}`).join(", ");
+      const rest = span.to_s - span.from_s - sum(partsOf(seconds));
+      if (rest >= 0.05) reading.textContent += `, not recorded ${duration(rest)}`;
       draw();
     }
     canvas.addEventListener("pointermove", (event) => {
@@ -298,7 +302,7 @@
       read();
     });
     redraws.push({ holder: canvas, draw });
-    return [el("ul", { class: "key" }, PHASES.map((phase) => el("li", {}, hue(el("i"), `var(--${phase})`), PHASE_NAMES[phase]))), canvas, reading];
+    return [el("ul", { class: "key" }, PHASES.map((phase) => el("li", {}, hue(el("i"), `var(--${phase})`), PHASE_NAMES[phase])), el("li", {}, hue(el("i"), "var(--line)"), "not recorded")), canvas, reading];
   }
 
   function fleet(line) {
