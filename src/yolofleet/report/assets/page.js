@@ -190,13 +190,21 @@
 
   // -- pictures ----------------------------------------------------------------------------------------------
 
+  // The number of boxes of each class, for people who do not see the picture.
+  function counted(boxes, names) {
+    const counts = new Map();
+    for (const [label] of boxes) counts.set(label, (counts.get(label) || 0) + 1);
+    const told = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([label, count]) => `${count} ${names[label] ?? label}`);
+    return `${boxes.length} ${boxes.length === 1 ? "box" : "boxes"}${told.length ? ` (${told.join(", ")}${counts.size > 8 ? ", …" : ""})` : ""}`;
+  }
+
   // boxes: [class, x, y, width, height, score] as fractions of the image
-  function view(jpeg, sizeWh, boxes, names, least) {
+  function view(jpeg, sizeWh, boxes, names, least, about) {
     const shot = el("div", { class: "shot" });
     shot.style.aspectRatio = `${sizeWh[0]} / ${sizeWh[1]}`;
-    if (jpeg) shot.append(el("img", { src: `data:image/jpeg;base64,${jpeg}`, alt: "", loading: "lazy", decoding: "async" }));
-    for (const [label, x, y, width, height, score] of boxes) {
-      if (score !== undefined && score < least) continue;
+    const drawn = boxes.filter((box) => box[5] === undefined || box[5] >= least);
+    if (jpeg) shot.append(el("img", { src: `data:image/jpeg;base64,${jpeg}`, alt: `${about}: ${counted(drawn, names)}`, loading: "lazy", decoding: "async" }));
+    for (const [label, x, y, width, height, score] of drawn) {
       const name = names[label] ?? String(label);
       const made = hue(el("div", { class: y < 0.06 ? "box top" : "box" }, el("span", {}, score === undefined ? name : `${name} ${score.toFixed(2)}`)), HUES[label % HUES.length]);
       Object.assign(made.style, { left: `${100 * x}%`, top: `${100 * y}%`, width: `${100 * width}%`, height: `${100 * height}%` });
@@ -205,12 +213,12 @@
     return shot;
   }
 
-  // items: [{title, jpeg, sizeWh, views: [[caption, boxes]]}]
+  // items: [{name, title, jpeg, sizeWh, views: [[caption, boxes]]}]
   function pictures(items, names) {
     const holder = el("div", { class: "shots" });
     let least = 0.25;
     const draw = () => holder.replaceChildren(...items.map((item) => el("figure", { class: "panel" },
-      el("div", { class: "views" }, item.views.map(([caption, boxes]) => el("div", {}, el("div", { class: "soft" }, caption), view(item.jpeg, item.sizeWh, boxes, names, least)))),
+      el("div", { class: "views" }, item.views.map(([caption, boxes]) => el("div", {}, el("div", { class: "soft" }, caption), view(item.jpeg, item.sizeWh, boxes, names, least, `${item.name}, ${caption}`)))),
       el("figcaption", {}, item.title))));
     const value = el("output", {}, "0.25");
     draw();
@@ -426,7 +434,7 @@
     const by = new Map((figures.images || []).map((image) => [image.position, image]));
     return (positions || []).map((position, at) => {
       const image = by.get(position);
-      return image && { title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
+      return image && { name: fileName(image.path), title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
     }).filter(Boolean);
   }
 
@@ -561,7 +569,7 @@
     section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
     section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
     section("Where the runs disagree", [], () => {
-      const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
+      const items = found.disagreements.map((image) => ({ name: fileName(image.path), title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
       const left = found.left_out.map((why) => el("p", { class: "soft" }, `Left out: ${why}.`));
       if (!found.images) return [...left, found.compared.length > 1 && el("p", {}, "The validations have no image in common: no file name and size occurs in all of them.")];
       return [...left, el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in ${names[found.compared[0]]}, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
