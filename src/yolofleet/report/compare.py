@@ -189,8 +189,8 @@ def _disagreements(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> d
         listed.append({**image, **{name: first[name] for name in ("path", "size_wh_px", "labels")}})
     differing = sum(count > 0 for count in counts.values())
     classes = runs[compared[0]]["figures"].get("names", [])
-    found = {"images": len(common), "differing": differing, "disagreements": listed, "names": classes}
-    return part | found
+    values = {"images": len(common), "differing": differing, "disagreements": listed, "names": classes}
+    return part | values
 
 
 def _images(run: Mapping[str, Any]) -> dict[tuple[str, int, int], Mapping[str, Any]]:
