@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from yolofleet.board.runs import Runs
 from yolofleet.board.server import Board, server_of
 from yolofleet.files.atomic import write_text
 from yolofleet.parallel.listener import open_listener
+from yolofleet.parallel.status import RankStatus, write_status
 from yolofleet.report.folder import RunFolder
 
 END_S = 30
@@ -46,6 +47,30 @@ def publish(folder: RunFolder, state: str = "running", **values: object) -> None
     }
     known |= {"ends_at_s": time.time() + 5400, "phase": "compute", "why": "", "time": time.time()}
     write_text(folder.status, json.dumps({"state": state, **known, **values}))
+
+
+def report_ranks(folder: RunFolder, count: int = 4, **values: object) -> None:
+    """Write what the ranks do now, as rank 0 does: rank 1 is the slowest.
+
+    Args:
+        values: of rank 0.
+    """
+    ranks = [
+        RankStatus(
+            rank,
+            f"node-{'ab'[rank // 2 % 2]}",
+            f"cuda:{rank % 2}",
+            "compute",
+            1300,
+            0.2,
+            110.0,
+            0.02 if rank == 1 else 0.3,
+            5.2,
+            61.0,
+        )
+        for rank in range(count)
+    ]
+    write_status(folder.ranks, [replace(ranks[0], **values), *ranks[1:]])  # type: ignore[arg-type]
 
 
 def grow(folder: RunFolder, epoch: int) -> None:
@@ -159,6 +184,7 @@ if __name__ == "__main__":  # python tests/board_runs.py PICTURE [WIDTH [HEIGHT 
     with tempfile.TemporaryDirectory() as own:
         os.environ["YOLOFLEET_CACHE"] = f"{own}/cache"
         runs = many_runs(Path(own), 6, epochs=130)
+        report_ranks(runs[0])
         with served([Path(own, "runs")], ["stop", "save"]) as board, browser(Path(own)) as started:
             started.show_as(*map(int, size[:2] or ("1180", "860")), dark="dark" in size)
             started.open(board.url)

@@ -98,7 +98,7 @@ def opened_s(session: Browser, page: Path) -> float:
     return float(session.run("return performance.getEntriesByType('navigation')[0].loadEventEnd")) / 1000
 
 
-TAB, ENTER, RIGHT, SPACE = "\ue004", "\ue007", "\ue014", " "
+TAB, ENTER, RIGHT, DOWN, SPACE = "\ue004", "\ue007", "\ue014", "\ue015", " "
 
 
 @contextmanager

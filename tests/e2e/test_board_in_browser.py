@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cv2
 import pytest
-from board_runs import Served, grow, publish, served
+from board_runs import Served, grow, publish, report_ranks, served
 from browser import ENTER, RIGHT, TAB, Browser, browser, missing
 from report_runs import made_run, split_of
 
@@ -120,6 +120,26 @@ def test_a_page_follows_the_run_and_keeps_what_the_user_did(runs: list[RunFolder
         assert chromium.run("return window.stays") is True and chromium.messages() == []
         runs[0].path.rename(runs[0].path.parent.parent / "away")
         until(chromium, "return document.querySelector('.live').innerText.includes('This run is gone')")
+
+
+def test_a_page_shows_what_the_ranks_do(runs: list[RunFolder], chromium: Browser) -> None:
+    table = "return document.querySelector('[aria-label=\"Ranks now\"]')?.innerText || ''"
+    report_ranks(runs[0], host=BAD_NAME)
+    with served([runs[0].path.parent]) as board:
+        for width in (390, 1280):
+            chromium.show_as(width)
+            opened(chromium, board, runs[0])
+            assert BAD_NAME in chromium.run(table) and "slowest" in chromium.run(table)
+            assert chromium.run("return document.documentElement.scrollWidth") <= width
+        report_ranks(runs[0], quiet_s=120.0)
+        until(
+            chromium,
+            "return document.querySelector('[aria-label=\"Ranks now\"] .bad')?.textContent",
+            "no progress",
+        )
+        publish(runs[0], "ended")
+        until(chromium, table, "")
+        assert chromium.run("return window.stays") is True and chromium.messages() == []
 
 
 def test_the_list_follows_runs_that_come_and_go(runs: list[RunFolder], chromium: Browser) -> None:

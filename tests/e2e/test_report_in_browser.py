@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
 import pytest
-from browser import ENTER, RIGHT, SPACE, TAB, Browser, browser, missing
+from browser import DOWN, ENTER, RIGHT, SPACE, TAB, Browser, browser, missing
 from report_runs import made_run, split_of
 
 from yolofleet.report.compare import write_comparison
@@ -32,6 +34,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         index = split_of(folder / "data", NAMES, 16, side_px=320)
         runs = [made_run(folder / name, index, seed=seed) for seed, name in enumerate(("one", "t<b>wo"))]
         bare = made_run(folder / "unfinished", None, finished=False)
+    lines = bare.events(0).read_text().splitlines()
+    phases = json.loads(lines[1])
+    phases["seconds"][1] = [second / 4 for second in phases["seconds"][1]]  # rank 1 lost most of its clock
+    bare.events(0).write_text("\n".join([lines[0], json.dumps(phases), *lines[2:]]) + "\n")
     write_comparison(runs, folder / "comparison.html")
     return {
         "run": write_report(runs[0]),
@@ -62,6 +68,58 @@ def test_pages_open_without_a_message_and_fit_the_screen(pages: dict[str, Path],
             chromium.run("document.querySelectorAll('img').forEach((image) => (image.loading = 'eager'))")
             broken = "return [...document.images].filter((i) => i.complete && !i.naturalWidth).length"
             assert chromium.run(broken) == 0, where
+
+
+def test_the_page_says_which_weights_its_figures_belong_to(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.open(pages["run"])
+    cards = chromium.run("return [...document.querySelectorAll('.card span')].map((e) => e.textContent)")
+    assert cards[:3] == ["best mAP50-95 (epoch 6)", "last mAP50-95", "last mAP50"]
+    notes = chromium.run("return [...document.querySelectorAll('.weights')].map((e) => e.textContent)")
+    assert len(notes) == 3 and len(set(notes)) == 1
+    assert "after epoch 6" in notes[0] and "best.safetensors is of the same epoch" in notes[0]
+
+
+def test_digests_do_not_widen_a_comparison(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.show_as(390)
+    chromium.open(pages["comparison"])
+    table = "document.querySelector('[aria-label=\"Final figures\"] table')"
+    assert chromium.run(f"return {table}.scrollWidth") < 450
+    digests = chromium.run(
+        f"return [...{table}.querySelectorAll('[title]')].map((e) => [e.textContent, e.title])"
+    )
+    assert digests == [["0" * 12 + "…", f"{seed:064x}"] for seed in (0, 1)]
+    first = f"{table}.querySelector('tbody th')"
+    chromium.run(f"{table}.parentNode.scrollLeft = 100")
+    assert chromium.run(
+        f"return {first}.getBoundingClientRect().left >= {table}.parentNode.getBoundingClientRect().left"
+    )
+
+
+def test_time_that_no_phase_has_is_grey(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.show_as(1280)
+    chromium.open(pages["unfinished"])
+    chromium.run("document.querySelector('canvas.timeline').focus()")
+    reading = "return document.querySelector('.reading').textContent"
+    chromium.press(RIGHT)
+    assert "epoch 1: " in chromium.run(reading) and "not recorded" not in chromium.run(reading)
+    chromium.press(DOWN)
+    assert "rank 1 on node-b, epoch 1: " in chromium.run(reading) and "not recorded " in chromium.run(reading)
+    grey = (
+        "const c = document.querySelector('canvas.timeline'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "const hex = getComputedStyle(document.documentElement).getPropertyValue('--line').trim();"
+        "const rgb = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); let n = 0;"
+        "for (let i = 0; i < d.length; i += 4) n += rgb.every((v, at) => d[i + at] === v); return n"
+    )
+    assert chromium.run(grey) > 500
+
+
+def test_pictures_have_texts(pages: dict[str, Path], chromium: Browser) -> None:
+    chromium.open(pages["run"])
+    texts = chromium.run("return [...document.querySelectorAll('.shot img')].map((image) => image.alt)")
+    assert texts and all(re.match(r"\d+\.jpg, (labels|detections): \d+ box", text) for text in texts), texts
+    assert any(
+        " (1 <img src=x" in text or ", 1 <img src=x" in text or "2 <img src=x" in text for text in texts
+    )
 
 
 def test_the_page_may_load_and_send_nothing(pages: dict[str, Path], chromium: Browser) -> None:

@@ -18,12 +18,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from yolofleet.errors import ConfigError, Stopped, StorageError, YolofleetError
+from yolofleet.errors import ConfigError, Stopped, StorageError
 from yolofleet.files.atomic import open_append
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import open_foreign, read_foreign
+from yolofleet.parallel.status import parsed_status
+from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
 from yolofleet.report.folder import REQUESTS, RunFolder
 from yolofleet.report.history import (
     Limits,
+    best_of,
     plain,
     read_events,
     read_figures,
@@ -45,7 +48,8 @@ RESTART_S = 180.0  # until another attempt must give a sign of life
 QUIET_S = 120.0  # the same for a run without a status: of an older version, or a validation
 LINE_BYTES, LINE_LETTERS = 4096, 240
 CACHE_BYTES = 128 << 20  # of the values of pages
-MOST_RANKS = 64  # whose failures are looked for
+MOST_RANKS = 64  # whose failures are looked for, and that the page of a run shows
+RANKS_BYTES = 8 << 20  # of ranks.json; a rank takes about 300 bytes
 
 PROGRESS = ("config.yaml", "results.csv", "results.json", "events.jsonl", "logs/launcher.events.jsonl")
 FIGURES = ("report.json", "plots/train_step0.jpg")
@@ -76,14 +80,14 @@ class Run:
     Attributes:
         id: names the run in addresses. It is a digest of the path, so no address holds a path.
         row: values of the list; of :meth:`look`.
-        progress, figures: versions of the two parts of its page.
+        progress, figures, ranks: versions of the parts of its page; ``ranks`` is "" if no rank reports now.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder, self.name = RunFolder(path), name
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         self.row: dict[str, Any] = {}
-        self.progress = self.figures = ""
+        self.progress = self.figures = self.ranks = ""
         self._read = dict[str, tuple[Signature, Any]]()
         self._status_changed_at_s = 0.0
 
@@ -97,6 +101,7 @@ class Run:
         if not table:
             table = self._renewed("results.json", self._results) or {}
         runs = state == "running"
+        self.ranks = self._ranks_version() if runs else ""
         rate = _number(status.get("rate_img_s")) if runs else None
         row = {
             "id": self.id,
@@ -139,16 +144,38 @@ class Run:
             raise StorageError(f"the disk refuses the request: {problem.strerror or problem}") from None
 
     def progress_values(self) -> dict[str, Any]:
-        """Return the values of the page that change while the run goes on; ``problem`` if they cannot be read."""
-        try:
-            settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
-            return read_progress(self.folder, LIMITS, settings)
-        except YolofleetError as problem:
-            return {"problem": problem.what}
+        """Return the values of the page that change while the run goes on."""
+        settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
+        return read_progress(self.folder, LIMITS, settings)
 
     def figure_values(self) -> dict[str, Any]:
         """Return the figures of the last validation, and pictures."""
         return with_pictures(self.folder, read_figures(self.folder, LIMITS), follow=False)
+
+    def rank_values(self) -> dict[str, Any]:
+        """Return what the ranks of a running run do now: a line, a table of the most urgent ranks, a line about the others."""
+        try:
+            content = (
+                read_foreign(self.folder.ranks, limit_bytes=RANKS_BYTES, follow=False)
+                if self.ranks
+                else b"{}"
+            )
+            _, ranks = parsed_status(content)
+        except (OSError, ValueError):
+            ranks = []
+        if not ranks:
+            return {"ranks": {}}
+        shown, slowest = most_urgent(ranks, MOST_RANKS), slowest_rank(ranks)
+        rows = [
+            [
+                *(screen_line(text_of(rank), limit=80) for _, _, text_of in COLUMNS),
+                "no progress" if hangs(rank) else "slowest" if rank.rank == slowest else "",
+            ]
+            for rank in shown
+        ]
+        rest = rest_line(ranks, len(ranks) - len(shown))
+        columns = [*(title for title, _, _ in COLUMNS), "note"]
+        return {"ranks": {"title": run_line(ranks), "columns": columns, "rows": rows, "rest": rest}}
 
     # -- the row -----------------------------------------------------------------------------------
 
@@ -216,6 +243,15 @@ class Run:
         found = signature(self.folder.path, (*PROGRESS, "logs/rank-0.log", "logs/status.json"))
         return max((entry[0] / 1e9 for entry in found if entry), default=0.0)
 
+    def _ranks_version(self) -> str:
+        """Return the version of ranks.json; "" without one, or if an earlier start of the run has left it."""
+        found = signature(self.folder.path, ["logs/ranks.json", "logs/status.json"])
+        ranks, status = found
+        if ranks is None or self.folder.logs.is_symlink():
+            return ""
+        is_old = status is not None and status[0] - ranks[0] > SILENT_S * 1e9  # rank 0 writes both
+        return "" if is_old else version(found[:1])
+
     def _last_restart(self) -> tuple[float, str] | None:
         events = read_events(self.folder.launcher_events, LIMITS)
         found = [event for event in events if event.get("kind") == "restart"]
@@ -227,15 +263,10 @@ class Run:
             rows = results_rows(self.folder, LIMITS)
         except StorageError:
             return {}
-        best: tuple[float | None, float | None] = (None, None)
-        for row in rows:
-            value = _number(row.get("metrics/mAP50-95"))
-            if value is not None and (best[0] is None or value > best[0]):
-                best = value, _number(row.get("epoch"))
-        last = rows[-1] if rows else {}
+        best, last = best_of(rows), rows[-1] if rows else {}
         return {
-            "best": best[0],
-            "best_epoch": best[1],
+            "best": _number(best.get("mAP50-95")),
+            "best_epoch": _number(best.get("epoch")),
             "epoch": _number(last.get("epoch")),
             "rate": _number(last.get("images_per_s")),
         }
@@ -254,6 +285,9 @@ class Run:
         return next(
             (screen_line(line.strip(), limit=LINE_LETTERS) for line in reversed(lines) if line.strip()), ""
         )
+
+
+PARTS = {"progress": Run.progress_values, "figures": Run.figure_values, "ranks": Run.rank_values}
 
 
 class Runs:
@@ -297,13 +331,12 @@ class Runs:
         return self._runs.get(id)
 
     def values(self, run: Run, part: str) -> bytes:
-        """Return a part of the page of a run, ``progress`` or ``figures``, as JSON."""
+        """Return a part of the page of a run, of ``PARTS``, as JSON."""
         with self._lock:
             key, now = (run.id, part), getattr(run, part)
             kept = self._pages.get(key)
             if kept is None or kept[0] != now:
-                values = run.progress_values() if part == "progress" else run.figure_values()
-                kept = now, json.dumps(plain(values), separators=(",", ":")).encode()
+                kept = now, json.dumps(plain(PARTS[part](run)), separators=(",", ":")).encode()
                 self._pages[key] = kept
             self._pages.move_to_end(key)
             while len(self._pages) > 1 and sum(len(text) for _, text in self._pages.values()) > CACHE_BYTES:

@@ -22,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from yolofleet.board.runs import Run, Runs
+from yolofleet.board.runs import PARTS, Run, Runs
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.report.folder import REQUESTS
 from yolofleet.report.page import page, policy
@@ -33,6 +34,7 @@ PERIOD_S = 1.0  # between two looks at the files, while a page is open
 HEARTBEAT_S = 15.0  # at most, between two messages of a stream: a proxy may close a silent connection
 RETRY_MS = 2000  # after which a browser connects again
 MOST_CONNECTIONS = 100
+HEADER_S = 5.0  # until the header of a request is complete
 LOOPBACK_NAMES = ("localhost", "127.0.0.1")
 CONNECT = "'self'"
 HEADERS = {
@@ -157,7 +159,7 @@ class Board:
 
     async def _values(self, request: Request) -> Response:
         run, part = await self._found(request), request.path_params["part"]
-        if run is None or part not in ("progress", "figures"):
+        if run is None or part not in PARTS:
             return _refused(404, "no such run, or no such part of it")
         return Response(await run_in_threadpool(self.runs.values, run, part), media_type="application/json")
 
@@ -193,7 +195,7 @@ class Board:
             run = self.runs.get(id)
             if run is None:
                 return {"row": None}
-            return {"row": run.row, "progress": run.progress, "figures": run.figures}
+            return {"row": run.row, **{part: getattr(run, part) for part in PARTS}}
 
         return self._stream(request, values)
 
@@ -233,12 +235,43 @@ def names_of(address: str) -> tuple[list[str], bool]:
     return names, address == "0.0.0.0"
 
 
+class _PromptProtocol(H11Protocol):
+    """Close a connection without a complete request header after ``HEADER_S``.
+
+    uvicorn has no such limit, so ``MOST_CONNECTIONS`` silent connections would lock everybody out.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _await_request(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(HEADER_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 def server_of(board: Board) -> uvicorn.Server:
     """Return the server of a board; ``run(sockets=[...])`` answers requests until Ctrl-C, SIGTERM or ``should_exit``."""
     settings = uvicorn.Config(
         board,
         loop="asyncio",
-        http="h11",
+        http=_PromptProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -65,9 +65,8 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         where = f"http://{'127.0.0.1' if any_address else address}:{listener.getsockname()[1]}/"
         echo(f"{where}?token={board.token}")
         count, folders = len(board.runs.rows()), listed([str(place) for place in places])
-        echo(
-            f"shows {count} run{'s' if count != 1 else ''} of {folders}; Ctrl-C ends the board", to=sys.stderr
-        )
+        below = f"below the folder{'s' if len(places) != 1 else ''} {folders}"
+        echo(f"{count} run{'s' if count != 1 else ''} {below}; Ctrl-C ends the board", to=sys.stderr)
         try:
             server_of(board).run(sockets=[listener])
         except KeyboardInterrupt:

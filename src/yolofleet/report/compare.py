@@ -34,7 +34,7 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:
     Pictures come from the reports of the runs, or from the image files if a report has none.
 
     Raises:
-        ConfigError: not two to ten folders of runs. StorageError: a file cannot be read or written.
+        ConfigError: not two to ten folders of runs. StorageError: the page cannot be written.
     """
     if not 2 <= len(folders) <= MOST_RUNS:
         raise ConfigError(
@@ -51,14 +51,13 @@ def comparison(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "kind": "compare",
         "runs": [
-            {"name": name, **{key: run[key] for key in ("folder", "finished", "curves")}}
+            {"name": name, **{key: run[key] for key in ("folder", "finished", "curves", "curves_problem")}}
             for name, run in zip(names, runs, strict=True)
         ],
-        "names": runs[0]["figures"].get("names", []),
         "figures": _final_figures(runs),
         "settings": _different_settings(runs),
         "classes": _per_class(runs),
-        **_disagreements(runs),
+        **_disagreements(runs, names),
     }
 
 
@@ -153,9 +152,25 @@ def _per_class(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 # -- images ----------------------------------------------------------------------------------------------------
 
 
-def _disagreements(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the common images on which most detections differ from those of the first run, with their pictures."""
-    tables = [_images(run) for run in runs]
+def _disagreements(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the common images on which most detections differ from those of the first run, with their pictures.
+
+    Runs without detections, or with other classes than the first run that has some, are left out: ``left_out`` says why.
+    ``compared`` holds the positions of the others.
+    """
+    every = [_images(run) for run in runs]
+    compared, left_out = list[int](), list[str]()
+    for at, (run, images) in enumerate(zip(runs, every, strict=True)):
+        if not images:
+            left_out.append(f"{names[at]}: its report.json has no detections of a validation")
+        elif compared and run["figures"].get("names") != runs[compared[0]]["figures"].get("names"):
+            left_out.append(f"{names[at]}: its classes are not those of {names[compared[0]]}")
+        else:
+            compared.append(at)
+    part = {"compared": compared, "left_out": left_out, "images": 0, "differing": 0, "disagreements": []}
+    if len(compared) < 2:
+        return part | {"names": []}
+    tables = [every[at] for at in compared]
     common = [key for key in tables[0] if all(key in table for table in tables)]
     counts = {}
     for key in common:
@@ -170,10 +185,12 @@ def _disagreements(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             continue
         left_bytes -= len(jpeg)
         detections = [table[key]["detections"] for table in tables]
-        part = {"count": counts[key], "jpeg": jpeg, "detections": detections}
-        listed.append({**part, **{name: first[name] for name in ("path", "size_wh_px", "labels")}})
+        image = {"count": counts[key], "jpeg": jpeg, "detections": detections}
+        listed.append({**image, **{name: first[name] for name in ("path", "size_wh_px", "labels")}})
     differing = sum(count > 0 for count in counts.values())
-    return {"images": len(common), "differing": differing, "disagreements": listed}
+    classes = runs[compared[0]]["figures"].get("names", [])
+    values = {"images": len(common), "differing": differing, "disagreements": listed, "names": classes}
+    return part | values
 
 
 def _images(run: Mapping[str, Any]) -> dict[tuple[str, int, int], Mapping[str, Any]]:

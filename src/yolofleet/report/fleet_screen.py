@@ -72,13 +72,18 @@ def title_line(ranks: Sequence[RankStatus], name: str, age_s: float) -> str:
     Args:
         age_s: how long ago rank 0 wrote the status.
     """
+    told = [run_line(ranks)]
+    told += [f"as of {duration(age_s)} ago"] if age_s >= STILL_S else []
+    return f"{name}: {', '.join(told)}"
+
+
+def run_line(ranks: Sequence[RankStatus]) -> str:
+    """Return the ranks, the hosts, the step and the rate of the whole run."""
     hosts = len({rank.host for rank in ranks})
     # the divisor of a rank's rate has no waiting
     rate = sum(rank.rate_img_s * (1 - rank.waits) for rank in ranks)
     told = [f"{len(ranks)} ranks on {hosts} host{'s' if hosts != 1 else ''}"]
-    told += [f"step {max(rank.step for rank in ranks)}", f"{rate:.4g} img/s"]
-    told += [f"as of {duration(age_s)} ago"] if age_s >= STILL_S else []
-    return f"{name}: {', '.join(told)}"
+    return ", ".join([*told, f"step {max(rank.step for rank in ranks)}", f"{rate:.4g} img/s"])
 
 
 def fleet_lines(
@@ -97,21 +102,31 @@ def fleet_lines(
     """
     room = max(min(most, rows - OTHER_ROWS), 0)
     slowest = slowest_rank(ranks)
-    first = ranks
-    if len(ranks) > room:
-        most_urgent = sorted(ranks, key=lambda rank: (-rank.quiet_s if hangs(rank) else 0.0, rank.waits))
-        first = sorted(most_urgent[:room], key=lambda rank: rank.rank)
+    first = most_urgent(ranks, room)
     lines = _table(first, slowest, columns, encoding) if first else []
-    rest = len(ranks) - len(first)
-    if rest:
-        counts = Counter(WORDS.get(rank.phase, screen_line(rank.phase, limit=20)) for rank in ranks)
-        told = ", ".join(f"{count} {phase}" for phase, count in counts.most_common(4))
-        warmest = max(rank.temperature_c for rank in ranks)
-        some = f"of {len(ranks)}: {told}" + (f", up to {warmest:.0f} C" if warmest else "")
-        line = Text(encodable(f"  {rest} more; {some}", encoding), style="dim")
+    if rest := rest_line(ranks, len(ranks) - len(first)):
+        line = Text(encodable(f"  {rest}", encoding), style="dim")
         line.truncate(columns)
         lines.append(line)
     return lines
+
+
+def most_urgent(ranks: Sequence[RankStatus], most: int) -> Sequence[RankStatus]:
+    """Return at most ``most`` ranks in their order: those without progress, and those that wait least."""
+    if len(ranks) <= most:
+        return ranks
+    urgent = sorted(ranks, key=lambda rank: (-rank.quiet_s if hangs(rank) else 0.0, rank.waits))
+    return sorted(urgent[:most], key=lambda rank: rank.rank)
+
+
+def rest_line(ranks: Sequence[RankStatus], rest: int) -> str:
+    """Return a line about all ranks if ``rest`` of them are not shown one by one; else ""."""
+    if not rest:
+        return ""
+    counts = Counter(WORDS.get(rank.phase, screen_line(rank.phase, limit=20)) for rank in ranks)
+    told = ", ".join(f"{count} {phase}" for phase, count in counts.most_common(4))
+    warmest = max(rank.temperature_c for rank in ranks)
+    return f"{rest} more; of {len(ranks)}: {told}" + (f", up to {warmest:.0f} C" if warmest else "")
 
 
 def _table(ranks: Sequence[RankStatus], slowest: int, columns: int, encoding: str | None) -> list[Text]:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.foreign import read_foreign, read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import MAX_BYTES, ResultsTable
+from yolofleet.report.results import MAX_BYTES, ResultsTable, fitness_of
 from yolofleet.text import screen_line
 
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
@@ -44,10 +44,10 @@ def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     """Return all values of a run folder for its report.
 
     Raises:
-        ConfigError: it is not the folder of a training or a validation. StorageError: results.csv is damaged.
+        ConfigError: it is not the folder of a training or a validation.
     """
     run = read_progress(folder, limits) | {"figures": read_figures(folder, limits)}
-    if not (folder.config.is_file() or run["curves"] or run["figures"]):
+    if not (folder.config.is_file() or run["curves"] or run["curves_problem"] or run["figures"]):
         raise ConfigError(
             f"{screen_line(folder.path)} is not the folder of a run",
             hint="name the folder of a training or a validation, such as runs/train/exp",
@@ -62,27 +62,77 @@ def read_progress(
 
     Args:
         settings: of :func:`read_settings`, if they are known.
-    Raises:
-        StorageError: results.csv is damaged.
     """
-    curves = _curves(folder, limits)
+    rows, problem = list[dict[str, str]](), ""
+    try:
+        rows = results_rows(folder, limits)
+    except StorageError as damage:
+        problem = damage.what
     events = _of_this_run(read_events(folder.events(0), limits))
     # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
-    results = {} if is_open else read_json(folder.results_json, limits)
+    finished = {} if is_open else read_json(folder.results_json, limits)
+    best = best_of(rows)
+    results = finished or _results_so_far(rows, events, best)
     settings = settings or read_settings(folder, limits)
     return {
         "name": folder.path.absolute().name,
         "folder": str(folder.path.absolute()),
         "verb": settings["verb"] or "train",
-        "finished": bool(results),
+        "finished": bool(finished),
+        "best": best,
         "results": {name: results[name] for name in _RESULTS if name in results},
-        "curves": curves,
+        "curves": _curves(rows),
+        "curves_problem": problem,
         "settings": settings,
         "timeline": _timeline(events, read_events(folder.launcher_events, limits)),
     }
 
 
+def best_of(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without a validation."""
+    best: dict[str, float] = {}
+    for row in rows:
+        epoch, map50, map50_95 = map(_cell, map(row.get, ("epoch", "metrics/mAP50", "metrics/mAP50-95")))
+        if epoch is None or map50_95 is None:
+            continue
+        fitness = fitness_of(map50 or 0.0, map50_95)
+        if not best or fitness > best["fitness"] or fitness == best["fitness"] == 0:
+            best = {"epoch": int(epoch), "mAP50-95": map50_95, "fitness": fitness}
+    return best
+
+
+def _results_so_far(
+    rows: Sequence[Mapping[str, str]], events: Sequence[Mapping[str, Any]], best: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the values of results.json for a run that has not written it: from results.csv and the events."""
+    found: dict[str, Any] = {"best": best} if best else {}
+    validated = [row for row in rows if _cell(row.get("metrics/mAP50-95")) is not None]
+    if validated:
+        found["metrics"] = {name: _cell(validated[-1].get(column)) for name, column in _METRICS.items()}
+    if rows:
+        found |= {"steps": _cell(rows[-1].get("step")), "images_seen": _cell(rows[-1].get("images"))}
+        found["seconds"] = {"epochs": sum(_cell(row.get("seconds")) or 0.0 for row in rows)}
+    starts = [event for event in events if event.get("kind") == "start"]
+    if starts:
+        known = [event["versions"] for event in starts if isinstance(event.get("versions"), dict)]
+        hosts = [event["hosts"] for event in events if isinstance(event.get("hosts"), list)]
+        kernels = starts[-1].get("kernels")
+        found["versions"] = next((one for one in reversed(known) if one), {})
+        found["fleet"] = {
+            "processes": starts[-1].get("world"),
+            "device": kernels.get("device") if isinstance(kernels, dict) else None,
+            "hosts": sorted({str(host) for host in (hosts[-1] if hosts else [starts[-1].get("host", "")])}),
+        }
+    return found
+
+
+_METRICS = {  # name in results.json -> column of results.csv
+    "P": "metrics/precision",
+    "R": "metrics/recall",
+    "mAP50": "metrics/mAP50",
+    "mAP50-95": "metrics/mAP50-95",
+}
 _RESULTS = (
     *("metrics", "weights_sha256", "best", "steps", "images_seen", "fleet"),
     *("versions", "seconds", "images"),
@@ -174,19 +224,19 @@ def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, s
     return table.rows()
 
 
-def _curves(folder: RunFolder, limits: Limits) -> dict[str, list[float | None]]:
+def _curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float | None]]:
     """Return the columns of results.csv."""
-    rows = results_rows(folder, limits)
     rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
-
-    def number(text: str | None) -> float | None:
-        with suppress(TypeError, ValueError):
-            value = float(text)  # type: ignore[arg-type]
-            return value if math.isfinite(value) else None
-        return None
-
-    table = {name: [number(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
+    table = {name: [_cell(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
     return {name: values for name, values in table.items() if any(value is not None for value in values)}
+
+
+def _cell(text: str | None) -> float | None:
+    """Return the number in a cell; None if it holds something else, or is too large to calculate with."""
+    with suppress(TypeError, ValueError):
+        value = float(text)  # type: ignore[arg-type]
+        return value if abs(value) < MOST_NUMBER else None
+    return None
 
 
 def read_settings(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def write_report(folder: RunFolder) -> Path:
     """Write ``report.html`` into the folder of a run, from its other files; return the path.
 
     Raises:
-        ConfigError: it is not the folder of a run. StorageError: a file cannot be read or written.
+        ConfigError: it is not the folder of a run. StorageError: the page cannot be written.
     """
     run = read_run(folder)
     run |= with_pictures(folder, run["figures"])

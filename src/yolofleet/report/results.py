@@ -12,6 +12,7 @@ from pathlib import Path
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign_text
+from yolofleet.text import screen_line
 
 MAX_BYTES = 256 << 20
 
@@ -73,7 +74,8 @@ class ResultsTable:
             return sorted(rows, key=_epoch)
         except (OSError, ValueError, csv.Error) as problem:
             raise StorageError(
-                f"cannot read {self.path}: {problem}", hint="move it away; the run then writes a new one"
+                f"cannot read {self.path}: {_reason(problem)}",
+                hint="move it away; the run then writes a new one",
             ) from None
 
     def write(self, row: Mapping[str, float]) -> None:
@@ -118,7 +120,18 @@ def numbers(row: Mapping[str, str]) -> dict[str, float]:
 
 
 def _epoch(row: Mapping[str, str]) -> int:
-    return int(row["epoch"])
+    try:
+        return int(row["epoch"])
+    except ValueError:
+        text = screen_line(row["epoch"], limit=20)
+        raise ValueError(f"expected a whole number as epoch, got {text}") from None
+
+
+def _reason(problem: Exception) -> str:
+    """Return what is wrong with a file, without its path."""
+    if isinstance(problem, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return (problem.strerror if isinstance(problem, OSError) else None) or str(problem)
 
 
 def _cell(value: float) -> str:

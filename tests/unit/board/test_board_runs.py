@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from board_runs import grow, publish
+from board_runs import grow, publish, report_ranks
 from report_runs import made_run
 
 from yolofleet.board import runs as board_runs
@@ -131,6 +131,62 @@ def test_versions_change_with_the_files_only(tmp_path: Path) -> None:
     assert json.loads(runs.values(run, "progress"))["curves"]["epoch"] == [*epochs, 7]
 
 
+def ranks_of(runs: Runs, run: Run) -> dict:
+    runs.look()
+    found: dict = json.loads(runs.values(run, "ranks"))["ranks"]
+    return found
+
+
+def test_the_ranks_of_a_running_run_are_shown(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "exp", None, finished=False)
+    publish(folder)
+    runs, run = looked(folder)
+    assert ranks_of(runs, run) == {}
+    report_ranks(folder, 4, host="red\x1b[31m<b>" + "x" * 900, quiet_s=90.0)
+    found = ranks_of(runs, run)
+    assert found["title"].startswith("4 ranks on 3 hosts, step 1300, ") and found["rest"] == ""
+    first, second = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"][:2]]
+    assert first["host"].startswith("red\\x1b[31m<b>xxx") and len(first["host"]) == 80
+    assert first["phase"].startswith("computing 1") and first["note"] == "no progress"
+    assert second["note"] == "slowest" and second["img/s"] == "110" and second["temp"] == "61 C"
+    report_ranks(folder, 100)
+    found = ranks_of(runs, run)
+    assert len(found["rows"]) == 64 and found["rest"] == "36 more; of 100: 100 computing, up to 61 C"
+    assert found["rows"][1][0] == "1", "the slowest"
+    aged(folder.ranks, 100)
+    assert ranks_of(runs, run) == {}, "an earlier start has left it"
+    report_ranks(folder)
+    publish(folder, "ended")
+    assert ranks_of(runs, run) == {}
+
+
+def test_ranks_of_strangers_make_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_run(tmp_path / "exp", None, finished=False)
+    publish(folder)
+    runs, run = looked(folder)
+    for text in (
+        "",
+        "[" * 100_000,
+        "{}",
+        '{"time": 1, "ranks": []}',
+        '{"time": 1, "ranks": [[1e999]]}',
+        "9" * 5000,
+    ):
+        folder.ranks.write_text(text)
+        assert ranks_of(runs, run) == {}, text[:40]
+    report_ranks(folder)
+    monkeypatch.setattr(board_runs, "RANKS_BYTES", 100)
+    runs.look()
+    assert run.ranks and ranks_of(runs, run) == {}, "too large"
+    monkeypatch.undo()
+    folder.ranks.rename(tmp_path / "ranks.json")
+    folder.ranks.symlink_to(tmp_path / "ranks.json")
+    assert ranks_of(runs, run) == {}
+    folder.ranks.unlink()
+    os.mkfifo(folder.ranks)
+    assert ranks_of(runs, run) == {}
+
+
 def test_runs_appear_and_vanish(tmp_path: Path) -> None:
     made_run(tmp_path / "runs" / "one", None)
     runs = Runs([tmp_path / "runs"])
@@ -232,7 +288,8 @@ def test_damaged_and_huge_files_make_no_failure(tmp_path: Path, monkeypatch: pyt
     assert run is not None
     shown = json.dumps(row, ensure_ascii=False)
     assert "\x1b" not in shown and "\u202e" not in shown and len(shown) < 5000
-    assert "the limit is" in json.loads(runs.values(run, "progress"))["problem"]
+    values = json.loads(runs.values(run, "progress"))
+    assert "the limit is" in values["curves_problem"] and values["folder"] and values["settings"]["problem"]
     assert json.loads(runs.values(run, "figures"))["batch"] == ""
     for name in ("results.csv", "logs/status.json", "logs/rank-0.log"):
         (folder.path / name).unlink()

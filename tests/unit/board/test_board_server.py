@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -181,6 +183,33 @@ def test_a_silent_stream_has_heartbeats_and_ends_with_the_board(
         assert lines.count(b": heartbeat\n") >= 2 and not any(line.startswith(b"data") for line in lines)
     assert b"data" not in stream.answer.read()
     stream.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n"]
+)
+def test_connections_without_a_request_lock_nobody_out(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("yolofleet.board.server.HEADER_S", 1.0)
+    with served([folder.path.parent]) as board, ExitStack() as stack:
+        stream = Stream(board, "/updates")  # longer than HEADER_S
+        host, port = board.host.split(":")
+        silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(110)]
+        for connection in silent:
+            connection.sendall(sent)
+        deadline_s = time.monotonic() + 30
+        while board.ask("/")[0] != 200:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        for connection in silent:
+            connection.settimeout(30)
+            while connection.recv(4096):
+                pass
+        publish(folder, epoch=131)
+        while stream.next()["rows"][0]["epoch"] != 131:
+            assert time.monotonic() < deadline_s
+        stream.close()
 
 
 def test_names_of_an_address() -> None:

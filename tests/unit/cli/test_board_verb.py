@@ -53,7 +53,7 @@ def test_the_command_prints_one_address_and_ends_at_ctrl_c(runs: Path) -> None:
         board.send_signal(signal.SIGINT)
         out, err = board.communicate(timeout=START_S)
     assert board.returncode == 0 and out == ""
-    assert "shows 1 run of runs" in err and "the board has ended" in err and found[3] not in err
+    assert "1 run below the folder runs; " in err and "the board has ended" in err and found[3] not in err
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert not [path for path in files if found[3].encode() in path.read_bytes()]
 

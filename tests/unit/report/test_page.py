@@ -25,7 +25,7 @@ from yolofleet.report.clock import PHASES
 from yolofleet.report.compare import comparison, unpaired
 from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import MOST_SPANS, plain, read_run
+from yolofleet.report.history import MOST_SPANS, best_of, plain, read_run
 from yolofleet.report.page import page, write_report
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -140,6 +140,36 @@ def test_an_unfinished_run_has_a_report_of_what_is_there(tmp_path, capsys):
     assert not values["finished"] and values["figures"] == {} and len(values["timeline"]["spans"]) == 6
 
 
+def test_an_unfinished_run_has_versions_and_figures_so_far(tmp_path, index):
+    folder, done = made_run(tmp_path / "run", index, finished=False), made_run(tmp_path / "done", index)
+    found = read_run(folder)["results"]
+    assert found["versions"] == {"torch": "2.9"}, "the later start has none"
+    assert found["fleet"] == {"processes": 2, "device": None, "hosts": ["node-a", "node-b"]}
+    assert found["steps"] == 60 and found["images_seen"] == 960 and found["best"]["epoch"] == 6
+    lines = {name: values for name, _, *values in comparison([read_run(folder), read_run(done)])["figures"]}
+    assert lines["mAP50-95"][0] == pytest.approx((1 - 0.9**6) / 2, abs=1e-5) and lines["seconds"][0] == 60
+    assert None not in lines["precision"] + lines["best epoch"] + lines["processes"]
+
+
+def test_damaged_starts_make_no_failure(tmp_path):
+    folder = made_run(tmp_path / "run", None, finished=False)
+    with folder.events(0).open("a") as events:
+        events.write(
+            '{"time": 2e9, "kind": "start", "step": 1, "versions": [1], "kernels": 3, "hosts": [[1]]}\n'
+        )
+    assert read_run(folder)["results"]["fleet"]["device"] is None
+
+
+def test_the_best_epoch_is_chosen_as_the_training_does():
+    def row(epoch: int, map50: str, map50_95: str) -> dict[str, str]:
+        return {"epoch": str(epoch), "metrics/mAP50": map50, "metrics/mAP50-95": map50_95}
+
+    assert best_of([]) == best_of([row(1, "", "")]) == {}
+    assert best_of([row(1, "0", "0"), row(2, "0", "0")])["epoch"] == 2
+    assert best_of([row(1, "0.9", "0.40"), row(2, "0.1", "0.41"), row(3, "0.9", "0.40")])["epoch"] == 1
+    assert best_of([row(1, "0.5", "0.4"), row(2, "nan", "1e999"), row(3, "x", "0.1")])["epoch"] == 1
+
+
 def test_a_folder_that_is_used_again_shows_the_last_run(tmp_path):
     folder = made_run(tmp_path / "run", None)
     before = folder.events(0).read_text()
@@ -155,6 +185,26 @@ def test_a_damaged_file_costs_only_its_part(tmp_path, index, file):
     values = data_of(write_report(folder).read_text(encoding="utf-8"))["run"]
     assert values["curves"]["epoch"]
     assert bool(values["settings"]["problem"]) == (file == "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"epoch,step\n1,1\n1e999,2\n", "expected a whole number as epoch, got 1e999"),
+        (b"epoch,step\n" + b"9" * 9000 + b",2\n", "got 99999999999999999..."),
+        (b"\xff\xfe", "it is not UTF-8 text"),
+        (b"epoch,a\n1," + b"x" * 200_000, "field larger than field limit"),
+    ],
+)
+def test_a_damaged_table_costs_only_the_curves(tmp_path, index, capsys, content, words):
+    folder, other = made_run(tmp_path / "run", index), made_run(tmp_path / "other", index)
+    folder.results_csv.write_bytes(content)
+    assert run(["report", str(folder.path)]) == 0
+    values = data_of(folder.report.read_text(encoding="utf-8"))["run"]
+    assert values["curves_problem"].count(str(folder.path)) == 1 and words in values["curves_problem"]
+    assert values["curves"] == {} and values["timeline"] and values["figures"]["confusion"]
+    found = comparison([read_run(folder), read_run(other)])
+    assert words in found["runs"][0]["curves_problem"] and found["images"] == 6
 
 
 def test_numbers_that_nobody_can_calculate_with_are_left_out(tmp_path, index):
@@ -336,6 +386,18 @@ def test_a_run_without_figures_is_compared_by_the_rest(tmp_path, index):
     (tmp_path / "two" / "report.json").write_text('{"images": [{"path": 3}, 7], "per_class": []}')
     found = comparison([read_run(one), read_run(two)])
     assert found["images"] == 0 and found["figures"]
+    assert found["left_out"] == ["two: its report.json has no detections of a validation"]
+
+
+def test_runs_that_cannot_be_compared_by_images_leave_the_others(tmp_path, index):
+    bare, one, two, other = (made_run(tmp_path / name, index, seed=at) for at, name in enumerate("abcd"))
+    bare.report_json.unlink()
+    figures = json.loads(other.report_json.read_text())
+    other.report_json.write_text(json.dumps(figures | {"names": ["x", "y", "z"]}))
+    found = comparison([read_run(folder) for folder in (bare, one, other, two)])
+    assert found["compared"] == [1, 3] and found["images"] == 6 and found["names"] == ["a", "b", "c"]
+    assert [line[0] for line in found["left_out"]] == ["a", "d"]
+    assert found["left_out"][1] == "d: its classes are not those of b"
 
 
 def test_a_folder_of_a_run_names_its_report():

@@ -20,8 +20,8 @@ PERIOD_S = 3.0
 ASK_S = 10.0
 END_S = 1.0  # for the thread to end
 MOST_BYTES = 32 << 20  # of a file; a larger one comes at the end of the run
-STATUS = "logs/status.json"
-SHOWN = (STATUS, "results.csv", "events.jsonl", "report.json", "plots/train_step0.jpg")
+STATUS = ("logs/status.json", "logs/ranks.json")  # they change without another size
+SHOWN = (*STATUS, "results.csv", "events.jsonl", "report.json", "plots/train_step0.jpg")
 
 
 @contextmanager
@@ -50,6 +50,9 @@ def live_copy(folders: Folders, remotes: Callable[[], Sequence[Remote]]) -> Iter
     finally:
         closing.set()
         thread.join(END_S)
+        if folders.states_are_elsewhere:
+            with suppress(OSError):
+                folders.here.ranks.unlink(missing_ok=True)  # as rank 0 does at the end
 
 
 class LiveCopy:
@@ -81,7 +84,7 @@ class LiveCopy:
     def _copy(self, remote: Remote, there: str, name: str) -> None:
         file, target, key = f"{there}/{name}", self.here.path / name, (remote.name, name)
         size = remote.ask("read_piece", ASK_S, file=file, offset=-1).size
-        if size > MOST_BYTES or (self._sizes.get(key) == size and name != STATUS):
+        if size > MOST_BYTES or (self._sizes.get(key) == size and name not in STATUS):
             return
         content = b""
         while len(content) < size and not self._is_over():

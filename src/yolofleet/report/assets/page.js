@@ -190,13 +190,21 @@
 
   // -- pictures ----------------------------------------------------------------------------------------------
 
+  // The number of boxes of each class, for people who do not see the picture.
+  function counted(boxes, names) {
+    const counts = new Map();
+    for (const [label] of boxes) counts.set(label, (counts.get(label) || 0) + 1);
+    const told = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([label, count]) => `${count} ${names[label] ?? label}`);
+    return `${boxes.length} ${boxes.length === 1 ? "box" : "boxes"}${told.length ? ` (${told.join(", ")}${counts.size > 8 ? ", …" : ""})` : ""}`;
+  }
+
   // boxes: [class, x, y, width, height, score] as fractions of the image
-  function view(jpeg, sizeWh, boxes, names, least) {
+  function view(jpeg, sizeWh, boxes, names, least, about) {
     const shot = el("div", { class: "shot" });
     shot.style.aspectRatio = `${sizeWh[0]} / ${sizeWh[1]}`;
-    if (jpeg) shot.append(el("img", { src: `data:image/jpeg;base64,${jpeg}`, alt: "", loading: "lazy", decoding: "async" }));
-    for (const [label, x, y, width, height, score] of boxes) {
-      if (score !== undefined && score < least) continue;
+    const drawn = boxes.filter((box) => box[5] === undefined || box[5] >= least);
+    if (jpeg) shot.append(el("img", { src: `data:image/jpeg;base64,${jpeg}`, alt: `${about}: ${counted(drawn, names)}`, loading: "lazy", decoding: "async" }));
+    for (const [label, x, y, width, height, score] of drawn) {
       const name = names[label] ?? String(label);
       const made = hue(el("div", { class: y < 0.06 ? "box top" : "box" }, el("span", {}, score === undefined ? name : `${name} ${score.toFixed(2)}`)), HUES[label % HUES.length]);
       Object.assign(made.style, { left: `${100 * x}%`, top: `${100 * y}%`, width: `${100 * width}%`, height: `${100 * height}%` });
@@ -205,12 +213,12 @@
     return shot;
   }
 
-  // items: [{title, jpeg, sizeWh, views: [[caption, boxes]]}]
+  // items: [{name, title, jpeg, sizeWh, views: [[caption, boxes]]}]
   function pictures(items, names) {
     const holder = el("div", { class: "shots" });
     let least = 0.25;
     const draw = () => holder.replaceChildren(...items.map((item) => el("figure", { class: "panel" },
-      el("div", { class: "views" }, item.views.map(([caption, boxes]) => el("div", {}, el("div", { class: "soft" }, caption), view(item.jpeg, item.sizeWh, boxes, names, least)))),
+      el("div", { class: "views" }, item.views.map(([caption, boxes]) => el("div", {}, el("div", { class: "soft" }, caption), view(item.jpeg, item.sizeWh, boxes, names, least, `${item.name}, ${caption}`)))),
       el("figcaption", {}, item.title))));
     const value = el("output", {}, "0.25");
     draw();
@@ -229,6 +237,7 @@
     const reading = el("p", { class: "reading", "aria-live": "polite" }, "Point at the time line, or focus it and use the arrow keys.");
     const rows = Math.max(line.ranks.length, 1), tall = rows > 24 ? 12 : 24, left = 64, top = 18, foot = 26;
     const end = Math.max(line.ends_s, 0.001);
+    const sum = (numbers) => numbers.reduce((a, b) => a + b, 0), partsOf = (seconds) => PHASES.map((phase) => seconds[line.phases.indexOf(phase)] || 0).slice(1);
     let chosen = -1, row = 0;
     function draw() {
       const width = canvas.clientWidth || 600, height = top + rows * (tall + 3) + foot, ratio = window.devicePixelRatio || 1;
@@ -246,10 +255,11 @@
         for (const span of line.spans) {
           const seconds = span.seconds[n];
           if (!seconds) continue;
-          const parts = PHASES.map((phase) => seconds[line.phases.indexOf(phase)] || 0).slice(1), total = parts.reduce((a, b) => a + b, 0) || 1;
+          const parts = partsOf(seconds), length = span.to_s - span.from_s, total = Math.max(sum(parts), length) || 1;
+          block(span.from_s, span.to_s, y, css("--line")); // what the phases do not fill is not recorded
           let from = span.from_s;
           parts.forEach((part, at) => {
-            const to = from + (span.to_s - span.from_s) * part / total;
+            const to = from + length * part / total;
             if (part > 0) block(from, to, y, css(`--${PHASES[at + 1]}`));
             from = to;
           });
@@ -281,6 +291,8 @@
       if (!seconds) return;
       const epochs = span.epochs > 1 ? `epochs ${span.epoch} to ${span.epoch + span.epochs - 1}` : `epoch ${span.epoch}`;
       reading.textContent = `rank ${rank.rank}${rank.host ? ` on ${rank.host}` : ""}, ${epochs}: ` + line.phases.map((phase, at) => [phase, seconds[at]]).filter(([, s]) => s > 0).map(([phase, s]) => `${PHASE_NAMES[phase] || phase} ${duration(s)}`).join(", ");
+      const rest = span.to_s - span.from_s - sum(partsOf(seconds));
+      if (rest >= 0.05) reading.textContent += `, not recorded ${duration(rest)}`;
       draw();
     }
     canvas.addEventListener("pointermove", (event) => {
@@ -298,7 +310,7 @@
       read();
     });
     redraws.push({ holder: canvas, draw });
-    return [el("ul", { class: "key" }, PHASES.map((phase) => el("li", {}, hue(el("i"), `var(--${phase})`), PHASE_NAMES[phase]))), canvas, reading];
+    return [el("ul", { class: "key" }, PHASES.map((phase) => el("li", {}, hue(el("i"), `var(--${phase})`), PHASE_NAMES[phase])), el("li", {}, hue(el("i"), "var(--line)"), "not recorded")), canvas, reading];
   }
 
   function fleet(line) {
@@ -422,7 +434,7 @@
     const by = new Map((figures.images || []).map((image) => [image.position, image]));
     return (positions || []).map((position, at) => {
       const image = by.get(position);
-      return image && { title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
+      return image && { name: fileName(image.path), title: titles(image, at), jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ["detections", image.detections]] };
     }).filter(Boolean);
   }
 
@@ -474,9 +486,10 @@
   const lastOf = (values) => (values || []).filter(known).at(-1);
 
   function cardsOf(run) {
-    const { figures, results, curves } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {});
-    return cards([["mAP50-95", known(metrics["mAP50-95"]) ? text(metrics["mAP50-95"]) : lastOf(curves["metrics/mAP50-95"]) && text(lastOf(curves["metrics/mAP50-95"]))], ["mAP50", known(metrics.mAP50) ? text(metrics.mAP50) : lastOf(curves["metrics/mAP50"]) && text(lastOf(curves["metrics/mAP50"]))],
-      ["precision", known(metrics.P) ? text(metrics.P) : null], ["recall", known(metrics.R) ? text(metrics.R) : null], ["best epoch", results.best && text(results.best.epoch)], ["epochs", curves.epoch && text(lastOf(curves.epoch))],
+    const { figures, results, curves, best } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {}), last = run.verb === "val" ? "" : "last ";
+    const figure = (name, key) => [`${last}${name}`, known(metrics[key]) ? text(metrics[key]) : null];
+    return cards([known(best.epoch) ? [`best mAP50-95 (epoch ${best.epoch})`, text(best["mAP50-95"])] : ["best epoch", results.best && text(results.best.epoch)],
+      figure("mAP50-95", "mAP50-95"), figure("mAP50", "mAP50"), figure("precision", "P"), figure("recall", "R"), ["epochs", curves.epoch && text(lastOf(curves.epoch))],
       ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]);
   }
 
@@ -485,17 +498,27 @@
     sectionsOf(run);
   }
 
+  // Which weights the figures of the validation belong to.
+  function weightsOf(run) {
+    const { epoch, "metrics/mAP50-95": accuracy = [] } = run.curves, at = accuracy.findLastIndex(known);
+    if (run.verb === "val" || at < 0) return "";
+    if (!run.finished) return "These figures are from an earlier end of this run, not from its last epochs.";
+    const last = at === epoch.length - 1, best = run.best.epoch === epoch[at];
+    return `These figures belong to the averaged weights after epoch ${epoch[at]}, the last validation${last ? " (weights/last.safetensors)" : ""}. weights/best.safetensors is of ${best ? "the same epoch" : `epoch ${run.best.epoch}`}.`;
+  }
+
   function sectionsOf(run) {
-    const figures = run.figures;
-    section("Curves", [run.curves], () => curvesOf(run.curves));
-    section("Accuracy", [figures], () => accuracy(figures));
+    const figures = run.figures, weights = weightsOf(run);
+    const withWeights = (made) => made && made.length > 0 && [weights && el("p", { class: "soft weights" }, weights), made];
+    section("Curves", [run.curves, run.curves_problem], () => [known(run.curves_problem) && el("p", { class: "problem" }, run.curves_problem), curvesOf(run.curves)]);
+    section("Accuracy", [figures, weights], () => withWeights(accuracy(figures)));
     section("Classes", [figures], () => classes(run));
-    section("Confusion", [figures], () => confusion(figures));
+    section("Confusion", [figures, weights], () => withWeights(confusion(figures)));
     section("Errors", [figures], () => errors(figures));
-    section("Worst images", [figures], () => {
+    section("Worst images", [figures, weights], () => {
       const numbers = new Map(figures.worst || []);
       const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} errors: ${fileName(image.path)}`);
-      return worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])];
+      return withWeights(worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])]);
     });
     section("Predictions", [figures], () => {
       const others = shots(figures, figures.others, (image) => fileName(image.path));
@@ -511,7 +534,8 @@
 
   const best = (values, higher = true) => Math[higher ? "max" : "min"](...values.filter((value) => typeof value === "number"));
   function marked(value, top, digits) {
-    const made = el("span", { class: value === top ? "best" : null }, text(value, digits));
+    const isDigest = /^[0-9a-f]{64}$/.test(value); // SHA-256: the full value would widen the table
+    const made = el("span", { class: value === top ? "best" : null, title: isDigest && value }, isDigest ? `${value.slice(0, 12)}…` : text(value, digits));
     made.dataset.value = known(value) ? value : -1;
     return made;
   }
@@ -539,14 +563,16 @@
     document.getElementById("top").append(el("h1", {}, `Comparison of ${runs.length} runs`), el("ul", { class: "key" }, runs.map((run, at) => el("li", {}, hue(el("i"), HUES[at % HUES.length]), `${run.name} (${run.finished ? "finished" : "not finished"}) `, el("span", { class: "soft" }, run.folder)))));
     section("Final figures", [], () => [
       table("Final figures", [["figure"], ...columns], found.figures.map(([name, higher, ...values]) => [name, ...values.map((value) => marked(value, higher === null ? NaN : best(values, higher), 4))]), { sorts: false }),
-      el("p", { class: "soft" }, "The best value of a line is bold."),
+      el("p", { class: "soft" }, `The best value of a line is bold. Accuracies are those of the last validation.${runs.every((run) => run.finished) ? "" : " Figures of a run that is not finished end with its last epoch in results.csv."}`),
     ]);
     section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
-    section("Curves", [], () => compared(runs));
+    section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
     section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
     section("Where the runs disagree", [], () => {
-      const items = found.disagreements.map((image) => ({ title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[at], boxes])] }));
-      return found.images > 0 && [el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in the first run, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
+      const items = found.disagreements.map((image) => ({ name: fileName(image.path), title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
+      const left = found.left_out.map((why) => el("p", { class: "soft" }, `Left out: ${why}.`));
+      if (!found.images) return [...left, found.compared.length > 1 && el("p", {}, "The validations have no image in common: no file name and size occurs in all of them.")];
+      return [...left, el("p", {}, `On ${text(found.differing)} of ${text(found.images)} common images, detections of the runs differ: score at least 0.25, no partner of the same class with an IoU of 0.5 in ${names[found.compared[0]]}, or the reverse.`), ...(items.length ? pictures(items, found.names) : [])];
     });
   }
 
@@ -645,6 +671,18 @@
     });
   }
 
+  // What the ranks do now. The elements stay, so the table keeps its scroll position.
+  const now = { title: el("p"), table: scroll("Ranks now"), rest: el("p", { class: "soft" }) };
+  function ranksNow(found) {
+    if (!found || !found.rows) return [];
+    const numbers = ["rank", "img/s", "waits", "memory", "temp"];
+    const note = (row) => [...row.slice(0, -1), el("b", { class: row.at(-1) === "no progress" && "bad" }, row.at(-1))];
+    set(now.title, found.title);
+    set(now.rest, found.rest);
+    now.table.replaceChildren(...table("Ranks now", found.columns.map((column) => [column, numbers.includes(column)]), found.rows.map(note), { sorts: false }).childNodes);
+    return [now.title, now.table, now.rest];
+  }
+
   function showLive({ id, name, allow }) {
     const top = document.getElementById("top"), state = badge(), bar = progressBar(), facts = el("p"), sign = el("p", { class: "soft" }), last = el("p", { class: "mono line" }), holder = el("div"), place = el("p", { class: "soft" });
     const answer = el("p", { class: "soft", role: "status" }), run = { figures: {}, batch: "" }, versions = {};
@@ -680,7 +718,7 @@
     }
     let turn = Promise.resolve(); // one update after another
     follow(`/runs/${id}/updates`, (found) => { turn = turn.then(() => update(found)).catch((problem) => set(answer, `The values of the run cannot be read: ${problem.message}`)); });
-    async function update({ row, progress, figures }) {
+    async function update({ row, progress, figures, ranks }) {
       if (!row) {
         set(sign, "This run is gone: its folder was removed or renamed.");
         buttons.forEach((button) => { button.disabled = true; });
@@ -693,9 +731,10 @@
       set(last, row.line);
       document.title = `${row.state === "running" ? `${Math.floor(percent(row))} % ` : `${row.state}: `}${name}`;
       buttons.forEach((button) => { button.disabled = !row.may_ask; });
+      await renew("ranks", ranks);
+      section("Ranks now", [run.ranks], () => ranksNow(run.ranks));
       const changes = [await renew("progress", progress), await renew("figures", figures)];
       if (!changes.includes(true)) return;
-      if (run.problem) { set(answer, run.problem); return; }
       set(place, `yolofleet ${run.verb} · ${run.folder}`);
       holder.replaceChildren(cardsOf(run));
       sectionsOf(run);
