@@ -90,7 +90,7 @@ def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(
     command.wait_for("started again as 2 processes")
     lab.hosts[2].plug()
     command.wait_for("started again as 3 processes")
-    assert "m3 has sent nothing for" in command.said and "m3 is ready" in command.said
+    assert "m3 has sent no message for" in command.said and "m3 is ready" in command.said
     ended_as_quiet(lab, folder, command, quiet_sha256)
 
 

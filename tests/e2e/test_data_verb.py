@@ -77,7 +77,7 @@ def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, t
     label.write_text("\n".join(rows))
     (root / "images" / "train" / "t1.jpg").write_bytes(b"")
     done = data("check", "set")
-    assert done.code == 3 and "set loses images or labels, as said above" in done.err
+    assert done.code == 3 and "set loses images or labels; the problems are listed above" in done.err
     assert "train refuses this data set" in done.err
     for line, part in enumerate(
         ["class 5 but", "4 columns", "not finite", "pixels?", "no width", "lies outside", "sticks out"], 1

@@ -179,8 +179,14 @@ def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line to its exit code (DESIGN: 0 done, 2 user, 3 data or file, 4 cluster, 5 numerics, 75
-    stopped); prints every failure once, without a traceback unless it is ours."""
+    """Run a command line and return its exit code.
+
+    Print each failure once; print a traceback only for a bug of yolofleet.
+
+    Returns:
+        0 success, 1 a bug of yolofleet, 2 configuration, 3 data or file, 4 cluster, 5 numerics, 75 stopped, 130
+        Ctrl-C, 141 closed pipe.
+    """
     _open_closed_streams()
     set_quiet(False)  # an earlier call in this process may have set it
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the program
@@ -217,7 +223,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """`yolofleet ... >&-`: what a closed stream would take goes nowhere, also from processes that are started."""
+    """Open /dev/null for each standard stream that is closed (`>&-`); child processes inherit it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number is the one that was closed

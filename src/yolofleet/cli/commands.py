@@ -118,7 +118,7 @@ class Verbs(click.Group):
 
 @click.pass_context
 def _help_if_bare(ctx: click.Context) -> int:
-    """A bare `yolofleet` asks what there is."""
+    """Print the help if no verb is given."""
     if ctx.invoked_subcommand is None:
         echo(ctx.get_help())
     return 0
@@ -212,7 +212,7 @@ def emit_results(code: int, results: Path, json_out: str) -> int:
 
 
 def say(notes: Iterable[str]) -> None:
-    """Tell the user something once, not once per process, and nothing with ``--quiet``."""
+    """Print notes on the first process only, unless ``--quiet``."""
     from yolofleet.parallel.place import is_first
 
     if is_first(os.environ):

@@ -31,7 +31,7 @@ COPIES_SHOWN = 20
 
 
 def show_built_in() -> int:
-    """Names that --data knows, and whether their images are here."""
+    """Print the built-in data sets and whether their images are on this machine."""
     from yolofleet.datasets.sources import load_dataset
 
     table = _table("name", "classes", "splits here", "comes from")
@@ -69,7 +69,7 @@ def make(what: str, out: str, **sizes: int) -> int:
 
 
 def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
-    """Exit code 3 when images or labels are lost, or an image is in two splits."""
+    """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
     spec = _load(data)
     kept = sys.maxsize if limit == 0 or json_out else limit
     indexes: list[DataIndex] = []
@@ -105,7 +105,7 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
     if errors or lost or any("image-in-two-splits" in counts for counts in kinds.values()):
         what = "loses images or labels" if errors or lost else "has the same images in several splits"
         told = DataError(
-            f"{data} {what}, as said above",
+            f"{data} {what}; the problems are listed above",
             hint="correct these files; train refuses this data set"
             if errors or any(KINDS[kind] == REFUSED for kind in lost)
             else "correct these files; a training that is started all the same leaves out what is dropped"
@@ -125,7 +125,7 @@ def _decoded(index: DataIndex) -> list[Problem]:
 
 
 def _copies(spec: DatasetSpec, indexes: Sequence[DataIndex]) -> list[list[tuple[str, str]]]:
-    """Groups of equal images; a split of the same files as an earlier one is passed over."""
+    """Return groups of equal images; skip a split with the same files as an earlier one."""
     from yolofleet.datasets.audit import same_images
 
     distinct = [
@@ -138,7 +138,7 @@ def _copies(spec: DatasetSpec, indexes: Sequence[DataIndex]) -> list[list[tuple[
 
 
 def _notes(indexes: Sequence[DataIndex], kinds: dict[str, Counter[str]]) -> list[str]:
-    """What is no error, but worth a thought: classes without labels, sizes of images."""
+    """Return notes: image sizes, classes without labels, and class numbers that seem to start at 1."""
     notes = []
     for index in indexes:
         (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
@@ -362,7 +362,7 @@ def convert(
 
 
 def _listed(values: Sequence[str]) -> list[str]:
-    """``a,b`` and ``a`` ``b`` alike."""
+    """Split values at commas: ``a,b`` equals ``a`` ``b``."""
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
 
 
@@ -384,14 +384,14 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
 
 
 def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
-    """Fetch a public data set of which ``splits`` are not here, if the user wants it.
+    """Download a public data set if ``splits`` are missing and the user agrees.
 
     Args:
-        agreed: the user said --download; else they are asked at a terminal, and nowhere else.
+        agreed: the user gave --download. Otherwise ask the user, but only at a terminal.
 
     Raises:
         ConfigError: --download cannot apply.
-        YolofleetError: of the download.
+        YolofleetError: the download failed.
     """
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
@@ -448,21 +448,21 @@ def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
     from yolofleet.datasets.index import build_index
     from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT
 
-    problems_kept = max(problems_kept, MAX_PROBLEMS_KEPT)  # what is stored serves a training, too
+    problems_kept = max(problems_kept, MAX_PROBLEMS_KEPT)  # training reuses the stored index
     with _progress(f"reading {split}") as told:
         return build_index(spec, split, strict=False, problems_kept=problems_kept, on_progress=told)
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, and a line now and then elsewhere."""
+    """Show progress: a bar on a terminal, occasional lines elsewhere."""
     with _told() as told:
         yield lambda done, total: told(what, done, total)
 
 
 @contextmanager
 def _told() -> Iterator[Callable[[str, int, int], None]]:
-    """As ``_progress``, for work of several stages."""
+    """Show progress of work with several stages."""
     from yolofleet.terminal import Progress
 
     with Progress(sys.stderr) as progress:

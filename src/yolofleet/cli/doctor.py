@@ -38,10 +38,12 @@ def run(given: dict[str, Any], config_file: str) -> int:
 
 
 def check_target(json_out: str) -> None:
-    """Before minutes are spent: no folder is made for the file, since the doctor changes nothing.
+    """Raise if the file of ``--json`` cannot be created. Runs before the checks, which take minutes.
+
+    Create no folder for the file, because the doctor changes nothing.
 
     Raises:
-        ConfigError: there can be no such file.
+        ConfigError: the path is a folder, or its parent folder does not exist.
     """
     path = Path(json_out)
     if json_out in ("", "-"):
@@ -56,7 +58,7 @@ def check_target(json_out: str) -> None:
 
 
 def write(json_out: str, values: dict[str, Any]) -> None:
-    """Raises StorageError: the disk refused."""
+    """Write values as JSON. Raise StorageError if the file cannot be written."""
     from yolofleet.files.atomic import emit_json
 
     try:
@@ -68,7 +70,7 @@ def write(json_out: str, values: dict[str, Any]) -> None:
 
 
 def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
-    """What the settings ask for: a log, a fleet or this machine."""
+    """Return the findings for a log, a fleet or this machine."""
     config = resolved.value
     if config.log:
         from yolofleet.fleet.doctor.log_files import read_log
@@ -89,7 +91,7 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
 
 
 def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
-    """Log in to every host, and ask them; those that cannot be logged in to are findings."""
+    """Log in to every host and return the findings, with one for each unreachable host."""
     from yolofleet.config.resources import resources_of
     from yolofleet.fleet.doctor.hosts import examine
     from yolofleet.fleet.hosts.login import logged_in
@@ -118,7 +120,7 @@ def unreached(problem: Unreachable) -> Finding:
 
 
 def enter(remote: Remote) -> Finding | None:
-    """Work in the host's folder; or why that cannot be."""
+    """Change to the host's folder. Return a finding if that fails."""
     from yolofleet.errors import ClusterError
     from yolofleet.fleet.doctor.findings import finding
     from yolofleet.fleet.hosts.remote import Refused

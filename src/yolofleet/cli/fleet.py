@@ -1,4 +1,4 @@
-"""`yolofleet fleet`: look at several hosts, run something on all of them, and end it."""
+"""`yolofleet fleet`: check hosts, run commands on them, list and stop jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FOLLOW_S = 1.0
-TAKEN_S = 30.0  # for a launcher to take a new host
+TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything
 EVERY_LINE = -1
 HOSTS = [
@@ -42,17 +42,17 @@ Status = tuple[float, "list[RankStatus]"]
 
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
-    """What the options name; how many processes there are matters to none of these verbs but check and run."""
+    """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes."""
     from yolofleet.fleet.description import named_fleet
 
     fleet = named_fleet(hosts, fleet_file, "cpu")
     if fleet is None:
-        raise ConfigError("which machines? one of --hosts and --fleet is needed", hint="--hosts a:8,b:4")
+        raise ConfigError("no hosts: expected --hosts or --fleet", hint="--hosts a:8,b:4")
     return fleet
 
 
 def typed(hosts: str | None, fleet_file: str | None) -> str:
-    """The options again, for a command that is proposed."""
+    """Return ``--hosts`` or ``--fleet`` as typed, for a suggested command."""
     return f"--fleet {shlex.quote(fleet_file)}" if fleet_file else f"--hosts {shlex.quote(hosts or '')}"
 
 
@@ -100,7 +100,7 @@ def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> 
 def each(
     remotes: Iterable[Remote], request: Callable[[Remote], T]
 ) -> tuple[dict[Remote, T], dict[Remote, ClusterError]]:
-    """What the hosts answer, asked at the same time, and why some do not."""
+    """Send a request to all hosts in parallel; return answers and errors by host."""
     from yolofleet.fleet.launch.preflight import on_each
 
     def ask(remote: Remote) -> T | ClusterError:
@@ -116,7 +116,7 @@ def each(
 
 
 def jobs_of(remotes: Iterable[Remote]) -> tuple[list[Job], dict[Remote, ClusterError]]:
-    """The newest first, and each by its hosts in order; and the hosts that do not answer."""
+    """Return all jobs, the newest first, and an error for each host that did not answer."""
     listed, lost = each(remotes, lambda remote: list(remote.ask("list_jobs")))
     found = [(remote, job) for remote, jobs in listed.items() for job in jobs]
     began_s = {job.job: float(job.began_s) for _, job in found}
@@ -129,7 +129,7 @@ def names_of(jobs: Iterable[Job]) -> list[str]:
 
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
-    """``work`` on the jobs of the hosts that can be reached; says which cannot."""
+    """Call ``work`` with the jobs of reachable hosts; print an error for each other host."""
     from yolofleet.fleet.hosts.login import logged_in
 
     unreached: list[Unreachable] = []
@@ -147,12 +147,12 @@ def tell(problems: Iterable[ClusterError]) -> None:
 
 
 def named_job(asked: str, names: Sequence[str], what: str) -> str:
-    """By its name, that of its run (all but the letters at the end), or how its name begins.
+    """Return the job that ``asked`` names: its exact name, the name of its run (without the suffix), or a prefix.
 
     Args:
-        what: these names are: "runs", "is known".
+        what: state of these jobs, for messages: "running", "known".
     Raises:
-        ConfigError: it is the name of none, or of several.
+        ConfigError: ``asked`` names no job, or several.
     """
     fitting: list[Callable[[str], bool]] = [
         lambda name: name == asked,
@@ -162,11 +162,13 @@ def named_job(asked: str, names: Sequence[str], what: str) -> str:
     for fits in fitting:
         meant = [name for name in names if fits(name)]
         if len(meant) > 1:
-            raise ConfigError(f"{shown(asked)} can be {' or '.join(meant)}", hint="more of its name")
+            raise ConfigError(
+                f"{shown(asked)} is ambiguous: {', '.join(meant)}", hint="type more letters of the name"
+            )
         if meant:
             return meant[0]
     raise ConfigError(
-        f"no job {shown(asked)} {what} there", hint=f"what {what}: {', '.join(names) or 'none'}"
+        f"no {what} job {shown(asked)} on these hosts", hint=f"{what} jobs: {', '.join(names) or 'none'}"
     )
 
 
@@ -207,9 +209,10 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
             return 0
         if not job and len(names) > 1:
             raise ConfigError(
-                f"which job? {', '.join(names)}", hint=f"yolofleet fleet stop {names[0]} {where}"
+                f"several jobs run: {', '.join(names)}; expected one name",
+                hint=f"yolofleet fleet stop {names[0]} {where}",
             )
-        name = named_job(job, names, "runs") if job else names[0]
+        name = named_job(job, names, "running") if job else names[0]
 
         def ask(remote: Remote) -> JobEnd:
             found: JobEnd = remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s)
@@ -251,7 +254,7 @@ def logs(
         lost: set[Remote] = set()
 
         def on_all(work: Callable[[int, Log], bool]) -> bool:
-            """Whether it found something in any log; a host that is lost is said, and left out from then on."""
+            """Call ``work`` for each log; return whether any call returned True. Print and skip lost hosts."""
             found = False
             for number, log in wanted.items():
                 try:
@@ -280,7 +283,7 @@ def logs(
             known, silent = jobs_of(log.remote for log in wanted.values() if log.remote not in lost)
             lost |= silent.keys()
             tell(silent.values())
-            # looked at before the logs are read: what they have got until a job ended is not missed
+            # Query the state before reading the logs, so the last lines of an ended job are not missed.
             going = any(record.job == name and record.runs for _, record in known)
             on_all(partial(write, to_end=not going))
         return ClusterError.exit_code if lost else 0
@@ -294,7 +297,7 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
 
         if not run:
             raise ConfigError(
-                "which run? the folder of a run on this machine, or the hosts of a job",
+                "no run: expected the folder of a run on this machine, or --hosts of a job",
                 hint="yolofleet fleet status runs/train/exp, or --hosts a:8,b:4",
             )
         file = RunFolder(Path(run)).ranks
@@ -307,12 +310,14 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
         names = names_of(entry for entry in running if entry[1].folder)
         if not run and len(names) != 1:
             raise ConfigError(
-                f"which run? {', '.join(names)}" if names else "no run runs there",
+                f"several jobs run: {', '.join(names)}; expected one name"
+                if names
+                else "no run is running on these hosts",
                 hint=f"yolofleet fleet status {names[0]} {typed(hosts, fleet_file)}" if names else None,
             )
-        name = named_job(run, names, "runs") if run else names[0]
+        name = named_job(run, names, "running") if run else names[0]
         parts = [entry for entry in running if entry[1].job == name]
-        remote, record = min(parts, key=lambda entry: entry[1].ranks)  # rank 0 is there
+        remote, record = min(parts, key=lambda entry: entry[1].ranks)  # the host of rank 0
         file = f"{record.folder}/logs/ranks.json"
         return show_status(lambda: status_there(remote, file), name, watch, json_out)
 
@@ -329,7 +334,7 @@ def status_here(file: Path) -> Status | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
-        raise DataError(f"cannot read {file}: {problem}", hint="wait for the next writing") from None
+        raise DataError(f"cannot read {file}: {problem}", hint="try again in a few seconds") from None
     return max(time.time() - written_at_s, 0.0), ranks
 
 
@@ -417,9 +422,12 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
         names = names_of(running)
         if not job and len(names) != 1:
             raise ConfigError(
-                f"which run? {', '.join(names)}" if names else "no run runs there", hint="--job NAME"
+                f"several jobs run: {', '.join(names)}; expected one name"
+                if names
+                else "no run is running on these hosts",
+                hint="--job NAME",
             )
-        name = named_job(job, names, "runs") if job else names[0]
+        name = named_job(job, names, "running") if job else names[0]
         remote = next(remote for remote, record in running if record.job == name)
         if not all(remote.ask("add_host", job=name, host=text) for text in added):
             raise ClusterError(f"{name} does not run on {remote.name} any longer")
@@ -427,8 +435,8 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
         while remote.ask("has_added", job=name):
             if time.monotonic() > gives_up_at_s:
                 raise ClusterError(
-                    f"the launcher of {name} takes no hosts",
-                    hint="only a training that goes on after failures does (--restarts)",
+                    f"the launcher of {name} did not accept the host within {TAKEN_S:.0f} s",
+                    hint="only a training that continues after failures accepts hosts (--restarts)",
                 )
             time.sleep(FOLLOW_S)
         echo(f"the launcher of {name} logs in to {host} now, and says whether it takes part")
@@ -443,23 +451,25 @@ def devices_text(device: str) -> str:
 
 
 def logged_job(found: list[Job], asked: str) -> str:
-    """The job that ``asked`` means, or the newest that has logs: commands of `fleet run` have none.
+    """Return the named job, or the newest job with logs. Commands of `fleet run` have no logs.
 
     Raises:
-        ConfigError: no job has logs, or ``asked`` names none that has.
+        ConfigError: no job has logs, or the named job has none.
     """
     logged = names_of(entry for entry in found if entry[1].folder)
     if asked:
-        name = named_job(asked, names_of(found), "is known")
+        name = named_job(asked, names_of(found), "known")
         if name not in logged:
             raise ConfigError(
-                f"{name} was started by `fleet run`: who started it sees its lines, and there are no logs",
+                f"{name} was started by `fleet run`: its output appears only in the terminal that started it; "
+                "it has no log files",
                 hint=f"jobs with logs: {', '.join(logged) or 'none'}",
             )
         return name
     if not logged:
         raise ConfigError(
-            "no run is known there", hint="commands of `fleet run` have no logs; a run on these hosts has"
+            "no known run on these hosts",
+            hint="runs have log files; commands of `fleet run` have none",
         )
     return logged[0]
 

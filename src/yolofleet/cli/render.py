@@ -24,7 +24,7 @@ def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> in
 
 
 def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
-    """The batch script of a run, which is checked first."""
+    """Check a run and return its batch script."""
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
@@ -35,7 +35,7 @@ def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) ->
 
 
 def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
-    """`train --slurm`."""
+    """Submit a run for ``train --slurm``, or print its script with ``--dry-run``."""
     script = slurm_script(given, config_file, job)
     if dry_run:
         _write(script)
@@ -63,7 +63,7 @@ def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) 
 
 
 def _write(text: str) -> None:
-    """To a file or a program as bytes, since the name of a file need not be text; to a screen as text."""
+    """Write to standard output: text on a terminal, bytes elsewhere, because file names may not be UTF-8."""
     if sys.stdout.isatty():
         echo(text, end="")
         return
@@ -73,7 +73,7 @@ def _write(text: str) -> None:
 
 
 def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
-    """``--slurm nodes=2,...``, with all its names in the help."""
+    """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
     names = ", ".join(model.model_fields)
     return click.Option(
         [flag, "job"],

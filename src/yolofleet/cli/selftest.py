@@ -247,7 +247,7 @@ class Table:
 
 
 def cost(records: Sequence[Record]) -> str:
-    """What exact sums cost: beside fast ones on equal kernels, and beside a default run."""
+    """Return the step time of exact sums relative to fast sums on equal kernels and to a default run."""
     exact = {r.leg.name: r.step_s for r in records if r.leg.kind == "exact" and not r.problem}
     others = [r for r in records if r.leg.kind != "exact" and not r.problem and r.leg.name in exact]
     ratios = [f"{exact[r.leg.name] / r.step_s:.2f} ({r.leg.title})" for r in others]
@@ -289,7 +289,7 @@ def device_checks(devices: Sequence[str], out: TextIO) -> list[dict[str, Any]]:
 
 
 def told(text: str, out: TextIO) -> None:
-    """Print what the verdict stands on, unless ``--quiet``."""
+    """Print a detail of the verdict, unless ``--quiet``."""
     if not is_quiet():
         echo(text, to=out)
 
@@ -309,7 +309,7 @@ def write_figures(
     checks: Sequence[Mapping[str, Any]],
     elapsed_s: float,
 ) -> None:
-    """``--json``."""
+    """Write the figures for ``--json``."""
     figures = {
         "contract_holds": verdict.cause is None,
         "verdict": verdict.text,

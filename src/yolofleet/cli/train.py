@@ -75,7 +75,7 @@ def run(
 
 
 def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
-    """Every setting with its source, and what would be started."""
+    """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
     lines = []
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
     for group in [*(g for g in groups if g != "execution"), "execution"]:

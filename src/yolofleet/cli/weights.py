@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inspect(file: str, cfg: str, json_out: str) -> int:
-    """Header, and number and size of the tensors; ``--json`` has every tensor's shape."""
+    """Print the header and the tensors of a weights file; ``--json`` has every tensor's shape."""
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import contents, published_as
 
@@ -68,7 +68,7 @@ def _facts(found: Contents) -> dict[str, Any]:
 
 
 def verify(file: str, cfg: str, json_out: str) -> int:
-    """Exit code 3 when a check fails."""
+    """Verify a weights file; return 3 if a check fails."""
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import OURS, STATE, contents, non_finite, published_as
 
@@ -109,7 +109,7 @@ def verify(file: str, cfg: str, json_out: str) -> int:
 
 
 def convert(file: str, out: str, cfg: str) -> int:
-    """The form is the suffix of OUT."""
+    """Convert weights to the format of OUT's suffix."""
     from yolofleet.checkpoint import darknet, paddle
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.reader import read_weights
@@ -148,7 +148,7 @@ def convert(file: str, out: str, cfg: str) -> int:
 
 
 def show_known(json_out: str) -> int:
-    """The table, and what of it is here."""
+    """Print the published weights and which are downloaded."""
     from yolofleet.checkpoint.catalogue import known_weights, weights_folder
 
     rows = [
@@ -181,7 +181,7 @@ def show_known(json_out: str) -> int:
 
 
 def download(name: str, source: str, sha256: str) -> int:
-    """Prints the path of the file."""
+    """Download or import weights and print the path."""
     from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
     from yolofleet.files.fetch import digest_of
 

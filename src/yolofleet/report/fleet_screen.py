@@ -30,7 +30,7 @@ Column = tuple[str, int, Callable[[RankStatus], str]]
 
 
 def phase_text(rank: RankStatus) -> str:
-    """Return what a rank does, and for how long if it does not go on."""
+    """Return what a rank does, and how long it has made no progress."""
     still = f" {duration(rank.quiet_s)}" if rank.quiet_s >= STILL_S else ""
     return WORDS.get(rank.phase, rank.phase) + still
 

@@ -15,9 +15,8 @@ from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
 from yolofleet.files.lock import exclusive
 
-RESUME_COMMAND = (
-    "YOLOFLEET_RESUME_COMMAND"  # of the environment: from a launcher that knows better than the run
-)
+# environment variable that a launcher sets: its command includes the hosts, or resumes the whole study
+RESUME_COMMAND = "YOLOFLEET_RESUME_COMMAND"
 
 POLL_S = 0.1
 REQUESTS = ("stop", "save")

@@ -114,7 +114,7 @@ def numbers(row: Mapping[str, str]) -> dict[str, float]:
     """Return the cells of a row of :meth:`ResultsTable.rows` that are numbers."""
     found: dict[str, float] = {}
     for name, cell in row.items():
-        with suppress(ValueError, TypeError, AttributeError):  # empty, or somebody has changed the file
+        with suppress(ValueError, TypeError, AttributeError):  # empty, or the file was edited
             found[name] = int(cell) if cell.isdecimal() else float(cell)
     return found
 

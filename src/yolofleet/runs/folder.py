@@ -51,7 +51,7 @@ def shared_folder(
     if problem is not None:
         raise problem
     if not path:
-        raise ClusterError("rank 0 could not use the run's folder", hint="read the message of rank 0")
+        raise ClusterError("rank 0 could not use the run's folder", hint="see the error that rank 0 reports")
     return made or RunFolder(Path(os.fsdecode(path)))
 
 

@@ -107,7 +107,10 @@ def _say(event: str, text: str) -> None:
 
 
 def _is_parent_gone(wait_s: float) -> bool:
-    """Wait; return whether standard input has ended, at once if it has. Nobody writes to it."""
+    """Wait at most ``wait_s``; return whether standard input has ended.
+
+    No process writes to this pipe, so readable means end of file.
+    """
     return bool(select.select([0], [], [], max(wait_s, 0.0))[0])
 
 

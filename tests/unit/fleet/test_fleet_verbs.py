@@ -53,7 +53,7 @@ def test_streams_that_the_shell_has_closed(closed: str) -> None:
 def test_every_verb_refuses_an_empty_list_of_hosts(cli: Cli, verb: tuple[str, ...]) -> None:
     code, _, err = cli("fleet", verb[0], "--hosts", "", *verb[1:])
     assert code == 2 and "--hosts is given, and empty" in err
-    assert "one of --hosts and --fleet is needed" in cli("fleet", *verb)[2]
+    assert "expected --hosts or --fleet" in cli("fleet", *verb)[2]
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,20 @@ NAMES = ["exp-7c651b", "exp2-aaaaaa", "exp2-bbbbbb", "long-run-cccccc"]
     [("exp-7c651b", 0), ("exp", 0), ("exp-7", 0), ("exp2-b", 2), ("long-run", 3), ("l", 3)],
 )
 def test_a_job_is_meant_by_its_run_or_by_the_begin_of_its_name(asked: str, name: int) -> None:
-    assert named_job(asked, NAMES, "runs") == NAMES[name]
+    assert named_job(asked, NAMES, "running") == NAMES[name]
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [("exp2", "exp2-aaaaaa or exp2-bbbbbb"), ("e", "exp-7c651b or"), ("x", "what runs: exp-7c651b, ")],
+    [
+        ("exp2", "ambiguous: exp2-aaaaaa, exp2-bbbbbb"),
+        ("e", "ambiguous: exp-7c651b, "),
+        ("x", "running jobs: exp-7c651b, "),
+    ],
 )
 def test_a_name_of_none_or_several_is_refused_with_those_that_there_are(asked: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        named_job(asked, NAMES, "runs")
+        named_job(asked, NAMES, "running")
 
 
 # -- on this machine, as a host ------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def test_stop_knows_a_job_by_its_run(cli: Cli, job: Callable[..., None]) -> None
     job("old-bbbbbb", began_s=3.0)
     for asked in ("x", "old"):
         code, _, err = cli("fleet", "stop", asked, "--hosts", "localhost")
-        assert code == 2 and f"no job {asked} runs there" in err and "q-aaaaaa, p-7c651b" in err
+        assert code == 2 and f"no running job {asked} on these hosts" in err and "q-aaaaaa, p-7c651b" in err
     code, _, err = cli("fleet", "stop", "--hosts", "localhost:cpu")
     assert code == 2 and "yolofleet fleet stop q-aaaaaa --hosts localhost:cpu" in err
     code, _, err = cli("fleet", "stop", "q", "--hosts", "localhost:cpu", "--grace", "0")
@@ -168,7 +172,7 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
     for more, says in (
         (["run-b"], "was started by `fleet run`"),
         (["--rank", "3"], "no rank 3 there"),
-        (["exp9"], "what is known: run-bbbbbb, exp-aaaaaa"),
+        (["exp9"], "known jobs: run-bbbbbb, exp-aaaaaa"),
     ):
         code, _, err = cli(*told, *more)
         assert code == 2 and says in err
@@ -178,7 +182,7 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
 def test_a_plain_command_has_no_logs(cli: Cli, job: Callable[..., None]) -> None:
     assert cli("fleet", "run", "--hosts", "localhost:cpu", "--", "echo", "here")[:2] == (0, "here\n")
     code, _, err = cli("fleet", "logs", "--hosts", "localhost")
-    assert code == 2 and "no run is known there" in err
+    assert code == 2 and "no known run on these hosts" in err
     code, _, err = cli("fleet", "logs", "run", "--hosts", "localhost")
     assert code == 2 and "was started by `fleet run`" in err
 

@@ -286,7 +286,7 @@ def test_fleet_status_shows_a_run_folder_and_says_when_there_is_nothing(
     assert "20 ranks on 3 hosts, step 120" in lines[0] and len(lines) == 22
     assert status(None, None, str(tmp_path), False, "-") == 0
     assert len(json.loads(capsys.readouterr().out)["ranks"]) == 20
-    for run, words in ((str(tmp_path / "none"), "no run folder"), ("", "which run")):
+    for run, words in ((str(tmp_path / "none"), "no run folder"), ("", "no run: expected the folder")):
         with pytest.raises(ConfigError, match=words):
             status(None, None, run, False, "")
     (tmp_path / "logs" / "ranks.json").unlink()

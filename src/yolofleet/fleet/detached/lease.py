@@ -90,7 +90,7 @@ def is_majority(voters: Sequence[Sequence[str]], present: Collection[str]) -> bo
 
 
 def lease_of(values: Mapping[str, Any]) -> Lease:
-    """Return the lease of the values that JSON made of one. Raise TypeError, LookupError: they are of none."""
+    """Parse a lease from JSON values. Raise TypeError or LookupError if they are not a lease."""
     return Lease(**{**values, "voters": tuple(tuple(names) for names in values["voters"])})
 
 
@@ -163,8 +163,8 @@ def vote(arguments: Arguments) -> dict[str, Any] | None:
     """Vote for a host that wants to supervise a run.
 
     Args:
-        arguments: ``job``; ``holder``, the host that wants to; ``term`` of the new lease, 0: only tell whether this
-            host would vote for any.
+        arguments: ``job``; ``holder``, the host that wants to; ``term`` of the new lease, 0: only report whether
+            a vote would be granted.
     Returns:
         ``granted``, and of the lease that this host knew: ``term``, ``voters``, ``version``, ``code``; None: it knows
         none.
@@ -173,7 +173,8 @@ def vote(arguments: Arguments) -> dict[str, Any] | None:
     with locked(job) as known:
         if known is None:
             return None
-        is_free = known.is_over or known.holder == arguments["holder"]  # whose supervisor has died
+        # if the holder itself asks, its supervisor ended; the same host may take over
+        is_free = known.is_over or known.holder == arguments["holder"]
         granted = known.code is None and is_free and (not term or term > known.term)
         if granted and term:
             write(replace(known, term=term, holder=str(arguments["holder"])), is_new=True)
@@ -186,7 +187,7 @@ def end_lease(arguments: Arguments) -> None:
     """Record the exit code of a run that has ended.
 
     Args:
-        arguments: ``job``, ``code``; ``term`` of the supervisor that says so, if there is one.
+        arguments: ``job``, ``code``; ``term`` of the supervisor that ended, if there is one.
     """
     with locked(str(arguments["job"])) as known:
         if known is not None and known.code is None and known.term <= int(arguments.get("term", known.term)):

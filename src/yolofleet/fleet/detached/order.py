@@ -1,4 +1,4 @@
-"""What the deputy of a host is told: which run, on which hosts. Each host has it as a file, beside the lease."""
+"""Settings of a deputy: which run, on which hosts. Each host stores them as a file beside the lease."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Order:
-    """What a deputy gets.
+    """Settings of the deputy of one host.
 
     Attributes:
         job, title: as in ``jobs.Record``.
         here: name of its host.
         fleet: all hosts.
         supervisor: the module that runs the supervisor.
-        run: what the supervisor needs besides, which this package does not know.
+        run: opaque settings for the supervisor.
         folder: the working folder.
         begins: the run begins, so no host has a lease yet.
     """

@@ -202,7 +202,7 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
 
 
 def add_host(arguments: Arguments) -> bool:
-    """Note a host that ``job`` shall get, for its launcher; return whether the job runs here.
+    """Queue a host for the launcher of ``job``; return whether the job runs here.
 
     Args:
         arguments: ``host``: as in ``--hosts``.

@@ -250,7 +250,7 @@ def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:
 
 
 def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
-    """Print the cause of the first end that nobody requested. Return the exit code of the launcher, with that text.
+    """Print the cause of the first unrequested exit. Return the exit code of the launcher, with that text.
 
     Args:
         endings: the earliest first.
@@ -294,7 +294,7 @@ def is_consequence(words: LastWords, asked: str = "") -> bool:
 
 
 def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
-    """Return the cause of the first end that nobody requested, to decide whether the run is started again.
+    """Return the cause of the first unrequested exit, to decide whether to start the run again.
 
     Args:
         endings: the earliest first.
@@ -325,7 +325,7 @@ def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
 
 
 def agent_failure(ending: Ending, steps: int) -> Failure:
-    """Return the failure of torchrun's agent, which left no word of a worker."""
+    """Return the failure of torchrun's agent, which ended without a worker's error report."""
     on = f" on {ending.host}" if ending.host else ""
     what = f"torchrun's agent{on} ended with code {ending.code}"
     if ending.code < 0:

@@ -1,8 +1,8 @@
 """Run a job on several hosts: check them, start torchrun's agent on each, follow it, and end everything everywhere.
 
-The job ends when the launcher ends, for whatever reason. If a process or a host fails, it goes on with what is left
-(``attempts.py``). One loop reads the messages of all hosts (``watch.py``). The console shows rank 0, and this machine
-keeps the logs of all ranks.
+The job ends when the launcher ends for any reason, even by SIGKILL. If a process or a host fails, the job continues
+with the rest (``attempts.py``). One loop reads the messages of all hosts (``watch.py``). The console shows rank 0, and
+this machine keeps the logs of all ranks.
 """
 
 from __future__ import annotations

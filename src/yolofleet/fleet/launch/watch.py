@@ -176,14 +176,14 @@ class Watch:
                     self._lose(number, "it did not end its processes in time")
 
     def _listen(self, number: int, silent_s: float) -> None:
-        """Report a host that is silent, or speaks again; give it up after ``silence_s``."""
+        """Report a host that stops sending messages, or sends them again; drop it after ``silence_s``."""
         node, most_s = self.nodes[number], self.fleet.silence_s
         if silent_s > most_s:
             self._lose(number, f"no message from it for {most_s:.0f} s")
         elif silent_s > min(NOTICE_S, most_s / 2) and not node.is_silent:
             node.is_silent = True
             say(
-                f"\n{node.remote.name} has sent nothing for {silent_s:.0f} s; it is given up after {most_s:.0f} s"
+                f"\n{node.remote.name} has sent no message for {silent_s:.0f} s; the run drops it after {most_s:.0f} s"
             )
         elif node.is_silent and silent_s < min(NOTICE_S, most_s / 2):
             node.is_silent = False

@@ -2,7 +2,7 @@
 
 Standard input has lines of JSON: a :class:`LoggedRun`, then rows, then true or false for the end of the run. The child
 answers each row and the end with a line: "" or the text of the failure. The packages of loggers patch modules, start threads
-and processes, print, and install handlers of signals and exits; here that harms nobody.
+and processes, print, and install handlers of signals and exits; in a separate process this cannot affect the training.
 """
 
 from __future__ import annotations

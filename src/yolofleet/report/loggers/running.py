@@ -36,7 +36,7 @@ MOST_WAITING = 1000  # rows that wait for a logger; more are dropped
 FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
 STOP_S = 3.0  # the same for a run that stops or fails: its machine may be switched off soon
 KILLED_S = 1.0  # longest wait after a kill: a child may hang in the kernel, on a network disk
-MOST_STARTS = 3  # starts of a child that dies again and again
+MOST_STARTS = 3  # maximum starts of a crashing child
 
 
 class LoggerProcess:
