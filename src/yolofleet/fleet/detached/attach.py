@@ -88,10 +88,10 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     ]
     names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
     if len(fitting) > 1:
-        raise ConfigError(f"which run? {names}", hint=f"yolofleet fleet attach {fitting[0].job}")
+        raise ConfigError(f"several jobs run: {names}; expected one name", hint=f"yolofleet fleet attach {fitting[0].job}")
     if not fitting:
-        what = f"no detached run {shown(job)} is known there" if job else "no detached run runs there"
-        raise ConfigError(what, hint=f"known: {names or 'none'}")
+        what = f"known detached run {shown(job)}" if job else "running detached run"
+        raise ConfigError(f"no {what} on these hosts", hint=f"known: {names or 'none'}")
     return fitting[0]
 
 
