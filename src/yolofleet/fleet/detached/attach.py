@@ -88,7 +88,9 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     ]
     names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
     if len(fitting) > 1:
-        raise ConfigError(f"several jobs run: {names}; expected one name", hint=f"yolofleet fleet attach {fitting[0].job}")
+        raise ConfigError(
+            f"several jobs run: {names}; expected one name", hint=f"yolofleet fleet attach {fitting[0].job}"
+        )
     if not fitting:
         what = f"known detached run {shown(job)}" if job else "running detached run"
         raise ConfigError(f"no {what} on these hosts", hint=f"known: {names or 'none'}")
