@@ -13,7 +13,9 @@ from pathlib import Path
 REMOVED = "[removed]"
 _SECRET = r"(?:secret|token|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key|account[\s_-]?key|credential|auth(?!or)|cookie|signature)"
 _REST = r"[\w.-]{0,60}"  # of the name
-SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_WORDS = r"(?:KEY|PASS|PW|AUTH|CREDS?)"  # of names in capitals, such as SSH_KEY, PGPASS and DB_PASS
+SECRET_NAME = re.compile(rf"{_SECRET}|(?:^|_){_WORDS}(?:_|$)|PASS$", re.IGNORECASE)
+FOLDERS = {"PWD", "OLDPWD"}  # variables of shells
 SHORTEST = 4  # characters of a value of the environment; shorter ones would remove parts of words
 
 
@@ -27,7 +29,9 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
-        (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/@\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
+        (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
+        (r"(?<![\w:/])//[^\s/@:\"'<>]{1,64}:[^\s/\"'<>]{1,256}@", f"//{REMOVED}@"),
+        (r"(?i)(\bhttps://hooks\.slack\.com/services/)[\w/]+", rf"\1{REMOVED}"),
         (r"(?i)(\bhttps?://[^\s?#\"'<>]+)([?#][^\s\"'<>,)\]}]+)?", _without_query),
         (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
         (r"(?i)\b((?:set-)?cookie\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
@@ -45,6 +49,27 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
             rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}})(?!\[removed\])[^\s\"'\[{{,;}}\])\\]+",
             rf"\1{REMOVED}",
         ),
+        # lists and mappings of one line, and quoted text of several lines
+        (
+            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})"
+            r"(?!\[removed\])[\[{](?:[^\[\]{}\n]|[\[{][^\[\]{}\n]{0,1000}[\]}]){0,1000}[\]}]",
+            rf'\1"{REMOVED}"',
+        ),
+        (
+            rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}}([\"']))[^\"'\n]{{0,1000}}\n[^\"']{{0,4000}}\2",
+            rf"\1{REMOVED}\2",
+        ),
+        # SSH_KEY=value, pass: value, password is value
+        (
+            rf"\b((?:[A-Z][A-Z0-9_]{{0,60}}_)?{_WORDS}(?:_[A-Z0-9_]{{1,60}})?\s{{0,3}}[=:]\s{{0,3}}[\"']?)[^\s\"',;]+",
+            rf"\1{REMOVED}",
+        ),
+        (r"(\b[A-Z]{1,60}PASS\s{0,3}[=:]\s{0,3}[\"']?)[^\s\"',;]+", rf"\1{REMOVED}"),
+        (r"(?im)(^\s{0,20}pass\s{0,3}[=:]\s{0,3}|\bpass=)[^\s\"',;]+", rf"\1{REMOVED}"),
+        (
+            r"(?i)(\b(?:password|passwd|passphrase)\s{1,3}(?:is|was)\s{1,3}[\"']?)[^\s\"',;]+",
+            rf"\1{REMOVED}",
+        ),
         # --name value, also as neighbours in a list of arguments
         (
             rf"(?i)((?<!-)--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
@@ -52,6 +77,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         ),
         (
             r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
+            r"|\bnpm_\w{20,}|\bpypi-[\w-]{16,}|\bSG\.[\w-]{10,}\.[\w-]{10,}|\bdckr_pat_[\w-]{16,}|\bya29\.[\w.-]{16,}"
             r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}(?:\.[\w-]*){0,2}"
             r"|\b(?:local-)?[0-9a-f]{40}\b",  # Weights & Biases; also a commit, which is no loss
             REMOVED,
@@ -60,6 +86,28 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"((?:/home|/Users|[A-Za-z]:\\Users)[/\\])[^/\\\s\"':,;]{1,64}", r"\1[user]"),
     )
 )
+
+
+_BLOCK = re.compile(
+    rf"(\s{{0,200}})(?:- )?[\"']?[\w.-]{{0,60}}{_SECRET}{_REST}[\"']?\s{{0,3}}[=:]\s{{0,3}}(?:[>|][+-]?\d?|[\[{{])?\s{{0,20}}(?:#.*)?",
+    re.IGNORECASE,
+)
+
+
+def _without_blocks(text: str) -> str:
+    """Remove the lines below a secret name that has no value in its own line: YAML's blocks and lists, indented JSON."""
+    lines, secret_indent = [], -1
+    for line in text.split("\n"):
+        content = line.lstrip(" \t")
+        indent = len(line) - len(content)
+        is_inside = indent > secret_indent or (indent == secret_indent and content.startswith("- "))
+        if secret_indent >= 0 and content.strip() and is_inside:
+            line = line[:indent] + REMOVED
+        elif content.strip() or secret_indent < 0:
+            found = _BLOCK.fullmatch(line.rstrip("\r")) if len(line) < 500 else None
+            secret_indent = indent if found else -1
+        lines.append(line)
+    return "\n".join(lines)
 
 
 class Redaction:
@@ -71,11 +119,14 @@ class Redaction:
     """
 
     def __init__(self, environment: Mapping[str, str], *, home: str = "", user: str = "") -> None:
-        values = {v for k, v in environment.items() if SECRET_NAME.search(k) and len(v) >= SHORTEST}
+        names = (name for name in environment if SECRET_NAME.search(name) and name not in FOLDERS)
+        values = {environment[name] for name in names if len(environment[name]) >= SHORTEST}
         words = [re.escape(value) for value in sorted(values, key=len, reverse=True)]
         self._values = re.compile("|".join(words)) if words else None
         home = home.rstrip("/\\")
-        self._home = home if Path(home) != Path(home).parent else ""
+        # not a part of a longer name, and not the user of mysql://root:@host
+        whole = rf"(?<!:/){re.escape(home)}(?![\w.-])(?!:[^\s/]{{0,256}}@)"
+        self._home = re.compile(whole) if Path(home) != Path(home).parent else None
         alone = len(user) >= 3 and user != "root"
         self._user = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])") if alone else None
 
@@ -83,8 +134,9 @@ class Redaction:
         """Return ``text`` without secrets."""
         if self._values is not None:
             text = self._values.sub(REMOVED, text)
-        if self._home:
-            text = text.replace(self._home, "~")
+        if self._home is not None:
+            text = self._home.sub("~", text)
+        text = _without_blocks(text)
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
         return self._user.sub("[user]", text) if self._user is not None else text

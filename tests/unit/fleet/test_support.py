@@ -149,6 +149,29 @@ def test_links_of_a_run_folder_are_not_followed_and_long_logs_are_cut(
         ("----token abcdef", "----token [removed]"),
         (r"a\n--api-key abcdef\n", r"a\n--api-key [removed]\n"),
         (r'{"line": "token=\"a b\" c"}', r'{"line": "token=\"[removed]\" c"}'),
+        ("DB_PASS=s3cr3t KEY=abcd99 x", "DB_PASS=[removed] KEY=[removed] x"),
+        ("PGPASS: s3cr3t, LICENSE_KEY='AA-BB'", "PGPASS: [removed], LICENSE_KEY='[removed]'"),
+        ("pass: s3cr3t\nmysql pass=x1 y", "pass: [removed]\nmysql pass=[removed] y"),
+        ("the password is s3cr3t.", "the password is [removed]"),
+        ("micro_batches_per_pass: 4\nfirst pass: 3 s", "micro_batches_per_pass: 4\nfirst pass: 3 s"),
+        ("monkey: 1, keypoints: 17, key: value", "monkey: 1, keypoints: 17, key: value"),
+        (
+            "a:\n  password: >\n    one\n\n    two\n  b: 1",
+            "a:\n  password: [removed]\n    [removed]\n\n    [removed]\n  b: 1",
+        ),
+        ("token:\n- one\n- two\nb:\n- 1", "token:\n[removed]\n[removed]\nb:\n- 1"),
+        ('{\n "password": [\n  "a"\n ],\n "b": 1}', '{\n "password": [\n  [removed]\n ],\n "b": 1}'),
+        ('{"password": ["a", {"x": "b"}], "n": 1}', '{"password": "[removed]", "n": 1}'),
+        ('{"secret": {"a": {"b": "x"}}, "n": 1}', '{"secret": "[removed]", "n": 1}'),
+        ('PASSWORD="two\nlines"\nb=1', 'PASSWORD="[removed]"\nb=1'),
+        ("https://user:p@ss@word@host/a", "https://[removed]@host/a"),
+        ("mount //user:pw@host/share", "mount //[removed]@host/share"),
+        ("https://hooks.slack.com/services/T01/B02/xyz", "https://hooks.slack.com/services/[removed]"),
+        ("npm_" + "a1" * 18, "[removed]"),
+        ("pypi-" + "Ag" * 20, "[removed]"),
+        ("SG." + "a" * 22 + "." + "b" * 43, "[removed]"),
+        ("dckr_pat_" + "a" * 27, "[removed]"),
+        ("ya29." + "a" * 40, "[removed]"),
     ],
 )
 def test_what_the_rules_remove(text: str, clean: str) -> None:
@@ -156,7 +179,19 @@ def test_what_the_rules_remove(text: str, clean: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "size"), [("eyJhbGciOi-", 5 << 20), ("http://", 1 << 18), ("token='\"", 1 << 18), ("-", 1 << 18)]
+    ("part", "size"),
+    [
+        ("eyJhbGciOi-", 5 << 20),
+        ("http://", 1 << 18),
+        ("token='\"", 1 << 18),
+        ("-", 1 << 18),
+        ("token=[", 1 << 18),
+        ("token={a", 1 << 18),
+        ("//a:b", 1 << 18),
+        ("A_KEY", 1 << 18),
+        ("token=\n", 1 << 18),
+        ("token='\n", 1 << 18),
+    ],
 )
 def test_a_long_line_is_cleaned_in_linear_time(part: str, size: int) -> None:
     """A rule that could begin at every part would take hours if each attempt read the rest of the line."""
@@ -167,3 +202,15 @@ def test_a_long_line_is_cleaned_in_linear_time(part: str, size: int) -> None:
 def test_root_and_short_values_stay() -> None:
     clean = Redaction({"TOKEN": "a", "KEY_AUTH": "longer"}, home="/", user="root")
     assert clean("a root / longer") == "a root / [removed]"
+
+
+def test_variables_with_telling_names_and_the_home_folder() -> None:
+    names = ["DB_PASS", "KEY", "SSH_KEY", "PGPASS", "ENCRYPTION_KEY", "MY_PW", "X_CREDS"]
+    secrets = {name: f"value-of-{number}" for number, name in enumerate(names)}
+    clean = Redaction(
+        {**secrets, "PWD": "/work/here", "KEYBOARD": "german", "BYPASSED": "maybe"}, home="/root"
+    )
+    assert clean(" ".join(secrets.values())) == " ".join(["[removed]"] * len(names))
+    assert clean("german maybe /work/here") == "german maybe /work/here"
+    assert clean("/root/a file:///root/b /rooted") == "~/a file://~/b /rooted"
+    assert clean("mysql://root:@localhost") == "mysql://[removed]@localhost"
