@@ -22,6 +22,7 @@ from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
+from yolofleet.fleet.description import Fleet
 from yolofleet.fleet.doctor.findings import LEVELS, Finding, finding, kinds
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.fleet.doctor.host_facts import Attempt, HostFacts, Interface
@@ -577,8 +578,13 @@ def test_settings_that_contradict_each_other(given, words) -> None:
 
 
 def test_hosts_without_devices_are_examined_without_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleets = []
-    monkeypatch.setattr(cli_doctor, "examine_fleet", lambda fleet, resolved: fleets.append(fleet) or [])
+    fleets: list[Fleet] = []
+
+    def examined(fleet: Fleet, _resolved: object) -> list[Finding]:
+        fleets.append(fleet)
+        return []
+
+    monkeypatch.setattr(cli_doctor, "examine_fleet", examined)
     cli_doctor.examine(resolve_doctor({"hosts": "a,b:2"}))
     cli_doctor.examine(resolve_doctor({"hosts": "a", "device": "0,1"}))
     assert [[host.device for host in fleet.hosts] for fleet in fleets] == [["cpu", "0,1"], ["0,1"]]
