@@ -251,7 +251,7 @@ def _without_blocks(text: str) -> Iterator[str]:
                 is_first = False
                 continue
             column = -1
-        if column < 0 and ":" in line and (key := _KEY_LINE.match(text, at)):
+        if column < 0 and SECRET_NAME.search(line[:200]) and (key := _KEY_LINE.match(text, at)):
             name = SECRET_NAME.search(text, at, key.end("end") + 64)  # and what follows: is it a number?
             if name is not None and name.end() <= key.end("end"):
                 column, has_items, is_first = len(key[1]), not key["value"].strip(), True
