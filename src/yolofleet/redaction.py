@@ -6,21 +6,69 @@ environment stores under such a name, the formats of well-known tokens, and user
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 REMOVED = "[removed]"
-_SECRET = r"(?:secret|token|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key|account[\s_-]?key|credential|auth(?!or)|cookie|signature)"
-_REST = r"[\w.-]{0,60}"  # of the name
-_WORDS = r"(?:KEY|PASS|PW|AUTH|CREDS?)"  # of names in capitals, such as SSH_KEY, PGPASS and DB_PASS
-SECRET_NAME = re.compile(rf"{_SECRET}|(?:^|_){_WORDS}(?:_|$)|PASS$", re.IGNORECASE)
-FOLDERS = {"PWD", "OLDPWD"}  # variables of shells
 SHORTEST = 4  # characters of a value of the environment; shorter ones would remove parts of words
+SHORTEST_OF_KEYS = 6  # the same, if only a part of the name tells; it may be a key of a table
+MOST_YAML = 1 << 17  # characters; the parser of longer text would take seconds
+
+_IS = r"\s{0,3}(?:[=:]{1,2}>?|->)\s{0,3}"  # between a name and its value
+# Numbers are counts and weights under these names: "max_tokens: 5", "cls_pw: 1.0", "forward pass: 3 ms".
+_NOT_COUNT = rf"(?!s\b\\?[\"']?{_IS}[\s\[+-]{{0,40}}[\d.]{{1,20}}(?![\w-]))"
+_NOT_NUMBER = (
+    rf"(?!\\?[\"']?{_IS}[+-]?(?:\d{{1,5}}|\d{{0,9}}\.\d{{1,20}})(?:e[+-]?\d+)?(?:ms|s|%)?(?!\w|\.\w))"
+)
+_TELLING = (
+    rf"secret|token(?!i[sz]|s/s){_NOT_COUNT}|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key"
+    r"|account[\s_-]?key|credential|auth(?!or)|cookie|signature"
+)
+_KEYS = (
+    r"(?-i:(?<=[A-Z0-9])_KEY(?![A-Za-z]))"
+    r"|(?<![a-z])(?:ssh|encryption|licen[cs]e|signing|master|deploy|storage)[_-]?key(?![\w-])"
+)
+_SHORT = (
+    r"(?:(?<![a-z])|(?<=pg)|(?<=db))(?<!forward )(?<!backward )(?<!per[_-])(?:pass|pw|creds?)\d{0,2}(?![\w-])"
+    + _NOT_NUMBER
+)
+_SECRET = rf"(?:{_TELLING}|{_KEYS}|{_SHORT})"
+_REST = r"[\w.-]{0,60}"  # of the name
+SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_TELLING_NAME = re.compile(_TELLING, re.IGNORECASE)
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRET_PART = re.compile(
+    r"keys?|passwd|password|pwd|pw|auth|creds?|credentials?|secrets?|tokens?|.*(?<!by)(?<!com)pass",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(
+    rf"-u|--user|--[\w-]{{0,60}}{_SECRET}{_REST}", re.IGNORECASE
+)  # its value is the next argument
+_KEY_LINE = re.compile(
+    r"((?:[ \t]|-[ \t])*)[\"']?[\w.-]{1,90}(?P<end>)[\"']?[ \t]{0,3}:(?:[ \t]+|$)(?P<value>.*)", re.MULTILINE
+)
+# Words that tell the state of a password: "the password is wrong"
+_STATE = (
+    r"(?:a|an|the|not|no|now|in|too|set|unset|empty|missing|required|needed|wrong|right|correct|incorrect|invalid|valid|expired"
+    r"|unknown|known|stored|removed|asked|given|read|shown|used|sent|never|only|always|optional|what|that|also|being|from|for)\b"
+)
 
 
 def _without_query(url: re.Match[str]) -> str:
     return f"{url[1]}?{REMOVED}" if url[2] else url[0]
+
+
+def _without_value(named: re.Match[str]) -> str:
+    """Keep the quotes, so JSON stays JSON; a bare value of JSON gets some."""
+    bare_json = '"' if not named[2] and '"' in named[1] and "\\" not in named[1] else ""
+    mark = named[2] or bare_json
+    closed = mark if bare_json or named[0].endswith(mark) else ""
+    return f"{named[1]}{mark}{REMOVED}{closed}"
 
 
 # A log may have a line of megabytes, so the time of a rule is linear: an unbounded part either ends a pattern or stops at
@@ -29,45 +77,31 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
-        (r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)[^\s/\"'<>]{1,4096}@", rf"\1{REMOVED}@"),
-        (r"(?<![\w:/])//[^\s/@:\"'<>]{1,64}:[^\s/\"'<>]{1,256}@", f"//{REMOVED}@"),
-        (r"(?i)(\bhttps://hooks\.slack\.com/services/)[\w/]+", rf"\1{REMOVED}"),
+        (r"(//)[^\s/\"'<>]{1,4096}@", rf"\1{REMOVED}@"),  # to the last "@": a password may hold one
+        (r"(?i)\b(hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/)[\w/+-]+", rf"\1{REMOVED}"),
         (r"(?i)(\bhttps?://[^\s?#\"'<>]+)([?#][^\s\"'<>,)\]}]+)?", _without_query),
         (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
-        (r"(?i)\b((?:set-)?cookie\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
+        (r"(?i)\b((?:(?:set-)?cookie|authorization)\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
         (
             r"([\s\"'](?:-u|--user)[\s,=\"']{1,4})[^\s\"',:]{1,64}:[^\s\"',]+",
             rf"\1{REMOVED}",
         ),  # curl -u NAME:PASSWORD
-        # NAME=value, NAME: value, "NAME": "value", also inside a JSON string; the quotes stay, so JSON stays JSON
+        # NAME=value, NAME: value, "NAME": "value", also inside a JSON string. A value is the text between two quotes of a line;
+        # between two quotes of several lines, where an apostrophe within a word ends nothing; the rest of the line after a
+        # quote without an end (the middle of a long log is left out), or after the start of a list or an object; or one word.
         (
-            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})(\\?[\"'])[^\n]*?\2",
-            rf"\1\2{REMOVED}\2",
+            rf"(?i)({_SECRET}{_REST}\\?[\"']?{_IS})(?!\[removed\])(?:(\\?[\"'])(?!\[removed\])"
+            r"(?:[^\n]*?(?<!\\)\2|[\s\S]{1,4096}?(?<!\\)\2(?!\w)|[^\n\"']+)|[\[{][^\n]*|[^\s\"'\[{,;}\])\\]+)",
+            _without_value,
         ),
-        (rf"(?i)({_SECRET}{_REST}\"\s{{0,3}}:\s{{0,3}})[^\s\"'\[{{,}}\]\\]+", rf'\1"{REMOVED}"'),
+        # "the password is X", and with a digit or an inner capital in X also "the token is X" and "secret X"
         (
-            rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}})(?!\[removed\])[^\s\"'\[{{,;}}\])\\]+",
+            rf"(?i)(\b(?:password|passwd|passphrase)\s{{1,3}}(?:is|was)\s{{1,3}}[\"']?)(?!{_STATE})[^\s\"'\[]{{3,}}",
             rf"\1{REMOVED}",
         ),
-        # lists and mappings of one line, and quoted text of several lines
         (
-            rf"(?i)({_SECRET}{_REST}\\?[\"']?\s{{0,3}}[=:]\s{{0,3}})"
-            r"(?!\[removed\])[\[{](?:[^\[\]{}\n]|[\[{][^\[\]{}\n]{0,1000}[\]}]){0,1000}[\]}]",
-            rf'\1"{REMOVED}"',
-        ),
-        (
-            rf"(?i)({_SECRET}{_REST}\s{{0,3}}[=:]\s{{0,3}}([\"']))[^\"'\n]{{0,1000}}\n[^\"']{{0,4000}}\2",
-            rf"\1{REMOVED}\2",
-        ),
-        # SSH_KEY=value, pass: value, password is value
-        (
-            rf"\b((?:[A-Z][A-Z0-9_]{{0,60}}_)?{_WORDS}(?:_[A-Z0-9_]{{1,60}})?\s{{0,3}}[=:]\s{{0,3}}[\"']?)[^\s\"',;]+",
-            rf"\1{REMOVED}",
-        ),
-        (r"(\b[A-Z]{1,60}PASS\s{0,3}[=:]\s{0,3}[\"']?)[^\s\"',;]+", rf"\1{REMOVED}"),
-        (r"(?im)(^\s{0,20}pass\s{0,3}[=:]\s{0,3}|\bpass=)[^\s\"',;]+", rf"\1{REMOVED}"),
-        (
-            r"(?i)(\b(?:password|passwd|passphrase)\s{1,3}(?:is|was)\s{1,3}[\"']?)[^\s\"',;]+",
+            r"(?i)(\b(?:password|passwd|passphrase|secret|token|api[ _-]?key)\s{1,3}(?:(?:is|was)\s{1,3})?[\"']?)"
+            r"(?=[^\s\d\"'\[]{0,60}(?:\d|(?-i:[a-z][A-Z])))[^\s\"'\[]{6,}",
             rf"\1{REMOVED}",
         ),
         # --name value, also as neighbours in a list of arguments
@@ -76,9 +110,14 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
             rf"\1{REMOVED}",
         ),
         (
+            r"(\b(?:mysql\w{0,10}|mariadb)\s(?:[^\n]{0,200}?\s)?-p|\bsshpass\s+-p\s?)[^\s\"']+",
+            rf"\1{REMOVED}",
+        ),
+        (
             r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
-            r"|\bnpm_\w{20,}|\bpypi-[\w-]{16,}|\bSG\.[\w-]{10,}\.[\w-]{10,}|\bdckr_pat_[\w-]{16,}|\bya29\.[\w.-]{16,}"
             r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}(?:\.[\w-]*){0,2}"
+            r"|\bnpm_\w{20,}|\bpypi-[\w-]{20,}|\bSG\.[\w-]{8,}\.[\w-]{8,}|\bdckr_[a-z]{3}_[\w-]{16,}|\bya29\.[\w-]{16,}"
+            r"|\b[rs]k_(?:live|test)_\w{10,}"
             r"|\b(?:local-)?[0-9a-f]{40}\b",  # Weights & Biases; also a commit, which is no loss
             REMOVED,
         ),
@@ -86,28 +125,6 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"((?:/home|/Users|[A-Za-z]:\\Users)[/\\])[^/\\\s\"':,;]{1,64}", r"\1[user]"),
     )
 )
-
-
-_BLOCK = re.compile(
-    rf"(\s{{0,200}})(?:- )?[\"']?[\w.-]{{0,60}}{_SECRET}{_REST}[\"']?\s{{0,3}}[=:]\s{{0,3}}(?:[>|][+-]?\d?|[\[{{])?\s{{0,20}}(?:#.*)?",
-    re.IGNORECASE,
-)
-
-
-def _without_blocks(text: str) -> str:
-    """Remove the lines below a secret name that has no value in its own line: YAML's blocks and lists, indented JSON."""
-    lines, secret_indent = [], -1
-    for line in text.split("\n"):
-        content = line.lstrip(" \t")
-        indent = len(line) - len(content)
-        is_inside = indent > secret_indent or (indent == secret_indent and content.startswith("- "))
-        if secret_indent >= 0 and content.strip() and is_inside:
-            line = line[:indent] + REMOVED
-        elif content.strip() or secret_indent < 0:
-            found = _BLOCK.fullmatch(line.rstrip("\r")) if len(line) < 500 else None
-            secret_indent = indent if found else -1
-        lines.append(line)
-    return "\n".join(lines)
 
 
 class Redaction:
@@ -119,24 +136,160 @@ class Redaction:
     """
 
     def __init__(self, environment: Mapping[str, str], *, home: str = "", user: str = "") -> None:
-        names = (name for name in environment if SECRET_NAME.search(name) and name not in FOLDERS)
-        values = {environment[name] for name in names if len(environment[name]) >= SHORTEST}
+        values = {v for k, v in environment.items() if _is_secret_variable(k, v)}
+        # JSON and URLs store another spelling of some characters
+        values |= {form for v in values for form in (json.dumps(v)[1:-1], quote(v, safe=""))}
         words = [re.escape(value) for value in sorted(values, key=len, reverse=True)]
         self._values = re.compile("|".join(words)) if words else None
         home = home.rstrip("/\\")
-        # not a part of a longer name, and not the user of mysql://root:@host
-        whole = rf"(?<!:/){re.escape(home)}(?![\w.-])(?!:[^\s/]{{0,256}}@)"
-        self._home = re.compile(whole) if Path(home) != Path(home).parent else None
+        self._home: re.Pattern[str] | None = None
+        if home and Path(home) != Path(home).parent:  # a part of a longer path, or of "//root:@host", stays
+            self._home = re.compile(rf"(?<![\w.~-])(?<![^/]/)(?<!^/){re.escape(home)}(?![\w-]|\.\w)")
+        self._short = lru_cache(4096)(self._text)  # rows of JSON repeat their names
         alone = len(user) >= 3 and user != "root"
         self._user = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])") if alone else None
 
-    def __call__(self, text: str) -> str:
-        """Return ``text`` without secrets."""
+    def __call__(self, text: str, *, is_yaml: bool = False) -> str:
+        """Return ``text`` without secrets. JSON, as a whole or as lines of the text, stays JSON."""
+        if is_yaml:
+            text = _without_yaml_secrets(text)
+        whole = self._json(text)
+        if whole is not None:
+            return whole
+        result: list[str] = []
+        others: list[str] = []  # neighbours that are not JSON: some rules read several lines
+        for line in text.splitlines(keepends=True):
+            cleaned = self._json(line) if line.startswith("{") else None
+            if cleaned is None:
+                others.append(line)
+            else:
+                result += [self._text("".join(others)), cleaned]
+                others = []
+        return "".join([*result, self._text("".join(others))])
+
+    def _json(self, text: str) -> str | None:
+        """Return the JSON ``text`` without secrets; None if it is not an object or a list."""
+        if not text.lstrip().startswith(("{", "[")):
+            return None
+        try:
+            value = json.loads(text)
+            cleaned = self._clean(value, "")
+            if cleaned == value:
+                return text
+            stripped = text.strip()
+            end = text[len(text.rstrip()) :]
+            return json.dumps(cleaned, indent=2 if "\n" in stripped else None) + end
+        except (ValueError, RecursionError):
+            return None
+
+    def _clean(self, value: Any, name: str) -> Any:
+        """Return a JSON value without secrets; everything below a secret name is one."""
+        inherited = name if SECRET_NAME.search(name) else ""
+        if isinstance(value, dict):
+            return {self._short(key): self._clean(inner, inherited or key) for key, inner in value.items()}
+        if isinstance(value, list):
+            before = ["", *(str(inner)[:200] if isinstance(inner, str) else "" for inner in value)]
+            return [
+                REMOVED
+                if isinstance(inner, str) and _OPTION.fullmatch(option) and not inner.startswith("-")
+                else self._clean(inner, inherited)
+                for option, inner in zip(before, value, strict=False)
+            ]
+        if value is None or isinstance(value, bool):
+            return value
+        if _names_secret(name, str(value)):
+            return REMOVED
+        return (
+            value
+            if not isinstance(value, str)
+            else self._short(value)
+            if len(value) < 200
+            else self._text(value)
+        )
+
+    def _text(self, text: str) -> str:
         if self._values is not None:
             text = self._values.sub(REMOVED, text)
         if self._home is not None:
             text = self._home.sub("~", text)
-        text = _without_blocks(text)
+        text = "".join(_without_blocks(text))
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
         return self._user.sub("[user]", text) if self._user is not None else text
+
+
+def _is_secret_variable(name: str, value: str) -> bool:
+    """Return whether a variable of the environment holds a secret that a log may repeat."""
+    if name in ("PWD", "OLDPWD") or value.lower() in ("true", "false", "none", "null"):
+        return False
+    if _TELLING_NAME.search(name):
+        return len(value) >= SHORTEST
+    return len(value) >= SHORTEST_OF_KEYS and any(map(_SECRET_PART.fullmatch, _PART.findall(name)))
+
+
+def _names_secret(name: str, value: str) -> bool:
+    """Return whether ``name: value`` is a secret: under some names, numbers are not."""
+    found = SECRET_NAME.search(f"{name}: {value[:40]}")
+    return found is not None and found.end() <= len(name)
+
+
+def _without_blocks(text: str) -> Iterator[str]:
+    """Yield the lines of ``text``; replace those that YAML counts to the value of a secret key on a line above."""
+    if "\n" not in text:
+        yield text
+        return
+    column, has_items, is_first = -1, False, True
+    at = end = 0
+    for line in text.splitlines(keepends=True):
+        at, end = end, end + len(line)
+        content = line.lstrip(" \t")
+        indent = len(line) - len(content)
+        if column >= 0 and content.strip():
+            if indent > column or (has_items and indent == column and content.startswith("- ")):
+                if is_first:
+                    yield f"{line[:indent]}{REMOVED}\n"
+                is_first = False
+                continue
+            column = -1
+        if column < 0 and SECRET_NAME.search(line[:200]) and (key := _KEY_LINE.match(text, at)):
+            name = SECRET_NAME.search(text, at, key.end("end") + 64)  # and what follows: is it a number?
+            if name is not None and name.end() <= key.end("end"):
+                column, has_items, is_first = len(key[1]), not key["value"].strip(), True
+        yield line
+
+
+def _without_yaml_secrets(text: str) -> str:
+    """Return YAML without the values below secret names; unchanged if it is not valid or too long."""
+    import yaml
+
+    if len(text) > MOST_YAML:
+        return text
+    spans: list[tuple[int, int]] = []
+    seen: set[tuple[int, bool]] = set()
+
+    def visit(node: yaml.Node, name: str) -> None:
+        inherited = name if SECRET_NAME.search(name) else ""
+        if (id(node), bool(inherited)) in seen:  # an alias
+            return
+        seen.add((id(node), bool(inherited)))
+        if isinstance(node, yaml.MappingNode):
+            for key, inner in node.value:
+                visit(inner, inherited or str(key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for inner in node.value:
+                visit(inner, inherited)
+        elif node.value and node.tag[-4:] not in ("bool", "null") and _names_secret(name, node.value):
+            spans.append((node.start_mark.index, node.end_mark.index))
+
+    try:
+        for document in list(
+            yaml.compose_all(text, Loader=yaml.SafeLoader)
+        ):  # a list: ``seen`` needs living nodes
+            if document is not None:
+                visit(document, "")
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return text
+    for start, end in sorted(set(spans), reverse=True):
+        value = text[start:end]
+        text = f'{text[:start]}"{REMOVED}"' + value[len(value.rstrip()) :] + text[end:]
+    return text

@@ -40,8 +40,8 @@ run/                  of the run folder that --log names: configuration, results
 
 yolofleet removed what it recognises as a secret: values with names such as token, key or password, also where the text
 of a log repeats such a variable, well-known formats of keys, user data and queries of URLs, addresses of mail, your user
-name and your home folder. It kept names of hosts, network addresses, class names and other paths. Look at the files
-before you attach the archive.
+name and your home folder. It kept names of hosts, network addresses, class names and other paths. It removed only
+the secrets that it recognises, so read the files before you send the archive.
 """
 
 
@@ -69,7 +69,7 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
         for name, text in texts.items():
             archive.writestr(f"{NAME}/{name}", text)
         for name, text in _run_files(run) if run else ():
-            archive.writestr(f"{NAME}/run/{name}", clean(text))
+            archive.writestr(f"{NAME}/run/{name}", clean(text, is_yaml=name.endswith(".yaml")))
         files = len(archive.namelist())
     names = (Path(f"{NAME}{number if number > 1 else ''}.zip") for number in count(1))
     path = next(name for name in names if not os.path.lexists(name))
