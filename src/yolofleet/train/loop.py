@@ -441,13 +441,9 @@ class TrainingRun:
         """Take steps that changed nothing out of the mean loss of the epoch, and report them."""
         for plan in plans:
             self.tally_images -= plan.images
-            self.tally_own_images -= self._own_images(plan)
+            self.tally_own_images -= sum(len(key.samples) for key in self.splitter.keys(plan))
             if self.precision != "fp16":  # there it is part of the search for a loss scale
                 self.report.left_out(plan, self.config.on_nan)
-
-    def _own_images(self, plan: StepPlan) -> int:
-        """Return the images of a step on this rank."""
-        return sum(len(key.samples) for key in self.splitter.keys(plan))
 
     def _restore_tally(self) -> None:
         stored = self.state.progress
@@ -540,11 +536,10 @@ class TrainingRun:
             self.memory.done(self.state.step)
         self.tally += done.terms * plan.images
         self.tally_images += plan.images
-        self.tally_own_images += self._own_images(plan)
+        own_images = sum(len(key.samples) for key in keys)
+        self.tally_own_images += own_images
         self._leave_out(done.left_out)
-        self.report.step(
-            plan, mine, self.tally, self.tally_images, self._own_images(plan), self.tally_own_images
-        )
+        self.report.step(plan, mine, self.tally, self.tally_images, own_images, self.tally_own_images)
         *asked, any_broken = done.requests
         if any_broken:
             self._share_unreadable(broken)

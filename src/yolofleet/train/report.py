@@ -254,9 +254,8 @@ class TrainReport:
         times, epoch_rate = self.clock.run_so_far(), self.clock.epoch_so_far().rate_img_s
         images, minutes = self._images_left(plan), self.config.minutes
         left_s = self._left_s(plan) or math.nan
-        share = min(
-            plan.end_image / max(plan.end_image + images, 1), 1.0
-        )  # the last step may exceed the last epoch
+        # the last step may have images of one more epoch
+        share = min(plan.end_image / max(plan.end_image + images, 1), 1.0)
         if minutes:
             trained_s = times.elapsed_s - times.seconds["start"]
             left_s, share = max(60 * minutes - trained_s, 0.0), min(trained_s / (60 * minutes), 1.0)

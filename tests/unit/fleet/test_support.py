@@ -353,8 +353,8 @@ def test_no_setting_is_taken_for_a_secret() -> None:
 
 
 def test_the_home_folder_is_replaced_as_a_whole_path() -> None:
-    clean = Redaction({}, home="/root", user="root")
-    text = "/root/x '/root' HOME=/root, file:///root/x. /root"
+    clean = Redaction({}, home="/svc")
+    text = "/svc/x '/svc' HOME=/svc, file:///svc/x. /svc"
     assert clean(text) == "~/x '~' HOME=~, file://~/x. ~"
-    for same in ("/rootfs", "/root-2/x", "/root.old", "/mnt/root/x", "nfs://root/x", "a/root", "//root/x"):
+    for same in ("/svcfs", "/svc-2/x", "/svc.old", "/mnt/svc/x", "nfs://svc/x", "a/svc", "//svc/x"):
         assert clean(same) == same

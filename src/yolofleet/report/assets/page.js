@@ -502,7 +502,7 @@
   function weightsOf(run) {
     const { epoch, "metrics/mAP50-95": accuracy = [] } = run.curves, at = accuracy.findLastIndex(known);
     if (run.verb === "val" || at < 0) return "";
-    if (!run.finished) return "These figures are from an earlier end of this run, not from its last epochs.";
+    if (!run.finished) return "These figures are from an earlier validation of this run, which may not be its last one.";
     const last = at === epoch.length - 1, best = run.best.epoch === epoch[at];
     return `These figures belong to the averaged weights after epoch ${epoch[at]}, the last validation${last ? " (weights/last.safetensors)" : ""}. weights/best.safetensors is of ${best ? "the same epoch" : `epoch ${run.best.epoch}`}.`;
   }
