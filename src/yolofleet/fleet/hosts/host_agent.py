@@ -271,7 +271,10 @@ class HostAgent:
             self.job = self.job or JobHere.of(job)
             self.job.warm_up(job)
             self.warming = number
-        except (OSError, YolofleetError) as problem:  # such as a full disk: the launcher can use the host later
+        except (
+            OSError,
+            YolofleetError,
+        ) as problem:  # such as a full disk: the launcher can use the host later
             self.send(type="reply", id=number, error=_words(problem))
 
     def _save_state(self, number: int) -> None:
