@@ -18,12 +18,13 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.darknet_cfg import parse_cfg, preset
 from yolofleet.models.description import ModelDescription, describe, description_from_dict
 from yolofleet.models.detector import Detector
+from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import StepReport, train_step
+from yolofleet.train.step import NanRule, StepReport, train_step
 
 CLASSES = 3
 # an eighth of the channels: fast
@@ -61,6 +62,8 @@ class SmallRun:
     Attributes:
         progress: fraction of the run, which decides PP-YOLOE's assigner.
         rate: learning rate.
+        skips: steps in a row that are left out if they are not finite.
+        left_out: their numbers.
         pin: whether micro-batches lie in page-locked memory.
         per_pass: micro-batches that pass the network together.
     """
@@ -78,7 +81,29 @@ class SmallRun:
     progress: float = 0.0
     rate: float = 0.01
     step: int = 0
+    skips: int = 0
+    left_out: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+
+    def overflow(self, factor: float) -> None:
+        """Do a step in which the activations of the first convolution are ``factor`` times as large; leave it out.
+
+        With infinity the activations overflow. With 1e25 they are finite and so are the gradients, which are about 0, but
+        the variances of batch normalisation overflow.
+        """
+        self.skips = 1
+        convolution = next(m for m in self.state.model.modules() if isinstance(m, torch.nn.Conv2d))
+        hook = convolution.register_forward_hook(lambda _module, _inputs, out: out * factor)
+        try:
+            self.do()
+        finally:
+            hook.remove()
+
+    def leave_out(self) -> None:
+        """Count a step that is left out, without computing it."""
+        self.state.average.updates += 1  # the average counts it
+        self.step += 1
+        self.state.step = self.step
 
     def micro_batches(self, step: int) -> list[list[MicroBatch]]:
         """The passes of a step for each device; the images are the same whatever the devices are."""
@@ -115,7 +140,9 @@ class SmallRun:
                 precision=self.precision,
                 clip_norm=self.recipe.clip_norm,
                 requests=(0, 0),
+                nan_rule=NanRule(self.skips),
             )
+            self.left_out += [plan.step for plan in report.left_out]
             self.step += 1
         return report
 
@@ -136,11 +163,13 @@ def small_run(
     img: int = 64,
     pin: bool = False,
     per_pass: int = 1,
+    sync_bn: bool = False,
     network: Detector | None = None,
 ) -> SmallRun:
     """Build a run.
 
     Args:
+        sync_bn: with the layers of ``--sync-bn``, among one rank.
         network: instead of a new one with the weights of seed 0; it is already on the first device.
     """
     torch.manual_seed(0)
@@ -155,7 +184,9 @@ def small_run(
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net.train()
     world = World.single(places[0])
-    replicas = Replicas.build(net, places, world, reduce="exact" if exact else "fast", synced=False)
+    if sync_bn:
+        with_sync_batchnorm(net, world)
+    replicas = Replicas.build(net, places, world, reduce="exact" if exact else "fast", synced=sync_bn)
     if per_pass > 1:
         replicas.pass_together(per_pass, micro_batch)
     state = TrainState.build(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from miniature import Accelerator
@@ -90,6 +92,38 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run.do(2)
     assert all(t.isfinite().all() for t in run.tensors().values())
     assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
+
+
+@pytest.mark.parametrize("goes_on", ["skip", "rollback"])
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (ZERO, {"model": "yolov5n", "per_pass": 2}),
+        (ZERO, {"exact": True, "per_pass": 2}),
+        (ZERO, {"sync_bn": True}),
+        (BOTH, {"exact": True}),
+        (ZERO, PPYOLOE),
+    ],
+    ids=["passes-of-two", "exact", "sync-bn", "two-devices", "ppyoloe"],
+)
+def test_an_overflow_in_the_forward_pass_leaves_no_trace_in_later_steps(
+    devices: tuple[str, ...], settings: dict, goes_on: str
+):
+    settings = {"devices": devices, "images": 4, "pin": True, **settings}
+    run, other = small_run(**settings), small_run(**settings)
+    for one in (run, other):
+        one.do()
+    saved = run.state.snapshot({})
+    run.overflow(math.inf)
+    if goes_on == "rollback":
+        run.state.restore(saved)
+        run.step = other.step
+    else:
+        other.leave_out()
+    for one in (run, other):
+        one.do(2)
+    run.state.check_finite()
+    assert_equal(run, other)
 
 
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):

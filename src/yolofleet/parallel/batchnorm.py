@@ -24,7 +24,8 @@ class RunningStatistics:
     """Running mean and variance of all training-mode BatchNorm2d layers of a model, as one flat tensor.
 
     The layers get momentum 1, so that a forward pass leaves the micro-batch's statistics in their buffers (variance
-    unbiased, n / (n - 1), as in torch). ``running`` holds the statistics for inference.
+    unbiased, n / (n - 1), as in torch). ``running`` holds the statistics for inference. Call :meth:`begin_pass`
+    before each forward pass, and :meth:`collect` after it.
 
     Args:
         counts_here: this rank adds its statistics. With synchronised layers all ranks have equal statistics, and only
@@ -72,6 +73,14 @@ class RunningStatistics:
             layer.rows = [(row[at : at + c], row[at + c : at + 2 * c]) for row in self._batch]
             layer.running_mean, layer.running_var = layer.rows[0]
             at += 2 * c
+
+    def begin_pass(self) -> None:
+        """Zero the buffers before a forward pass in training.
+
+        torch computes (1 - momentum) * old + momentum * new also for momentum 1, and 0 * NaN is NaN. So an overflow in
+        one pass would stay in the buffers and reach the statistics of every later step.
+        """
+        self._batch.zero_()
 
     def collect(self, total: Tensor, ordinal: int, micro_batches: int, images: int) -> None:
         """Add the shares of the micro-batches of a pass to ``total``. Call after its forward pass.

@@ -40,8 +40,12 @@ class ReductionFormat(Protocol):
     def message(self) -> Tensor:
         """Return the tensor to sum over ranks in place. Called once in a step."""
 
-    def write_back(self) -> None:
-        """Convert the message, which holds the sum over ranks, into the buffer."""
+    def write_back(self, poison: Tensor) -> None:
+        """Convert the message, which holds the sum over ranks, into the buffer.
+
+        Args:
+            poison: 0, or NaN in a step to leave out; a format that learns from the values must not learn from its.
+        """
 
     def copy_grid(self, leader: Any) -> None:
         """Use the grid of the format of the same buffer on another device."""
@@ -65,7 +69,7 @@ class FloatFormat:
     def message(self) -> Tensor:
         return self.flat
 
-    def write_back(self) -> None:
+    def write_back(self, poison: Tensor) -> None:
         pass
 
     def copy_grid(self, leader: Any) -> None:
@@ -83,7 +87,7 @@ class HalfFormat(FloatFormat):
         self._rounded = self.flat.to(torch.bfloat16)
         return self._rounded
 
-    def write_back(self) -> None:
+    def write_back(self, poison: Tensor) -> None:
         self.flat.copy_(self._rounded)
 
 
@@ -149,6 +153,7 @@ class GradientBuckets:
         self.statistics = torch.zeros(statistics, dtype=torch.float32, device=device)
         self.statistics_format: ReductionFormat = FloatFormat(self.statistics)
         self._statistics_work: Any = None
+        self._poison = torch.zeros((), device=device)  # NaN if a statistic of this step is not finite
         self._launched = 0
         self._is_reducing = False
         for bucket in self.buckets:
@@ -220,19 +225,22 @@ class GradientBuckets:
             bucket.pending = 0
         self._launch_full()
         self.world.wait(self._statistics_work)
-        self.statistics_format.write_back()
+        self.statistics_format.write_back(self.statistics.new_zeros(()))
+        # A variance above float32's range makes the outputs of its layer, and so the gradients, about 0: they would not
+        # show it.
+        self._poison = 0.0 * self.statistics.sum()  # 0 * infinity is NaN
         for bucket in self.buckets:
             self.world.wait(bucket.work)
-            bucket.format.write_back()
+            bucket.format.write_back(self._poison)
             bucket.show()
         self._is_reducing = False
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, a float32 scalar on the device."""
+        """Return the 2-norm of all gradients, a float32 scalar on the device; NaN if a batch-norm statistic is not finite."""
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(b.flat) for b in self.buckets])
         )
-        return norm
+        return norm + self._poison
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiply all gradients in place."""

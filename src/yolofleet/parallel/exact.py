@@ -77,8 +77,8 @@ class IntegerFormat:
     def message(self) -> Tensor:
         return self._total
 
-    def write_back(self) -> None:
-        nan_or_zero = torch.where(self._total[-1] > 0, math.nan, 0.0)
+    def write_back(self, poison: Tensor) -> None:
+        nan_or_zero = torch.where(self._total[-1] > 0, math.nan, poison)
         self.flat.copy_(self._total[:-1]).div_(self._scale).add_(nan_or_zero)
         if self.fixed_bits is None:
             self._choose_scales()

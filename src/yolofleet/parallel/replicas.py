@@ -62,7 +62,8 @@ class Replica:
         return cls(device, model, statistics, buckets)
 
     def forward(self, images: Tensor) -> Any:
-        """Return the raw predictions of a pass in training."""
+        """Return the raw predictions of a pass in training; its batch-norm statistics replace those of the last one."""
+        self.statistics.begin_pass()
         # compiling every other number of images, such as the rest of a step, would take minutes
         if self.compiled is not None and len(images) == self.compiled_images:
             return self.compiled(images)
