@@ -51,13 +51,17 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def yolofleet(
-    folder: Path, *args: str | Path, code: int | None = 0, deadline_s: float = DEADLINE_S
+    folder: Path,
+    *args: str | Path,
+    code: int | None = 0,
+    deadline_s: float = DEADLINE_S,
+    variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run to the end in ``folder``; asserts the exit code unless it is None."""
+    """Run to the end in ``folder``, with more environment variables; asserts the exit code unless it is None."""
     done = subprocess.run(
         [sys.executable, "-m", "yolofleet", *map(str, args)],
         cwd=folder,
-        env=environment(folder),
+        env=environment(folder) | dict(variables or {}),
         capture_output=True,
         text=True,
         timeout=deadline_s,

@@ -91,6 +91,13 @@ class NumericsError(YolofleetError):
     usual_hint = "a lower learning rate (--set lr0=...), or --precision fp32"
 
 
+class NonFiniteError(CheckpointError):
+    """A weights or checkpoint file has NaN or infinity."""
+
+    exit_code = NumericsError.exit_code
+    usual_hint = "the training diverged, or the file is damaged; use other weights"
+
+
 class Stopped(YolofleetError):
     """The run got a stop request; its state is saved and ``--resume`` continues it.
 

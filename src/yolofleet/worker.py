@@ -35,6 +35,7 @@ from yolofleet.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    NumericsError,
     Stopped,
     StorageError,
     YolofleetError,
@@ -196,11 +197,17 @@ def main(argv: list[str]) -> int:
     def on_stall(error: YolofleetError) -> None:
         write_failure(error.render(), error.exit_code, of_all=True, secondary=isinstance(error, PeerFailed))
 
+    def is_secondary(problem: BaseException) -> bool:
+        # The end of another rank usually causes a ClusterError. All ranks raise the same NumericsError, and rank 0 has
+        # waited for the state that it was writing, which its message names.
+        return isinstance(problem, ClusterError) or (rank > 0 and isinstance(problem, NumericsError))
+
     def on_failure(problem: BaseException) -> int:
         if isinstance(problem, YolofleetError):
-            is_secondary = isinstance(problem, ClusterError)  # usually the end of another rank caused it
             leaves = isinstance(problem, Stopped) and problem.machine_goes
-            return write_failure(problem.render(), problem.exit_code, secondary=is_secondary, leaves=leaves)
+            return write_failure(
+                problem.render(), problem.exit_code, secondary=is_secondary(problem), leaves=leaves
+            )
         if isinstance(problem, KeyboardInterrupt):
             return write_failure("interrupted", 128 + signal.SIGINT)
         text = "".join(traceback.format_exception(problem))
@@ -214,7 +221,7 @@ def main(argv: list[str]) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as problem:
         code = on_failure(problem)
-        if isinstance(problem, ClusterError):
+        if is_secondary(problem):
             # torchrun's agent looks every 0.1 s and reports one of the processes that have ended since. A rank that lost
             # another one must end later than that one, or the report hides the cause.
             time.sleep(AFTER_CAUSE_S)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import commands
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from commands import Outcome, environment, family, started
@@ -529,6 +530,17 @@ def test_a_malicious_pickle_is_named_and_not_run(refused, here, verb):
 def test_files_that_are_no_weights(refused, here, name, content, says):
     (here / name).write_bytes(content)
     refused(*train("set", "--weights", name), code=3, says=[name, says])
+
+
+def test_weights_that_are_not_finite(refused, here, world):
+    tensors = safetensors.torch.load_file(world / "run" / "weights" / "last.safetensors")
+    tensors["model.0.bn.running_var"][0] = float("nan")
+    torch.save(tensors, here / "nan.pt")
+    says = ["NonFiniteError: nan.pt: model.0.bn.running_var is not finite"]
+    refused(*train("set", "--weights", "nan.pt"), code=5, says=says)
+    common = ("--weights", "nan.pt", "--cfg", world / "tiny.yaml", "--device", "cpu")
+    refused("val", *common, "--data", "set", code=5, says=says)
+    refused("predict", *common, "--source", "set/images/val", code=5, says=says)
 
 
 def test_weights_that_are_not_there(refused):

@@ -21,6 +21,7 @@ from yolofleet.checkpoint.format import write_tensors
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli.app import WEIGHTS, run
+from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import DarknetDescription, read_cfg
 from yolofleet.models.description import describe
@@ -243,9 +244,12 @@ def test_a_flipped_bit_is_found(weights, ours, tmp_path):
 def test_values_that_are_not_finite_are_found(weights, tmp_path):
     bad = weights_of("yolov5n")
     bad.tensors["model.0.conv.weight"][0, 0, 0, 0] = float("nan")
-    write_weights(tmp_path / "x.safetensors", bad)
-    done = weights("verify", "x.safetensors")
-    assert done.code == 3 and "model.0.conv.weight is not finite" in done.err
+    with pytest.raises(NumericsError, match=r"x\.safetensors has NaN or infinity in model\.0\.conv\.weight"):
+        write_weights(tmp_path / "x.safetensors", bad)
+    assert not list(tmp_path.glob("*x.safetensors*"))
+    torch.save(bad.tensors, tmp_path / "x.pt")
+    done = weights("verify", "x.pt")
+    assert done.code == 3 and "model.0.conv.weight is not finite" in done.out
 
 
 def test_a_file_of_a_published_name_must_be_that_file(weights, ours, tmp_path):

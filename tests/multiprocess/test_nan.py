@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from commands import events_of, results, train_args, yolofleet
+from safetensors.torch import load_file
+
+from yolofleet.checkpoint.format import non_finite
 
 # With these gains the squares of a few steps' gradients exceed float32, so that their norm is infinite.
 EDGE = [argument for term in ("box", "obj", "cls") for argument in ("--set", f"{term}=2.2e16")]
@@ -33,6 +36,81 @@ def test_steps_are_left_out_alike_by_one_and_two_processes(folder: Path, data: P
         losses = [row["train/box_loss"] for row in csv.DictReader(file)]
     assert len(losses) == 6, "empty for an epoch without any other step"
     assert any(losses) and all(math.isfinite(float(loss)) and float(loss) > 0 for loss in losses if loss)
+
+
+FAULTY = """
+import os
+import torch
+from yolofleet import Callback
+
+class Faulty(Callback):
+    \"\"\"After N steps, FAULT=overflow:N makes an activation of the next step infinite, and FAULT=weight:N a weight.\"\"\"
+
+    changes_training = True
+
+    def start(self, run):
+        self.state, self.hook = run.state, None
+
+    def step(self, step):
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        kind, _, steps = os.environ.get("FAULT", "").partition(":")
+        if not kind or self.state.step != int(steps):
+            return
+        if kind == "weight":
+            with torch.no_grad():
+                next(self.state.model.parameters())[0, 0, 0, 0] = float("inf")
+        else:
+            first = next(m for m in self.state.model.modules() if isinstance(m, torch.nn.Conv2d))
+            self.hook = first.register_forward_hook(lambda module, inputs, out: out * float("inf"))
+"""
+
+
+def faulty(folder: Path, fault: str, *args: str | Path, code: int = 0) -> str:
+    """Train with FAULTY in the folder; return what the command printed."""
+    (folder / "faulty.py").write_text(FAULTY)
+    args = (*args, "--callbacks", "faulty.py:Faulty")
+    done = yolofleet(folder, *args, code=code, variables={"FAULT": fault})
+    return done.out + done.err
+
+
+def bad_tensors(run: Path) -> list[str]:
+    """The tensors with NaN or infinity in all states and weights of a run."""
+    files = [*run.glob("checkpoints/*.safetensors"), *run.glob("weights/*.safetensors")]
+    assert files
+    return [f"{file.name}: {name}" for file in files for name in non_finite(load_file(file))]
+
+
+@pytest.mark.parametrize("rule", ["skip:1", pytest.param("rollback", marks=pytest.mark.slow)])
+def test_files_written_after_an_overflow_in_an_activation_are_finite(
+    folder: Path, data: Path, rule: str
+) -> None:
+    name = f"overflow {rule[:4]}"
+    args = train_args(data, "--device", "cpu:2", "--save-steps", "1", "--name", name, "--on-nan", rule)
+    said = faulty(folder, "overflow:2", *args)
+    assert "the gradient of step 2 is not finite" in said
+    run = folder / "runs/train" / name
+    assert results(run)["steps"] == 5 and not bad_tensors(run)
+
+
+def test_a_state_that_is_not_finite_is_not_written_and_the_run_goes_on_from_the_one_before(
+    folder: Path, data: Path
+) -> None:
+    run = folder / "runs/train/weight"
+    args = train_args(
+        data, "--device", "cpu:2", "--save-steps", "1", "--name", "weight", "--on-nan", "skip:9"
+    )
+    said = faulty(folder, "weight:2", *args, code=5)
+    assert (
+        "NumericsError: the training state after step 2 has NaN or infinity in model/model.0.conv.weight"
+        in said
+    )
+    assert "yolofleet train --resume" in said and "step-00000001.safetensors" in said
+    assert [path.name for path in run.glob("checkpoints/*")] == ["step-00000001.safetensors"]
+    assert not bad_tensors(run) and not list(run.glob("weights/*"))
+    faulty(folder, "", "train", "--resume", run)
+    assert results(run)["steps"] == 5 and not bad_tensors(run)
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
 from yolofleet.checkpoint.format import DIGEST, read_tensors
 from yolofleet.checkpoint.paddle import read_arrays
@@ -132,15 +130,6 @@ def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, 
     same = next((e for e in known_weights() if e.item.digest == f"sha256:{sha256}"), None)
     called = next((e for e in known_weights() if e.item.name == path.name and e.item.digest), None)
     return same, called, sha256
-
-
-def non_finite(path: Path, found: Contents) -> list[str]:
-    """Return the names of tensors of weights or of a training state with values that are not finite."""
-    if found.weights is not None:
-        tensors = found.weights.tensors
-    else:
-        tensors = read_tensors(path)[0] if found.kind == STATE else {}
-    return [name for name, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]
 
 
 # -- unusable files --------------------------------------------------------------------------------------------

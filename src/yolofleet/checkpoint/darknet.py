@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
-from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
@@ -185,10 +185,7 @@ def _tensor(file: BinaryIO, shape: tuple[int, ...], name: str, source: str) -> T
         )
     values = np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)
     if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"{source}: {name} is not finite",
-            hint="the training diverged, or the file is damaged; use other weights",
-        )
+        raise NonFiniteError(f"{source}: {name} is not finite")
     if name.endswith("running_var") and values.min() < 0:
         raise CheckpointError(
             f"{source}: the variance {name} has negative values",

@@ -1,7 +1,7 @@
 """Full training states on disk.
 
 A restart tries, in this order:
-  1. the newest ``checkpoints/step-*.safetensors`` whose digest is right;
+  1. the newest ``checkpoints/step-*.safetensors`` whose digest is right and whose values are finite;
   2. the next older one, and so on; it prints which files it skips and why;
   3. if none is complete: an error that names all of them. No file is deleted.
 
@@ -24,9 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.errors import CheckpointError
+from yolofleet.checkpoint.format import non_finite, read_tensors, write_tensors
+from yolofleet.errors import CheckpointError, NonFiniteError
 from yolofleet.files.atomic import storage_error
+from yolofleet.text import screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
 NAME = re.compile(r"step-(\d+)\.safetensors")
@@ -208,7 +209,7 @@ def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: s
     """Return the state from the result of ``read_tensors``.
 
     Raises:
-        CheckpointError: it is not a full state.
+        CheckpointError: it is not a full state, or (NonFiniteError) has NaN or infinity.
     """
     tensors, header = content
     if "state" not in header or "step" not in header:
@@ -221,4 +222,6 @@ def decode_snapshot(content: tuple[dict[str, Tensor], dict[str, Any]], origin: s
         raise CheckpointError(
             f"{origin} is not a complete training state: its step number or its values are missing"
         )
+    if bad := non_finite(tensors):  # an earlier version wrote it
+        raise NonFiniteError(f"{origin} has NaN or infinity in {screen_line(bad[0])}")
     return Snapshot(step, tensors, values)

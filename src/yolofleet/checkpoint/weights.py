@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import write_tensors
+from yolofleet.checkpoint.format import non_finite, write_tensors
 from yolofleet.checkpoint.pickles import StoredTensor
-from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.families import outline
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
@@ -137,7 +137,7 @@ def write_weights(path: Path, weights: Weights) -> str:
     """Write weights atomically; return the SHA-256 in the header.
 
     Raises:
-        StorageError: the file cannot be written; ``path`` is unchanged.
+        NumericsError: a tensor has NaN or infinity. StorageError: the file cannot be written. ``path`` is unchanged.
     """
     tensors = {name: as_fp32(t.detach()) for name, t in weights.tensors.items()}
     return write_tensors(path, tensors, {HEADER: weights.header.to_dict()})
@@ -235,18 +235,16 @@ def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise on values that no training gives, because they would make every prediction wrong without an error.
 
     Raises:
-        CheckpointError: a tensor has values that are not finite or not real numbers, or is a negative variance.
+        NonFiniteError: a tensor has NaN or infinity.
+        CheckpointError: a tensor has values that are not real numbers, or is a negative variance.
     """
     for name, t in tensors.items():
         if name.endswith(UNCOUNTED):
             continue
         if not t.is_floating_point():
             raise CheckpointError(f"{source}: {screen_line(name)} has {t.dtype}, expected real numbers")
-        if not torch.isfinite(t).all():
-            raise CheckpointError(
-                f"{source}: {screen_line(name)} is not finite",
-                hint="the training diverged; use other weights",
-            )
+        if non_finite({name: t}):
+            raise NonFiniteError(f"{source}: {screen_line(name)} is not finite")
         if name.endswith("running_var") and t.numel() and t.min() < 0:
             raise CheckpointError(
                 f"{source}: the variance {screen_line(name)} has negative values",

@@ -70,7 +70,8 @@ def _facts(found: Contents) -> dict[str, Any]:
 def verify(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
     from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.contents import OURS, STATE, contents, non_finite, published_as
+    from yolofleet.checkpoint.contents import OURS, STATE, contents, published_as
+    from yolofleet.checkpoint.format import non_finite, read_tensors
 
     path = resolve_weights(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
@@ -91,7 +92,7 @@ def verify(file: str, cfg: str, json_out: str) -> int:
     elif found.kind != STATE and found.problem is not None:
         checks.append(("fits", False, f"{found.problem.what}; {found.problem.hint}"))
     if found.weights is not None or found.kind == STATE:
-        bad = non_finite(path, found)
+        bad = non_finite(found.weights.tensors if found.weights is not None else read_tensors(path)[0])
         detail = f"not finite: {', '.join(bad[:3])}" if bad else f"{found.values:,} values"
         checks.append(("finite", not bad, detail))
     is_good = all(whether for _, whether, _ in checks)

@@ -315,7 +315,11 @@ class TrainingRun:
                         self._train_steps(stop)
                         break
                     except NumericsError as problem:
-                        self._roll_back(problem)
+                        try:
+                            self._roll_back(problem)
+                        except NumericsError:
+                            self._name_last_state(problem)
+                            raise
             if self.config.minutes and not self.state.progress.last_step:
                 self.report.console.note(f"the run ended before --minutes {self.config.minutes:g} were over")
             with self.report.saving(CHECKPOINT, is_last=True):
@@ -429,21 +433,36 @@ class TrainingRun:
         self._restore_end()
         self._open_loader()
 
+    def _name_last_state(self, problem: NumericsError) -> None:
+        """Add to the hint of ``problem`` from which state the run can be resumed; all states on the disk are finite."""
+        self.store.finish_writing()
+        try:
+            path, _ = self.store.newest()
+        except CheckpointError:
+            if self.report.is_writer:
+                problem.hint = f"{problem.hint}; this run has saved no state yet"
+        else:
+            problem.hint = f"{problem.hint}; {self.report.folder.resume_command} continues from the last finite state, {path}"
+
     @property
     def nan_rule(self) -> NanRule:
         return NanRule.parse(self.config.on_nan)
 
     def _watch_numerics(self) -> None:
-        """Read all norms, before a validation or a save; raises as ``watch_numerics``."""
+        """Read all norms and check the state, before a validation or a save.
+
+        Raises:
+            NumericsError: see ``watch_numerics``; or a weight, average, statistic or slot of the optimizer is not finite.
+        """
         self._leave_out(watch_numerics(self.state, self.precision, self.nan_rule))
+        self.state.check_finite()
 
     def _leave_out(self, plans: Sequence[StepPlan]) -> None:
         """Take steps that changed nothing out of the mean loss of the epoch, and report them."""
         for plan in plans:
             self.tally_images -= plan.images
             self.tally_own_images -= sum(len(key.samples) for key in self.splitter.keys(plan))
-            if self.precision != "fp16":  # there it is part of the search for a loss scale
-                self.report.left_out(plan, self.config.on_nan)
+            self.report.left_out(plan, self.config.on_nan, is_search=self.precision == "fp16")
 
     def _restore_tally(self) -> None:
         stored = self.state.progress

@@ -108,6 +108,7 @@ class TrainReport:
         self._row: dict[str, float] = {}  # of the last epoch
         self._ends_at_s = 0.0  # predicted; 0 = not yet
         self._pictured = 0  # steps
+        self._overflows = 0  # steps of this epoch that fp16 has left out
         self._validations = 0
 
     def begin(
@@ -278,10 +279,16 @@ class TrainReport:
         if self.world.is_main:
             self.events.write("unreadable", why=why, count=count)
 
-    def left_out(self, plan: StepPlan, rule: str) -> None:
-        """Report a step that changed nothing, because its gradient was not finite."""
-        self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")
+    def left_out(self, plan: StepPlan, rule: str, *, is_search: bool = False) -> None:
+        """Report a step that changed nothing, because its gradient was not finite.
+
+        Args:
+            is_search: it is part of fp16's search for a loss scale; the console shows their number after each epoch.
+        """
         self.events.write("left_out", step=plan.step, images=plan.images)
+        self._overflows += is_search
+        if not is_search:
+            self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")
 
     def ends_in_time(self, step: int, last_step: int) -> None:
         """Report after ``step`` steps that ``--minutes`` has decided the last step."""
@@ -406,6 +413,9 @@ class TrainReport:
             self._tell_validation(epoch, evaluation)
         if self.status is not None:
             self._note_progress(self.status, plan)
+        if self._overflows:
+            self.console.note(f"fp16: {self._overflows} steps were left out, because a gradient overflowed")
+            self._overflows = 0
         if self._ends_at_s:
             self._tell_end(plan)
         self._open_epoch(epoch + 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yolofleet.checkpoint.format import check_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.checks import is_schedule_free
 from yolofleet.config.schema import Recipe
@@ -122,6 +123,14 @@ class TrainState:
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{name}/{slot}"] = value
         return tensors
+
+    def check_finite(self) -> None:
+        """Raise if a tensor of the state is not finite. Every rank decides the same.
+
+        Raises:
+            NumericsError: names the tensor.
+        """
+        check_finite(self._live(), f"the training state after step {self.step}")
 
     def all_tensors(self) -> list[Tensor]:
         """Return the live tensors that must be equal on every rank, in the same order on every rank."""

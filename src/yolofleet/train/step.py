@@ -242,7 +242,7 @@ def watch_numerics(
             error = NumericsError(
                 f"the gradient of step {plan.step} is not finite (NaN or infinity){in_a_row}",
                 hint="lower lr0 (--set lr0=0.005), use --precision fp32, or check the labels "
-                "(yolofleet data check); --resume continues from the last checkpoint",
+                "(yolofleet data check)",
             )
             error.first_image = plan.first_image
             raise error

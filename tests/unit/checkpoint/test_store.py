@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from yolofleet.checkpoint import format as file_format
 from yolofleet.checkpoint.format import read_tensors, write_tensors
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot, set_aside
-from yolofleet.errors import CheckpointError, StorageError
+from yolofleet.errors import CheckpointError, NonFiniteError, NumericsError, StorageError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b/c": torch.tensor(7)}
 
@@ -88,6 +89,39 @@ def test_restart_falls_back_to_the_newest_whole_state_and_says_so(tmp_path: Path
     found = load_snapshot(path)
     assert found.step == 15 and found.values["images_seen"] == 120
     assert len(passed_over) == 1 and "step-00000020" in passed_over[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
+    bad = {
+        "a": torch.ones(3),
+        "b": torch.tensor([[1.0, value]]).half(),
+        "c": torch.tensor(value),
+        "d": torch.zeros(0),
+    }
+    with pytest.raises(NumericsError, match=r"t\.safetensors has NaN or infinity in b and 1 more tensors"):
+        write_tensors(tmp_path / "t.safetensors", bad, {})
+    assert not list(tmp_path.iterdir())
+    large = {"w": torch.full((3,), 3e38)}  # finite, but their sum is not
+    write_tensors(tmp_path / "t.safetensors", large, {})
+    assert torch.equal(read_tensors(tmp_path / "t.safetensors")[0]["w"], large["w"])
+
+
+def test_a_restart_passes_over_a_state_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(snapshot(1))
+    store.flush()
+    monkeypatch.setattr(file_format, "check_finite", lambda *_: None)  # as in earlier versions
+    store.save(replace(snapshot(2), tensors={"w": torch.full((4,), float("nan"))}))
+    store.flush()
+    assert [e.step for e in store.entries()] == [2, 1]
+    path, passed_over = store.newest()
+    assert load_snapshot(path).step == 1
+    assert len(passed_over) == 1 and "step-00000002.safetensors has NaN or infinity in w" in passed_over[0]
+    with pytest.raises(NonFiniteError):
+        load_snapshot(store.entries()[0].path)
 
 
 def test_without_any_whole_state_all_are_named(tmp_path: Path) -> None:

@@ -265,7 +265,8 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
     if words and not (killed and is_consequence(words[0], asked)):
         first = words[0]
         said = first.message.replace("  from : SIGTERM\n", f"  from : {asked or 'SIGTERM'}\n")
-        if not first.of_all and (len(words) == 1 or any(w.message != first.message for w in words)):
+        causes = {w.message.partition("\n")[0] for w in words}  # rank 0 may have a longer hint
+        if not first.of_all and (len(words) == 1 or len(causes) > 1):
             said += f"\n  on   : rank {first.rank}, host {first.host}"
         announce(said, "")
         return ExitCode.with_text(first.exit_code, said)
