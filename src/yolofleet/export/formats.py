@@ -42,9 +42,9 @@ class Format:
         """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
         return import_module(f"yolofleet.export.{self.name}")
 
-    def path_beside(self, weights: Path, *, int8: bool = False) -> Path:
-        """Return the default path of an export of ``weights``: ``best.onnx``, ``best_int8.onnx``."""
-        return weights.with_name(f"{weights.stem}{'_int8' if int8 else ''}{self.suffix}")
+    def path_beside(self, weights: Path, kind: str = "") -> Path:
+        """Return the default path of an export of ``weights``: ``best.onnx``, or ``best_half.onnx`` for kind ``_half``."""
+        return weights.with_name(f"{weights.stem}{kind}{self.suffix}")
 
 
 FORMATS = {
