@@ -921,7 +921,7 @@ class Recipe(Frozen):
     cutout: Unit = setting(0.0, "probability of a grey square in an image")
     albumentations: tuple[str, ...] = setting(
         (),
-        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (extra: yolofleet[albumentations])",
+        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (needs the package albumentations)",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 from yolofleet.text import did_you_mean, shown
 
 
@@ -139,9 +139,4 @@ def need(format: Format, modules: tuple[str, ...], what: str) -> None:
     """
     absent = missing(modules)
     if absent:
-        raise ConfigError(f"{what} needs {' and '.join(absent)}", hint=install_line(format))
-
-
-def install_line(format: Format) -> str:
-    """Return the command that installs the packages of a format."""
-    return f'{Path(sys.executable).name} -m pip install "yolofleet[{format.name}]"'
+        raise ConfigError(f"{what} needs {' and '.join(absent)}", hint=install_hint(format.name))

@@ -19,7 +19,7 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
+from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.trial import first_line
@@ -32,6 +32,7 @@ from yolofleet.export.verify import (
     dataset_images,
     generated_images,
 )
+from yolofleet.extras import install_hint
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
@@ -193,7 +194,7 @@ def _verified(
 ) -> dict[str, Any]:
     """Return the figures of the verification, or the reason why the file cannot run here."""
     if absent := missing(format.runs):
-        return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
+        return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_hint(format.name)}
     with TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as temporary:
         plain_path, plain_job = path, job
         if job.metadata.nms is not None:

@@ -21,6 +21,7 @@ import torch
 
 from yolofleet.datasets.reader import MAX_LIST_BYTES
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.extras import install_hint
 from yolofleet.files.foreign import open_foreign, read_foreign_text
 from yolofleet.files.request import Refused, Transient, open_url
 from yolofleet.images.decode import decode_image, read_image
@@ -331,9 +332,7 @@ def _screen_frames(item: Live, number: int, stride: int) -> Iterator[Frame]:
     try:
         import mss
     except ImportError:
-        raise ConfigError(
-            "--source screen needs the package mss", hint="pip install 'yolofleet[screen]'"
-        ) from None
+        raise ConfigError("--source screen needs the package mss", hint=install_hint("screen")) from None
     try:
         with (getattr(mss, "MSS", None) or mss.mss)() as screens:  # mss 10.2 deprecates mss.mss
             if item.number >= len(screens.monitors):

@@ -24,6 +24,7 @@ from typing import Any
 from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 from yolofleet.parallel.world import World
 from yolofleet.redaction import Redaction
 from yolofleet.report.console import NullConsole
@@ -231,7 +232,7 @@ def check_installed(config: TrainConfig) -> None:
     """Raise if the package of a logger is not installed. Imports no package.
 
     Raises:
-        ConfigError: names the extra.
+        ConfigError: names the package.
     """
     for name in logger_names(config):
         package = KINDS[name].package
@@ -239,7 +240,7 @@ def check_installed(config: TrainConfig) -> None:
         if package and (found is None or found.origin is None):  # a folder of that name is not a package
             raise ConfigError(
                 f"--log {name} needs the package {package}, which is not installed",
-                hint=f"pip install 'yolofleet[{name}]'",
+                hint=install_hint(name),
             )
 
 
