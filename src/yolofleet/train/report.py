@@ -475,11 +475,13 @@ class TrainReport:
             self._write_unwritten()
         self.loggers.row(self._row)
 
-    def ended_before(self, evaluation: Evaluation) -> None:
-        """Report that the resumed run had already ended."""
+    def ended_before(self, evaluation: Evaluation, limits: Sequence[str]) -> None:
+        """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
         self.last_evaluation = evaluation
+        flags = " and ".join(limit.partition(" ")[0] for limit in limits)
         self.console.note(
-            "the run had ended already; --epochs, --max-steps or --minutes with a higher number continues it"
+            f"the run had ended already, by {' and '.join(limits)} of {self.folder.path / 'config.yaml'}; "
+            f"{flags} with a higher number continues it"
         )
 
     def finish(self, state: TrainState) -> None:
