@@ -163,6 +163,32 @@ def test_a_dry_run_fails_where_a_gpu_is_not_there(cli):
     assert code == 2 and "--device 0,1: no NVIDIA GPU here" in err
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the device")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --data shapes --model yolov5n --dry-run",
+        "train --data shapes --model yolov5n",
+        "tune --data shapes --model yolov5n",
+        "val --data shapes --weights a.pt",
+        "predict --source a.jpg --weights a.pt",
+        "bench --weights a.pt",
+    ],
+)
+def test_the_device_of_a_mac_is_refused_elsewhere_before_anything_starts(cli, tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = cli(*line.split(), "--device", "mps")
+    assert code == 2 and "--device mps is the GPU of a Mac" in err and "from : command line" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_on_a_mac_says_that_it_cannot_know_the_device(cli, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "mps", "--dry-run"]
+    code, _, err = cli(*argv)
+    assert code == 0 and "cannot know whether torch finds the GPU of this Mac" in err
+
+
 def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
     argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
     _, out, _ = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
