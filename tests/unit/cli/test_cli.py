@@ -494,3 +494,31 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes, started by torchrun") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--data nowhere.yaml --model yolov5n --device cpu",
+            ("data set nowhere.yaml does not exist", "looked in"),
+        ),
+        ("--data shapes --modl yolov5n", ("train has no --modl", "command line")),
+        pytest.param(
+            "--data shapes --model yolov5n --device 98,99",
+            ("--device 98,99: no CUDA device 98", "command line"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_error_of_all_ranks_of_a_torchrun_is_printed_once_and_in_its_report(line, words, tmp_path):
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "--standalone"]
+    argv += [str(ROOT / "train.py"), *line.split()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)
+    printed, _, report = done.stderr.partition("Traceback (most recent call last)")
+    what, source = words
+    assert done.returncode == 1 and printed.count(f"ConfigError: {what}") == 1, done.stderr
+    assert printed.count(f"  from : {source}") == printed.count("  try  : ") == 1
+    cause = report.partition("Root Cause")[2]
+    assert what in cause and source in cause and "try  : " in cause and report.count(what) == 1
