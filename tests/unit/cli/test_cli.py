@@ -477,6 +477,23 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {verb}"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "detect train data=d.yaml model=yolov5n.pt epochs=1",
+            "yolofleet train --data d.yaml --weights yolov5n.pt --epochs 1",
+        ),
+        ("detect predict model=a.pt source=x", "yolofleet predict --weights a.pt --source x"),
+        ("export model=a.pt half=True nms=False", "yolofleet export --weights a.pt --half --no-nms"),
+        ("detect --source x", "did you mean predict?"),
+    ],
+)
+def test_commands_of_ultralytics_are_refused_with_the_whole_command(cli, line, says):
+    code, _, err = cli(*line.split())
+    assert code == 2 and f"  try  : {says}\n" in err
+
+
 @pytest.mark.parametrize("launcher", ["run", "launch"])
 def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
