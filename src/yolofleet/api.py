@@ -33,7 +33,7 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, best_weights
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -106,12 +106,6 @@ def load_model(
         path = best_weights(path)
     found = load_weights(str(path), str(cfg))
     return Predictor(model_from_weights(found), device=device, **{"img": found.header.img, **settings})
-
-
-def best_weights(run: Path) -> Path:
-    """Return the weights of the run's best validation, or the last ones if the run never validated."""
-    best = run / "weights" / "best.safetensors"
-    return best if best.exists() else best.with_name("last.safetensors")
 
 
 # -- results ---------------------------------------------------------------------------------------------------
