@@ -52,7 +52,7 @@ from yolofleet.predict.bench import measured
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
-from yolofleet.predict.sources import Source, check_ends
+from yolofleet.predict.sources import Source, check_ends, hint_for
 from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
@@ -433,7 +433,7 @@ def _predictions(predictor: Predictor, part: Any, vid_stride: int) -> Iterator[P
     frames = Source(str(part), vid_stride=vid_stride, is_argument=True)
     yield from predictor.stream(frames)
     if frames.problems:
-        raise DataError("; ".join(frames.problems))
+        raise DataError("; ".join(frames.problems), hint=hint_for(frames.items))
 
 
 def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
