@@ -523,9 +523,12 @@ class TrainReport:
             accuracy = f": mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f}"
         epochs = state.progress.epochs_done
         if state.progress.best_fitness == 0:
-            self.console.note("nothing was detected yet: train longer (docs/troubleshooting.md)")
+            self.console.note(
+                "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov5n.pt)"
+            )
         self.console.summary(
-            f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
+            f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
+            f"{state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
             {
                 "results": str(self.folder.path),
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
