@@ -33,7 +33,7 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig
+from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, best_weights
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -53,7 +53,7 @@ from yolofleet.predict.bench import measured
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
-from yolofleet.predict.sources import Source, check_ends
+from yolofleet.predict.sources import Source, check_ends, hint_for
 from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
@@ -107,12 +107,6 @@ def load_model(
         path = best_weights(path)
     found = load_weights(str(path), str(cfg))
     return Predictor(model_from_weights(found), device=device, **{"img": found.header.img, **settings})
-
-
-def best_weights(run: Path) -> Path:
-    """Return the weights of the run's best validation, or the last ones if the run never validated."""
-    best = run / "weights" / "best.safetensors"
-    return best if best.exists() else best.with_name("last.safetensors")
 
 
 # -- results ---------------------------------------------------------------------------------------------------
@@ -440,7 +434,7 @@ def _predictions(predictor: Predictor, part: Any, vid_stride: int) -> Iterator[P
     frames = Source(str(part), vid_stride=vid_stride, is_argument=True)
     yield from predictor.stream(frames)
     if frames.problems:
-        raise DataError("; ".join(frames.problems))
+        raise DataError("; ".join(frames.problems), hint=hint_for(frames.items))
 
 
 def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:

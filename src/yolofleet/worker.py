@@ -44,6 +44,7 @@ from yolofleet.files.atomic import open_append, write_text
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import prepare_process
 from yolofleet.parallel.stall import PeerFailed
+from yolofleet.parallel.torchrun_report import AFTER_CAUSE_S, is_told
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
@@ -59,12 +60,11 @@ from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
 from yolofleet.text import announce, echo, set_quiet
 
-AFTER_CAUSE_S = 0.5  # a rank that lost another one ends so much later
-
 
 def show(error: YolofleetError) -> None:
-    """Print an error on standard error."""
-    announce(error.render())
+    """Print an error on standard error, unless another process of this machine has printed it."""
+    if not is_told(error):
+        announce(error.render())
 
 
 def show_failure(problem: BaseException) -> int:
@@ -99,7 +99,11 @@ def run(
     """
     place = place_from_environment(os.environ)
     place = replace(place, restarts=place.restarts + restarts)
-    device = prepare_process(config.value, place)
+    try:
+        device = prepare_process(config.value, place)
+    except ConfigError as problem:
+        problem.source = problem.source or config.sources["device"]
+        raise
     world = World.join(place, device, config.value.timeout_s)
     try:
         used = _run(config, recipe, folder, world, on_stall)

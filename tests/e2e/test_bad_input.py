@@ -669,9 +669,23 @@ def test_resume_from_a_checkpoint_of_another_run(cli, run, here, world):
         assert_left_as_it_was(run, before)
 
 
+def test_resume_of_an_ended_run_names_the_stored_setting_that_ends_it(cli, here):
+    cli(*train("set", "--max-steps", "1", "--name", "short"), code=0)
+    run = Path("runs/train/short")
+    said = cli("train", "--resume", run, "--epochs", "3", code=0).out
+    assert (
+        f"ended already, by --max-steps 1 of {run / 'config.yaml'}; --max-steps with a higher number" in said
+    )
+    cli(
+        "train", "--resume", run, "--max-steps", "2", code=0
+    )  # the epochs are in the config.yaml of the run now
+    found = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    assert found["steps"] == 2
+
+
 def test_resume_of_a_finished_run_leaves_its_result(cli, run):
     before = contents(run)
-    assert "the run had ended already" in cli("train", "--resume", run, code=0).out
+    assert "the run had ended already, by --epochs 1 of" in cli("train", "--resume", run, code=0).out
     after = contents(run)
     for name in ("weights/last.safetensors", "weights/best.safetensors", "results.csv"):
         assert after[name] == before[name]

@@ -69,6 +69,15 @@ def two_splits(root: Path) -> Path:
 # check
 
 
+def test_check_and_stats_count_the_same_images_as_background(data, tmp_path):
+    root = two_splits(tmp_path / "set")
+    for number in range(2):
+        (root / "labels" / "train" / f"t{number}.txt").write_text("")
+    (root / "labels" / "train" / "t2.txt").unlink()
+    assert "train 6 3 3 0" in data("check", "set").words  # images, labels, background, problems
+    assert "no labels 3 images" in data("stats", "set").words
+
+
 def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, tmp_path):
     root = two_splits(tmp_path / "set")
     label = root / "labels" / "train" / "t0.txt"
@@ -249,7 +258,8 @@ def test_advice_on_the_training_size(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     make_shapes(tmp_path / "set", images=8, val_images=1, img=160)
     index = build_index(load_dataset(str(tmp_path / "set")), "train")
-    assert "so --img 320 keeps all detail and is faster" in advice(figures(index, 640))[0]
+    assert "so --img 160 keeps all detail and is faster" in advice(figures(index, 640))[0]
+    assert "faster" not in advice(figures(index, 160))[0]
     tiny = 4 / 1280
     write_picture(tmp_path / "tiny" / "images" / "a.jpg", 1280, 960)
     (tmp_path / "tiny" / "labels").mkdir()

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import small_shapes
-from exported import network
+from exported import network, small
 from reference import reference
 
 from yolofleet import load_model
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import NAMES
+from yolofleet.families import build_model
 
 CONF = "0.6"
 
@@ -66,7 +67,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 def test_files_find_and_score_what_the_weights_do(place, format, capsys):
     pytest.importorskip("onnxruntime")
     folder, data = place
-    weights, out = folder / "best.safetensors", folder / f"best.{format}"
+    weights, out = folder / "best.safetensors", folder / f"best_dynamic.{format}"
     exported = figures_of(
         "export", "--weights", weights, "--format", format, "--dynamic", "both", "--data", data
     )
@@ -83,6 +84,28 @@ def test_files_find_and_score_what_the_weights_do(place, format, capsys):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert theirs[name] == pytest.approx(value, abs=5e-4), name
+
+
+def test_an_export_replaces_only_a_file_of_the_same_kind(tmp_path):
+    pytest.importorskip("onnxruntime")
+    weights = tmp_path / "best.safetensors"
+    fresh = build_model(small("yolov5n"), 4)  # differs less in 16 bits than the network of the other tests
+    write_weights(weights, Weights(fresh.state_dict(), WeightsHeader.of(fresh, img=64)))
+    asked = {
+        "best": (),
+        "best_half": ("--half",),
+        "best_nms_dynamic-batch": ("--nms", "--dynamic", "batch"),
+        "best_half_dynamic": ("--half", "--dynamic", "both"),
+        "best_batch2_64x96": ("--batch", "2", "--img", "64,96"),
+    }
+    for name, flags in asked.items():
+        written = {path: path.read_bytes() for path in tmp_path.glob("*.onnx")}
+        made = figures_of("export", "--weights", weights, *flags)
+        assert made["file"] == str(tmp_path / f"{name}.onnx") and made["verified"]
+        assert {path: path.read_bytes() for path in written} == written
+    assert len(list(tmp_path.glob("*.onnx"))) == len(asked)
+    figures_of("export", "--weights", weights, "--img", "64")  # the size of the training, so the same kind
+    assert len(list(tmp_path.glob("*.onnx"))) == len(asked)
 
 
 @pytest.mark.slow

@@ -33,8 +33,9 @@ from yolofleet.text import echo, screen_line
 PERIOD_S = 1.0  # between two looks at the files, while a page is open
 HEARTBEAT_S = 15.0  # at most, between two messages of a stream: a proxy may close a silent connection
 RETRY_MS = 2000  # after which a browser connects again
-MOST_CONNECTIONS = 100
-HEADER_S = 5.0  # until the header of a request is complete
+MOST_CONNECTIONS = 100  # that have shown the token
+MOST_WAITING = 400  # that have not: a process may have 1024 open files on most systems
+HEADER_S = 2.0  # until the header of a request is complete
 LOOPBACK_NAMES = ("localhost", "127.0.0.1")
 CONNECT = "'self'"
 HEADERS = {
@@ -123,6 +124,8 @@ class Board:
             return answer
         if not self._is_token(request.cookies.get(self.cookie, "")):
             return _refused(401, "open the address that `yolofleet board` has printed")
+        if not request.scope["state"]["connection"].admit():
+            return _refused(503, f"{MOST_CONNECTIONS} connections are open: close some pages")
         return None
 
     def _is_token(self, text: str) -> bool:
@@ -220,7 +223,7 @@ class Board:
 
 
 def _refused(status: int, why: str) -> Response:
-    return PlainTextResponse(f"{why}\n", status)
+    return PlainTextResponse(f"{why}\n", status, {"Connection": "close"})
 
 
 def names_of(address: str) -> tuple[list[str], bool]:
@@ -236,16 +239,35 @@ def names_of(address: str) -> tuple[list[str], bool]:
 
 
 class _PromptProtocol(H11Protocol):
-    """Close a connection without a complete request header after ``HEADER_S``.
+    """Limit the connections, those that have shown the token apart from the others.
 
-    uvicorn has no such limit, so ``MOST_CONNECTIONS`` silent connections would lock everybody out.
+    uvicorn has one limit for all, so another user of the machine could lock the owner out with silent connections. Here
+    a new connection closes the oldest one that has not shown the token. ``HEADER_S`` limits the wait for a request header.
     """
 
+    waiting: dict[
+        _PromptProtocol, None
+    ]  # has not shown the token; in order. A dict and a set for each server
+    admitted: set[_PromptProtocol]
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}  # a request finds it in its scope
+        self.waiting[self] = None
+        if len(self.waiting) > MOST_WAITING:
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            oldest.transport.abort()
         self._await_request()
+
+    def admit(self) -> bool:
+        """Note that this connection has shown the token; return False if too many have."""
+        if self not in self.admitted and len(self.admitted) >= MOST_CONNECTIONS:
+            return False
+        self.waiting.pop(self, None)
+        self.admitted.add(self)
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -253,6 +275,8 @@ class _PromptProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.waiting.pop(self, None)
+        self.admitted.discard(self)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -271,7 +295,7 @@ def server_of(board: Board) -> uvicorn.Server:
     settings = uvicorn.Config(
         board,
         loop="asyncio",
-        http=_PromptProtocol,
+        http=type("Protocol", (_PromptProtocol,), {"waiting": {}, "admitted": set()}),
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -280,7 +304,6 @@ def server_of(board: Board) -> uvicorn.Server:
         log_level="critical",
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(settings)

@@ -15,6 +15,7 @@ from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
 from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.parallel.torchrun_report import is_told
 from yolofleet.text import announce, echo, set_quiet
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -255,6 +256,8 @@ def _report(problem: YolofleetError, argv: Sequence[str] = ()) -> int:
     text = problem.render()
     if os.environ.get(TRACEBACK):
         text = "".join(traceback.format_exception(problem)).rstrip("\n")
+    elif is_told(problem):
+        return problem.exit_code
     with suppress(OSError):  # standard error may be full as well
         echo(text, to=sys.stderr)
     return problem.exit_code

@@ -12,6 +12,7 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 from yolofleet.report.folder import REQUESTS
 from yolofleet.text import echo, listed, shown
 
@@ -34,7 +35,7 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         if find_spec(package) is None:
             raise ConfigError(
                 f"yolofleet board needs the package {package}, which is not installed",
-                hint="pip install 'yolofleet[board]'",
+                hint=install_hint("board"),
             )
     from yolofleet.board.runs import Runs
     from yolofleet.board.server import Board, names_of, server_of
@@ -136,5 +137,5 @@ command = Command(
     callback=run,
     help="Show runs in a browser while they go on: RUN is a run folder or a folder of runs, by default `runs`. Prints one "
     "address with a secret token. Only this machine reaches it; from another one: "
-    "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the extra yolofleet[board].",
+    "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the packages Starlette and uvicorn.",
 )

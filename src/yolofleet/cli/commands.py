@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -96,11 +97,15 @@ class Verbs(click.Group):
         command = self.get_command(ctx, args[0])
         if command is not None:
             return args[0], command, args[1:]
-        from yolofleet.config.aliases import VERBS
+        from yolofleet.config.aliases import TASKS, VERBS, in_our_words
         from yolofleet.text import nearest, shown
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)
         hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"
+        wanted = self.get_command(ctx, args[1]) if args[0] in TASKS and len(args) > 1 else None
+        if isinstance(wanted, Command):
+            argv = in_our_words(args[1], args[2:], wanted.flags(ctx))
+            hint = shlex.join(["yolofleet", args[1], *argv])
         raise ConfigError(
             f"{ctx.command_path} has no verb {shown(args[0])}", source="command line", hint=hint
         )
@@ -146,22 +151,26 @@ class Command(click.Command):
         self.spelled_as = spelled_as or name
         self.left_out, self.unused = frozenset(left_out), unused
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # an incomplete line: it may end before the value of an option
-            return super().parse_args(ctx, args)
-        from yolofleet.config.aliases import Verb, rewrite
-
+    def flags(self, ctx: click.Context) -> dict[str, bool]:
+        """Return the flags of the verb, and whether each takes a value."""
         flags: dict[str, bool] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option):
                 takes_value = not (parameter.is_flag or parameter.count)
                 flags |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], takes_value)
+        return flags
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # an incomplete line: it may end before the value of an option
+            return super().parse_args(ctx, args)
+        from yolofleet.config.aliases import Verb, rewrite
+
         path, typed = (
             text.removeprefix("yolofleet ")
             for text in (ctx.command_path, ctx.meta.get(TYPED, ctx.command_path))
         )
         verb = Verb(typed, path, self.left_out, self.unused.format(verb=typed))
-        rewritten = rewrite(self.spelled_as, args, flags, verb)
+        rewritten = rewrite(self.spelled_as, args, self.flags(ctx), verb)
         say(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 

@@ -179,7 +179,7 @@ def _show_check(
         if reports > len(shown):
             echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
         total = sum(kinds[index.split].values())
-        counts = (len(index), int(index.class_counts().sum()), index.unlabelled, total)
+        counts = (len(index), int(index.class_counts().sum()), index.background, total)
         table.add_row(index.split, *map(str, counts))
     for group in copies[: limit or len(copies)]:
         some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
@@ -215,7 +215,7 @@ def _check_as_json(
         index.split: {
             "images": len(index),
             "labels": int(index.class_counts().sum()),
-            "background": index.unlabelled,
+            "background": index.background,
             "crowd": int(index.crowd.sum()),
             "labels_of_class": dict(zip(index.names, index.class_counts().tolist(), strict=True)),
             "kinds": dict(kinds[index.split]),

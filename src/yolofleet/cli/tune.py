@@ -30,6 +30,6 @@ command = SchemaCommand(
     without=NOT_IN_TUNE,
     extra_options=[DOWNLOAD, JSON],
     help="Search recipe values with a high fitness: train many trials, several at a time on the devices of one or more "
-    "machines, and write the best recipe. Needs the extra yolofleet[tune].",
+    "machines, and write the best recipe. Needs the package Optuna.",
     epilog="The other settings are those of `yolofleet train`; --epochs is the length of a trial.",
 )

@@ -7,10 +7,12 @@ like a flag. Underscores and hyphens are equivalent. No flag is silently ignored
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from yolofleet.config.device import MOST_PROCESSES
 from yolofleet.errors import ConfigError
 from yolofleet.text import nearest, shown
 
@@ -118,6 +120,18 @@ def _paddle_config(values: list[str]) -> list[str]:
     return [f"--model={family}-{match[2]}", f"--recipe={recipe}", f"--epochs={match[3]}", "--data=coco.yaml"]
 
 
+def _gpus(values: list[str]) -> list[str]:
+    count = values[0].strip()
+    if count.isdecimal() and 0 < int(count) <= MOST_PROCESSES:
+        several = ",".join(map(str, range(int(count))))
+        raise ConfigError(
+            f"--gpus {count} is GPU number {count} in PaddleDetection, and a number of GPUs in other programs",
+            source="command line",
+            hint=f"--device {several} for the number, or --device {count} for that one GPU",
+        )
+    return _device(values)
+
+
 EVOLVE = Spelling(
     "maybe",
     lambda given: [f"--evolve={(given or ['300'])[0]}"],
@@ -148,7 +162,7 @@ MACHINES = {
     ),  # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
     "--selected-gpu": Spelling("one", _device, note=True),
     "--selected-gpus": Spelling("one", _device, note=True),
-    "--gpus": Spelling("one", _device, note=True),
+    "--gpus": Spelling("one", _gpus, note=True),
     **dict.fromkeys((f"--{name}" for name in TORCHRUN), TORCHRUN_OPTION),
     "--dist-url": refused("the hosts find each other automatically", "--hosts a:8,b:8", "one"),
     "--world-size": refused("it follows from the hosts and their devices", "--hosts a:8,b:8", "one"),
@@ -282,6 +296,7 @@ SPELLINGS["export"] = {
     "--topk-per-class": refused("there is one limit for all classes", "--max-det", "one"),
     "--topk-all": refused("the limit of boxes has another name", "--max-det", "one"),
 }
+TASKS = ("detect", "segment", "classify", "pose", "obb")  # before the verb, in Ultralytics' command
 VERBS = {"detect": "predict", "test": "val", "inspect": "weights inspect"}
 
 
@@ -320,8 +335,7 @@ def rewrite(
     Raises:
         ConfigError: a flag is unknown or refused, or its value is missing.
     """
-    known = {flag: Spelling("one" if takes else "none", _keep(flag, takes)) for flag, takes in flags.items()}
-    known |= SPELLINGS.get(spelled_as, {})
+    known = _known(spelled_as, flags)
     usable = [flag for flag, way in known.items() if not way.refusal and way is not FROM_LAUNCHER]
     verb = verb or Verb(spelled_as, spelled_as)
     result, notes = [], []
@@ -332,6 +346,12 @@ def rewrite(
             result += [token, *rest]
             break
         if not token.startswith("--") and token not in known:
+            if ASSIGNMENT.match(token) and token not in (meant := _meant(argv, known)):
+                raise ConfigError(
+                    f"{verb.typed} takes flags, not {shown(token)}",
+                    source="command line",
+                    hint=_command(verb, meant),
+                )
             result.append(token)
             continue
         spelled, equals, value = token.partition("=")
@@ -340,6 +360,9 @@ def rewrite(
         if flag in verb.left_out:
             raise _left_out(verb, spelled)
         if spelling is None:
+            if not verb.left_out and token not in (meant := _meant(argv, known)):
+                hint = _command(verb, meant)
+                raise ConfigError(f"{verb.typed} has no {shown(spelled)}", source="command line", hint=hint)
             raise _unknown(verb, spelled, flags if verb.left_out else usable)
         if spelling.refusal:
             raise ConfigError(f"{spelled}: {spelling.refusal}", source="command line", hint=spelling.hint)
@@ -358,6 +381,11 @@ def rewrite(
                 f"{' '.join([spelled, *map(shown, values)])} is now {' '.join(arguments).replace('=', ' ')}"
             )
     return Rewritten(result, list(dict.fromkeys(notes)))
+
+
+def _known(spelled_as: str, flags: Mapping[str, bool]) -> dict[str, Spelling]:
+    known = {flag: Spelling("one" if takes else "none", _keep(flag, takes)) for flag, takes in flags.items()}
+    return known | SPELLINGS.get(spelled_as, {})
 
 
 def _keep(flag: str, takes: bool) -> Callable[[list[str]], list[str]]:
@@ -388,3 +416,72 @@ def _unknown(verb: Verb, spelled: str, known: Collection[str]) -> ConfigError:
     near = nearest(spelled.replace("_", "-")[2:], [flag[2:] for flag in known if flag.startswith("--")])
     hint = f"did you mean --{near}?" if near else f"yolofleet {verb.shown} --help lists them"
     return ConfigError(f"{verb.typed} has no {shown(spelled)}", source="command line", hint=hint)
+
+
+# -- what users of other trainers type, for hints ---------------------------------------------------------------
+
+ASSIGNMENT = re.compile(
+    r"[A-Za-z]\w*=.*", re.DOTALL
+)  # data=coco.yaml, as Ultralytics' command takes its settings
+OFF = ("false", "none", "off", "no", "0")
+
+
+def in_our_words(spelled_as: str, argv: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
+    """Return the arguments of a verb with our flags for those of other trainers and for ``name=value``."""
+    return _meant(argv, _known(spelled_as, flags))
+
+
+def _command(verb: Verb, argv: Sequence[str]) -> str:
+    return f"yolofleet {verb.typed} {shlex.join(argv)}"
+
+
+def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str]:
+    """As :func:`in_our_words`; what has no counterpart stays."""
+    result: list[str] = []
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        flag, equals, value = token.partition("=")
+        spelling = known.get(flag.replace("_", "-"))
+        if spelling is not None:
+            result += [token, *([] if equals else _values(flag, spelling.values, None, rest))]
+            continue
+        if not (token.startswith("--") or ASSIGNMENT.fullmatch(token)):
+            result.append(token)
+            continue
+        following = [] if equals or not rest or rest[0].startswith("--") else [rest[0]]
+        ours = _ours(flag.removeprefix("--"), value or "".join(following), argv, known)
+        result += [token] if ours is None else ours
+        if ours is not None:
+            del rest[: len(following)]
+    return result
+
+
+def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:
+    """Return our arguments for a setting of another trainer; None if there are none."""
+    from yolofleet.config.schema import Recipe
+
+    name, is_on = name.replace("_", "-"), value.lower() not in OFF
+    if name == "model" and (value.endswith((".pt", ".safetensors")) or "--model" not in known):
+        name = "weights"
+    if name in ("task", "mode") and "--weights" in known:
+        return []
+    if "--precision" in known and name == "amp":
+        return [] if is_on else ["--precision", "fp32"]
+    if "--optimizer" in known and name in ("adam", "adamw"):
+        return ["--optimizer", {"adam": "Adam", "adamw": "AdamW"}[name]] if is_on else []
+    if "--log" in known and name == "use-vdl":
+        return ["--log", "tensorboard"] if is_on else []
+    if "--nominal-batch" in known and name == "accumulate" and value.isdecimal():
+        batch = re.search(r"(?:^| )(?:--)?batch(?:[-_]size)?[ =](\d+)", " ".join(argv))
+        return ["--nominal-batch", str(int(value) * int(batch[1] if batch else 16))]
+    spelling = known.get(f"--{name}")
+    if spelling is None:
+        field = name.replace("-", "_")
+        in_recipe = value and "--set" in known and field in Recipe.model_fields
+        return ["--set", f"{field}={value}"] if in_recipe else None
+    if spelling.values == "none":
+        return [f"--{name}"] if is_on else [f"--no-{name}"] if f"--no-{name}" in known else []
+    if value.lower() in ("true", "false"):
+        return [f"--{name}"] if is_on and spelling.values == "maybe" else []
+    return [f"--{name}", value.strip("[]").replace(" ", "") if name == "device" else value]

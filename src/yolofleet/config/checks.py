@@ -110,6 +110,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
     check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
@@ -325,6 +326,7 @@ def _check_code(recipe_class: str, *callbacks: str) -> None:
 
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
+    _check_device(config)
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
@@ -338,6 +340,7 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
+    _check_device(config)
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
@@ -392,6 +395,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
     """Check as :func:`check_train`."""
+    _check_device(config)
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
     _check_precision(config)
@@ -415,6 +419,25 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
                     config, name, "log", "the doctor reads a log without other checks", "leave one out"
                 )
     _check_micro_batch(config)
+
+
+def _check_device(config: Resolved[Any]) -> None:
+    """Raise if this machine cannot have the device ``mps``; other hosts check their own devices.
+
+    Whether a Mac has it only torch knows, whose import takes seconds.
+    """
+    c = config.value
+    if (
+        c.device == "mps"
+        and sys.platform != "darwin"
+        and not getattr(c, "hosts", "")
+        and not getattr(c, "fleet", "")
+    ):
+        raise ConfigError(
+            f"--device mps is the GPU of a Mac, and this system is {sys.platform}",
+            source=config.sources["device"],
+            hint="--device cpu, or 0 for the first CUDA device",
+        )
 
 
 def _check_micro_batch(config: Resolved[Any]) -> None:

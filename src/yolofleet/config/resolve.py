@@ -75,7 +75,8 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
                     source=entry.source,
-                    hint=did_you_mean(name, model.model_fields),
+                    hint=did_you_mean(name, model.model_fields)
+                    or f"yolofleet {getattr(model, 'verb', 'VERB')} --help lists the settings",
                 )
             given[name] = entry
     for name, entry in given.items():

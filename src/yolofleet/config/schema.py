@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,9 +54,25 @@ def may_be_in_files(field: FieldInfo) -> bool:
     return not isinstance(extra, dict) or extra.get("in_files") is not False
 
 
+def best_weights(run: Path) -> Path:
+    """Return the weights of the run's best validation, or the last ones if the run never validated."""
+    best = run / "weights" / "best.safetensors"
+    return best if os.path.isfile(best) else best.with_name("last.safetensors")  # noqa: PTH113  (Path.is_file raises for a name that is too long)
+
+
+def _file_of(weights: Any) -> Any:
+    """Return the weights file of a value of ``--weights`` that is the folder of a run, else the value."""
+    if isinstance(weights, (list, tuple)):
+        return tuple(map(_file_of, weights))
+    if isinstance(weights, str) and weights and os.path.isfile(file := best_weights(Path(weights))):  # noqa: PTH113
+        return str(file)
+    return weights
+
+
 QUIET_HELP = "print only errors and the result: no header, notes, warnings, tables or progress"
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
+Weights = Annotated[str, BeforeValidator(_file_of)]
 OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devices train with larger steps"
@@ -166,7 +183,7 @@ class TrainConfig(FleetSettings):
     cfg: str = setting(
         "", "model description to use instead of --model: YAML file or Darknet .cfg", group="input"
     )
-    weights: str = setting(
+    weights: Weights = setting(
         "",
         "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed",
         group="input",
@@ -641,7 +658,7 @@ class TuneConfig(TrainConfig):
 class InferenceSettings(ExecutionSettings):
     """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
 
-    weights: Texts = setting(
+    weights: Annotated[Texts, BeforeValidator(_file_of)] = setting(
         (),
         "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
         "for an ensemble",
@@ -921,14 +938,16 @@ class Recipe(Frozen):
     cutout: Unit = setting(0.0, "probability of a grey square in an image")
     albumentations: tuple[str, ...] = setting(
         (),
-        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (extra: yolofleet[albumentations])",
+        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (needs the package albumentations)",
     )
 
 
 class ExportConfig(Frozen):
     """Settings of ``yolofleet export``."""
 
-    weights: str = setting("", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input")
+    weights: Weights = setting(
+        "", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input"
+    )
     recipe_class: str = setting(
         "",
         "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
@@ -991,7 +1010,7 @@ class ExportConfig(Frozen):
 class BenchConfig(Frozen):
     """Settings of ``yolofleet bench``."""
 
-    weights: str = setting("", "weights file or exported file", group="input")
+    weights: Weights = setting("", "weights file or exported file", group="input")
     recipe_class: str = setting(
         "",
         "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from yolofleet.config.recipe import transform_of
 from yolofleet.data.pixels import FILL
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 
 MOST_PASTED_OVER = 0.3  # of the area of a label: an object that would hide more of it is not pasted
 MOST_CUT_OUT = 0.6  # of the area of a label: without more of it, the label is dropped
@@ -172,7 +173,7 @@ def _albumentations() -> Any:
     except ImportError:
         raise ConfigError(
             "the recipe's albumentations need the package albumentations, which is not installed",
-            hint="pip install 'yolofleet[albumentations]'",
+            hint=install_hint("albumentations"),
         ) from None
     finally:
         if before is None:
@@ -181,6 +182,6 @@ def _albumentations() -> Any:
     if not version.startswith("2.0."):
         raise ConfigError(
             f"the recipe's albumentations need albumentations 2.0, and {version} is installed",
-            hint="pip install 'yolofleet[albumentations]'",
+            hint=install_hint("albumentations"),
         )
     return albumentations

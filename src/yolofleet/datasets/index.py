@@ -84,7 +84,7 @@ class DataIndex:
         points: uint16 [P, 2] x, y in ``OUTLINE_UNIT`` of the image's sides.
         problems: the first of ``problem_count`` problems.
         problem_kinds: number of labels or images that each kind of problem concerns (``labels.KINDS``).
-        unlabelled: images without a label file (COCO: without an annotation); they are background.
+        unlabelled: images without a label file (COCO: without an annotation); a part of ``background``.
         file: where the index is stored; None if storing it failed.
     """
 
@@ -172,6 +172,12 @@ class DataIndex:
         """Return the number of labels of each class, without crowd regions: int64 [C]."""
         return np.bincount(self.classes[~self.crowd], minlength=len(self.names))
 
+    @property
+    def background(self) -> int:
+        """Return the number of images without a label to learn; crowd regions do not count."""
+        owners = np.repeat(np.arange(len(self)), np.diff(self.offsets))[~self.crowd]
+        return len(self) - len(np.unique(owners))
+
     def part(self, images: np.ndarray) -> DataIndex:
         """Return an index of only these images, int64 [n] ascending. It is not stored; its digest is that of its content."""
         kept = np.zeros(len(self), bool)
@@ -203,7 +209,7 @@ class DataIndex:
         if self.problem_count > len(lines):
             lines.append(f"... and {self.problem_count - len(lines)} more")
         if self.unlabelled:
-            lines.append(f"{self.unlabelled} of {len(self)} {self.split} images have no labels: background")
+            lines.append(f"{self.background} of {len(self)} {self.split} images have no labels: background")
         return "\n".join(lines)
 
     def save(self, file: Path) -> None:

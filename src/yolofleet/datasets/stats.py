@@ -14,6 +14,7 @@ from yolofleet.text import listed
 
 SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's limits of small and medium object area
 NARROW_PX = 8  # the stride of the finest level of most networks
+STRIDE_PX = 32  # image sizes are rounded up to it
 USUAL_IMG_PX = (320, 416, 512, 640, 768, 960, 1280, 1536)
 NARROW_SHARE = 0.05  # share of labels that may be narrower at the advised size
 FEW_LABELS = 20
@@ -91,6 +92,9 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
         median = (round(float(width), 1), round(float(height), 1))
         per_class.append(ClassFigures(name, len(mine), images, small, medium, large, median))
 
+    own_px = (
+        -(-_longest((_range(index.sizes_wh[:, 0]), _range(index.sizes_wh[:, 1]))) // STRIDE_PX) * STRIDE_PX
+    )
     sizes, times = np.unique(index.sizes_wh, axis=0, return_counts=True)
     frequent = np.argsort(-times, kind="stable")[:5]
     small, medium, large = by_size.sum(0).tolist()
@@ -99,7 +103,7 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
         img_px=img_px,
         images=len(index),
         labels=len(classes),
-        images_without_labels=int((counts == 0).sum()),
+        images_without_labels=index.background,
         crowd=int(index.crowd.sum()),
         small=small,
         medium=medium,
@@ -113,7 +117,7 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
             int(counts.max()),
         ),
         aspect=_percentiles(sizes_px[:, 0] / np.maximum(sizes_px[:, 1], 1e-9)),
-        narrow={size: narrow_share(index, size) for size in sorted({img_px, *USUAL_IMG_PX})},
+        narrow={size: narrow_share(index, size) for size in sorted({img_px, own_px, *USUAL_IMG_PX})},
         classes=tuple(per_class),
     )
 
@@ -173,7 +177,7 @@ def advice(found: SplitFigures) -> list[str]:
 def _size_advice(found: SplitFigures) -> str:
     """Return a line about the share of narrow labels, with a better training size if there is one."""
     now = found.narrow[found.img_px]
-    longest = max(found.image_wh_px[0][1], found.image_wh_px[1][1])  # the larger of the two medians
+    longest = _longest(found.image_wh_px)
     text = f"at --img {found.img_px}, {now:.1%} of the labels are less than {NARROW_PX} px wide or high"
     if now > NARROW_SHARE:
         larger = [size for size in USUAL_IMG_PX if found.img_px < size < 1.5 * longest]
@@ -181,10 +185,15 @@ def _size_advice(found: SplitFigures) -> str:
             (size for size in larger if found.narrow[size] <= NARROW_SHARE), larger[-1] if larger else 0
         )
         return f"{text}: hard to find; at --img {enough} {found.narrow[enough]:.1%}" if enough else text
-    whole = next((size for size in USUAL_IMG_PX if size >= longest), found.img_px)
-    if whole < found.img_px and found.narrow[whole] <= NARROW_SHARE:
+    sizes = (size for size in sorted(found.narrow) if longest <= size < found.img_px)
+    if whole := next((size for size in sizes if found.narrow[size] <= NARROW_SHARE), 0):
         return f"{text}; most images are at most {longest} px long, so --img {whole} keeps all detail and is faster"
     return text
+
+
+def _longest(image_wh_px: tuple[tuple[int, int, int], tuple[int, int, int]]) -> int:
+    """Return the larger one of the median width and height."""
+    return max(image_wh_px[0][1], image_wh_px[1][1])
 
 
 def _range(values: np.ndarray) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 from yolofleet.text import did_you_mean, shown
 
 
@@ -42,9 +42,9 @@ class Format:
         """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
         return import_module(f"yolofleet.export.{self.name}")
 
-    def path_beside(self, weights: Path, *, int8: bool = False) -> Path:
-        """Return the default path of an export of ``weights``: ``best.onnx``, ``best_int8.onnx``."""
-        return weights.with_name(f"{weights.stem}{'_int8' if int8 else ''}{self.suffix}")
+    def path_beside(self, weights: Path, kind: str = "") -> Path:
+        """Return the default path of an export of ``weights``: ``best.onnx``, or ``best_half.onnx`` for kind ``_half``."""
+        return weights.with_name(f"{weights.stem}{kind}{self.suffix}")
 
 
 FORMATS = {
@@ -139,9 +139,4 @@ def need(format: Format, modules: tuple[str, ...], what: str) -> None:
     """
     absent = missing(modules)
     if absent:
-        raise ConfigError(f"{what} needs {' and '.join(absent)}", hint=install_line(format))
-
-
-def install_line(format: Format) -> str:
-    """Return the command that installs the packages of a format."""
-    return f'{Path(sys.executable).name} -m pip install "yolofleet[{format.name}]"'
+        raise ConfigError(f"{what} needs {' and '.join(absent)}", hint=install_hint(format.name))

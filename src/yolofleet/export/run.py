@@ -19,7 +19,7 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
 from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.formats import FORMATS, Format, format_named, format_of, install_line, missing, need
+from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.trial import first_line
@@ -32,6 +32,7 @@ from yolofleet.export.verify import (
     dataset_images,
     generated_images,
 )
+from yolofleet.extras import install_hint
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
@@ -71,12 +72,13 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
     model = model_from_weights(weights)
     size_hw = size_of(config.img, weights.header.img, max(model.strides))
     metadata = metadata_of(model, config, size_hw)
+    kind = kind_of(metadata, size_of("", weights.header.img, max(model.strides)))
     if config.out is not None and len(formats) > 1:
         raise ConfigError(
             f"--out {config.out} is one file, and --format names {len(formats)}",
             hint="leave out --out; the files are written beside the weights",
         )
-    outs = [config.out or format.path_beside(source, int8=config.int8) for format in formats]
+    outs = [config.out or format.path_beside(source, kind) for format in formats]
     for out, format in zip(outs, formats, strict=True):
         check_target(out, format)
     found = []
@@ -192,7 +194,7 @@ def _verified(
 ) -> dict[str, Any]:
     """Return the figures of the verification, or the reason why the file cannot run here."""
     if absent := missing(format.runs):
-        return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_line(format)}
+        return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_hint(format.name)}
     with TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as temporary:
         plain_path, plain_job = path, job
         if job.metadata.nms is not None:
@@ -279,6 +281,25 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
     )
+
+
+def kind_of(metadata: ExportMetadata, trained_hw: tuple[int, int]) -> str:
+    """Return the part of a file name for the settings that differ from the defaults, such as ``_half_nms``.
+
+    So an export replaces only a file of the same kind. The thresholds of ``--nms`` are not in the name.
+    """
+    size_hw, batch = metadata.size_hw, metadata.batch
+    parts = {
+        "half": metadata.half,
+        "int8": metadata.int8,
+        "nms": metadata.nms is not None,
+        "dynamic": size_hw is None and batch is None,
+        "dynamic-size": size_hw is None and batch is not None,
+        "dynamic-batch": size_hw is not None and batch is None,
+        f"batch{batch}": batch not in (None, 1),
+        "x".join(map(str, size_hw or ())): size_hw not in (None, trained_hw),
+    }
+    return "".join(f"_{part}" for part, differs in parts.items() if differs)
 
 
 def check_target(out: Path, format: Format) -> None:

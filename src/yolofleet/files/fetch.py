@@ -27,11 +27,18 @@ from yolofleet import __version__
 from yolofleet.errors import DataError, StorageError
 from yolofleet.files.atomic import sync_folder, whole_file
 from yolofleet.files.lock import exclusive
-from yolofleet.files.request import Refused, Transient, open_url, reason_text, whole_number
+from yolofleet.files.request import (
+    OFFLINE,
+    Refused,
+    Transient,
+    is_offline,
+    open_url,
+    reason_text,
+    whole_number,
+)
 from yolofleet.terminal import Progress
 from yolofleet.text import inform, size_text
 
-OFFLINE = "YOLOFLEET_OFFLINE"
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
 MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the server states
 MIN_BYTES_PER_TIMEOUT = 1024  # a slower response counts as stalled
@@ -169,11 +176,6 @@ def check_online(item: Item, folder: Path) -> None:
         raise DownloadError(
             f"cannot download {item.name}, because {OFFLINE} is set", hint=by_hand(item, folder)
         )
-
-
-def is_offline() -> bool:
-    """Return whether the user forbids downloads."""
-    return os.environ.get(OFFLINE, "").lower() not in ("", "0", "no", "off", "false")
 
 
 def by_hand(item: Item, folder: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import email.utils
 import http.client
 import io
+import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -15,6 +17,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 UNTIMED_S = 60.0  # longest time without content, if the caller sets no limit
+OFFLINE = "YOLOFLEET_OFFLINE"
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a retry may succeed
 
 
@@ -30,6 +33,21 @@ class Transient(Exception):
         self.wait_s = wait_s
 
 
+def is_offline() -> bool:
+    """Return whether the user forbids connections to other machines, except to the hosts of a run."""
+    return os.environ.get(OFFLINE, "").lower() not in ("", "0", "no", "off", "false")
+
+
+def is_forbidden(url: str) -> bool:
+    """Return whether the user forbids a connection to this address; one of this machine is always allowed."""
+    host = urlsplit(url).hostname or ""
+    try:
+        is_here = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_here = host == "localhost"
+    return is_offline() and not is_here
+
+
 class Redirects(urllib.request.HTTPRedirectHandler):
     """Follows at most ten redirects, to http and https only, never from https to http, and none of a POST request."""
 
@@ -41,6 +59,8 @@ class Redirects(urllib.request.HTTPRedirectHandler):
         old, new = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
         if new not in ("http", "https") or (old == "https" and new == "http"):
             raise Refused(f"it redirects from {old} to {newurl[:200]!r}")
+        if is_forbidden(newurl):
+            raise Refused(f"it redirects to another machine, and {OFFLINE} is set")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -130,6 +150,8 @@ def open_url(url: str, headers: dict[str, str], timeout_s: float, *, body: bytes
     try:
         if urlsplit(url).scheme not in ("http", "https"):
             raise Refused("only http and https are supported")
+        if is_forbidden(url):
+            raise Refused(f"{OFFLINE} is set")
         return _opener().open(urllib.request.Request(url, body, headers), timeout=timeout_s)
     except urllib.error.HTTPError as problem:
         if problem.code == 416:

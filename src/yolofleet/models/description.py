@@ -6,6 +6,7 @@ tables, users' files and headers of weights files. All are untrusted, and none i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ FORMS: dict[str, type[ModelDescription]] = {  # by family
     "custom": CustomDescription,
 }
 PRESETS = (rows, darknet_cfg, ppyoloe_config)  # modules with preset(name) and preset_names()
+OTHER_TASKS = {"seg": "masks", "cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 
 
@@ -70,6 +72,13 @@ def preset(name: str) -> ModelDescription:
         if name in module.preset_names():
             found: ModelDescription = module.preset(name)
             return found
+    if match := re.fullmatch(r"(.+)-(seg|cls|pose|obb)", name):
+        raise ConfigError(
+            f"model {short(name)}: yolofleet trains detectors of boxes, and not {OTHER_TASKS[match[2]]}",
+            hint=f"--model {match[1]}"
+            if match[1] in preset_names()
+            else known_names(match[1], preset_names()),
+        )
     raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
 
 

@@ -47,6 +47,11 @@ class Prediction:
     names: tuple[str, ...]
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Return path, size and counts of classes; the pixels would fill the screen."""
+        height, width = self.image_bgr.shape[:2]
+        return f"<Prediction of {self.path}, {width} x {height} px: {self.counts()}>"
+
     @property
     def path(self) -> str:
         """The file of the image, ``camera N``, or ``image N`` for an array."""

@@ -19,7 +19,7 @@ from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import emit_json, make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
-from yolofleet.predict.sources import Source, is_endless
+from yolofleet.predict.sources import Source, hint_for, is_endless
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 
@@ -84,20 +84,19 @@ def predict_command(config: PredictConfig) -> int:
 def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder: RunFolder) -> None:
     stream = sys.stderr if config.json_out == "-" else None  # standard output has only the JSON then
     with Console(stream=stream, quiet=config.quiet) as console, Output(config, folder.path) as output:
-        console.header(
-            "yolofleet predict",
-            {
-                "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
-                "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
-                "where": place_text(predictor),
-                "results": str(folder.path),
-            },
-        )
+        header = {
+            "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
+            "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
+            "where": place_text(predictor),
+            "results": str(folder.path),
+        }
         source.note = console.note
         seconds: list[dict[str, float]] = []
         boxes = 0
         try:
             for prediction in predictor.stream(source):
+                if not seconds:  # without an image, the folder of the results will not exist
+                    console.header("yolofleet predict", header)
                 output.write(prediction)
                 seconds.append(prediction.seconds)
                 boxes += len(prediction)
@@ -113,7 +112,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         if not seconds:
             raise DataError(
                 f"cannot read any image of {source.name}: {source.problems[0]}",
-                hint="open the files with an image viewer" if isinstance(source.items[0], Path) else None,
+                hint=hint_for(source.items),
             )
         output.finish()
         if not boxes:

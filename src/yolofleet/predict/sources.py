@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ import torch
 
 from yolofleet.datasets.reader import MAX_LIST_BYTES
 from yolofleet.errors import ConfigError, DataError
+from yolofleet.extras import install_hint
 from yolofleet.files.foreign import open_foreign, read_foreign_text
-from yolofleet.files.request import Refused, Transient, open_url
+from yolofleet.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, read_header
 from yolofleet.text import size_text
@@ -247,6 +248,20 @@ def is_endless(spec: str) -> bool:
     return is_camera or (is_live(spec) and spec.lower().startswith(("screen", "rtsp")))
 
 
+def hint_for(items: Sequence[Path | int | Live]) -> str:
+    """Return what to do if no item of a source can be read, by the first of them."""
+    first = items[0]
+    if isinstance(first, int):
+        return "connect a camera that no other program uses, or give a file"
+    if isinstance(first, Live):
+        return "check the address, the user and the password, and the network"
+    if first.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+        return "open the files with an image viewer"
+    if first.suffix.lower() == ".streams":
+        return "a command reads one stream: --source rtsp://HOST/PATH"
+    return "give an image, a video, or a list of paths as a .txt file"
+
+
 def check_ends(spec: str) -> None:
     """Raise if the frames of a source may have no end, for a caller that returns after the last one.
 
@@ -264,12 +279,18 @@ def live_items(spec: str) -> list[Path | int | Live]:
     """Return the items of a source for which :func:`is_live` holds.
 
     Raises:
-        DataError: standard input has no picture and no paths, or ``mss`` is not installed.
+        DataError: standard input has no picture and no paths, or the user forbids connections.
     """
     if spec == "-":
         return _standard_input()
     if spec.startswith("screen"):
         return [Live("screen", spec, number=int(spec.partition(":")[2] or 1))]
+    if is_forbidden(spec):
+        raise DataError(
+            f"cannot open {without_password(spec)}, because {OFFLINE} is set",
+            source="environment",
+            hint="unset it, or give a file of this machine",
+        )
     return [Live("http" if spec.lower().startswith("http") else "stream", without_password(spec), spec)]
 
 
@@ -331,9 +352,7 @@ def _screen_frames(item: Live, number: int, stride: int) -> Iterator[Frame]:
     try:
         import mss
     except ImportError:
-        raise ConfigError(
-            "--source screen needs the package mss", hint="pip install 'yolofleet[screen]'"
-        ) from None
+        raise ConfigError("--source screen needs the package mss", hint=install_hint("screen")) from None
     try:
         with (getattr(mss, "MSS", None) or mss.mss)() as screens:  # mss 10.2 deprecates mss.mss
             if item.number >= len(screens.monitors):

@@ -143,6 +143,8 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     settings = config.value
     if plan_run(config, recipe).fleet is not None:
         return
+    if settings.device == "mps":
+        inform("note: --dry-run cannot know whether torch finds the GPU of this Mac")
     if not (is_generated(settings.data) or settings.recipe_class):
         spec = load_dataset(settings.data)
         for split in ("train", "val"):

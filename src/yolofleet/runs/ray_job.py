@@ -1,4 +1,4 @@
-"""Train on a Ray cluster with a ``TorchTrainer`` whose workers are ranks (extra ``yolofleet[ray]``).
+"""Train on a Ray cluster with a ``TorchTrainer`` whose workers are ranks (extra ``ray``).
 
 Ray places the workers, connects them, and restarts all of them if one is lost. The run then resumes from its last
 checkpoint.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -47,7 +48,7 @@ def torch_trainer(
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError:
-        raise ConfigError("Ray is not installed", hint="pip install 'yolofleet[ray]'") from None
+        raise ConfigError("Ray is not installed", hint=install_hint("ray")) from None
     decided = {"project", "name", "exist_ok", "resume", "device", "hosts", "fleet"} & set(settings)
     if decided:
         raise ConfigError(

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 from yolofleet.config.space import Choices, Range, Space, Value
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.extras import install_hint
 from yolofleet.keyed import generator
 
 NAME = "yolofleet"  # of the study in its file
@@ -74,7 +75,7 @@ def _optuna() -> Any:
         import optuna
     except ImportError:
         raise ConfigError(
-            "yolofleet tune needs Optuna, which is not installed", hint="pip install 'yolofleet[tune]'"
+            "yolofleet tune needs Optuna, which is not installed", hint=install_hint("tune")
         ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

@@ -53,7 +53,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.loggers.running import check_installed, started_loggers
+from yolofleet.report.loggers.running import check_usable, started_loggers
 from yolofleet.runs.autobatch import with_measured_batch
 from yolofleet.runs.folder import file_writers, run_console, write_config
 from yolofleet.runs.memory import (
@@ -191,7 +191,7 @@ def built_run(
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     callbacks = Callbacks(config.callbacks, world)
     if world.is_main and not world.restarts:  # a run that goes on from another host must not fail here
-        check_installed(config)
+        check_usable(config)
     code = {"callbacks": callbacks.identity()}
     if config.recipe_class:
         code["recipe_class"] = identity_of(config.recipe_class, "--recipe-class")

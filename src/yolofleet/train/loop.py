@@ -261,6 +261,18 @@ class TrainingRun:
         last = self.schedule.last_step
         return images >= self.config.epochs * self.schedule.dataset_images or bool(last and steps >= last)
 
+    def _limits_reached(self) -> list[str]:
+        """Return the settings that end the run at its state, such as ``--max-steps 2``."""
+        config, step = self.config, self.state.step
+        reached = {
+            f"--epochs {config.epochs}": self.state.images_seen
+            >= config.epochs * self.schedule.dataset_images,
+            f"--max-steps {config.max_steps}": 0 < config.max_steps <= step,
+            f"--minutes {config.minutes:g}": 0 < self.state.progress.last_step <= step,
+            f"--patience {config.patience}": self._out_of_patience(),
+        }
+        return [setting for setting, is_reached in reached.items() if is_reached]
+
     def _restore_end(self) -> None:
         """Let the schedule end with ``--max-steps``, or where the state says that the minutes of this run end."""
         progress, most = self.state.progress, self.config.max_steps
@@ -301,7 +313,7 @@ class TrainingRun:
         self._restore_end()
         # A resumed run may have crashed after training, before it wrote its results.
         if self.is_over() and self._unended_epoch() is None:
-            self.report.ended_before(self._evaluate(self.loss.at(1)))
+            self.report.ended_before(self._evaluate(self.loss.at(1)), self._limits_reached())
             return
         self._open_loader()
         hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))

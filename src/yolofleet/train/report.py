@@ -485,11 +485,13 @@ class TrainReport:
             self._write_unwritten()
         self.loggers.row(self._row)
 
-    def ended_before(self, evaluation: Evaluation) -> None:
-        """Report that the resumed run had already ended."""
+    def ended_before(self, evaluation: Evaluation, limits: Sequence[str]) -> None:
+        """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
         self.last_evaluation = evaluation
+        flags = " and ".join(limit.partition(" ")[0] for limit in limits)
         self.console.note(
-            "the run had ended already; --epochs, --max-steps or --minutes with a higher number continues it"
+            f"the run had ended already, by {' and '.join(limits)} of {self.folder.path / 'config.yaml'}; "
+            f"{flags} with a higher number continues it"
         )
 
     def finish(self, state: TrainState) -> None:
@@ -531,9 +533,12 @@ class TrainReport:
             accuracy = f": mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f}"
         epochs = state.progress.epochs_done
         if state.progress.best_fitness == 0:
-            self.console.note("nothing was detected yet: train longer (docs/troubleshooting.md)")
+            self.console.note(
+                "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov5n.pt)"
+            )
         self.console.summary(
-            f"trained {epochs} epoch{'s' if epochs != 1 else ''}, {state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
+            f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
+            f"{state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
             {
                 "results": str(self.folder.path),
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",

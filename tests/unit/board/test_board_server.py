@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -210,6 +212,62 @@ def test_connections_without_a_request_lock_nobody_out(
         while stream.next()["rows"][0]["epoch"] != 131:
             assert time.monotonic() < deadline_s
         stream.close()
+
+
+STALL = """
+import selectors, socket, sys
+address = sys.argv[1].split(":")
+chosen = selectors.DefaultSelector()
+
+def connect():
+    one = socket.create_connection(address)
+    chosen.register(one, selectors.EVENT_READ)
+
+for _ in range(450):
+    connect()
+print("connected", flush=True)
+while True:
+    for key, _ in chosen.select():
+        try:
+            is_closed = not key.fileobj.recv(4096)
+        except OSError:
+            is_closed = True
+        if is_closed:
+            chosen.unregister(key.fileobj)
+            key.fileobj.close()
+            connect()
+"""
+
+
+def test_silent_connections_that_come_again_do_not_lock_the_owner_out(board: Served) -> None:
+    with subprocess.Popen([sys.executable, "-c", STALL, board.host], stdout=subprocess.PIPE) as stall:
+        try:
+            assert stall.stdout is not None and stall.stdout.readline() == b"connected\n"
+            for _ in range(15):
+                assert board.ask("/")[0] == 200
+                stream = Stream(board, "/updates")
+                assert stream.next()["rows"]
+                stream.close()
+                time.sleep(0.2)  # some of the connections reach HEADER_S
+            assert stall.poll() is None
+        finally:
+            stall.kill()
+
+
+def test_connections_with_the_token_have_a_limit_of_their_own(
+    board: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yolofleet.board.server.MOST_CONNECTIONS", 2)
+    streams = [Stream(board, "/updates") for _ in range(2)]
+    status, _, why = board.ask("/")
+    assert status == 503 and b"close some pages" in why
+    assert board.ask("/", token="")[0] == 401
+    streams[0].close()
+    deadline_s = time.monotonic() + 30
+    while board.ask("/")[0] != 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    streams[1].close()
 
 
 def test_names_of_an_address() -> None:

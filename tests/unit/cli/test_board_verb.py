@@ -16,6 +16,7 @@ from commands import environment
 from report_runs import made_run
 
 from yolofleet.cli import main
+from yolofleet.extras import install_hint
 from yolofleet.parallel.listener import open_listener
 
 START_S = 120
@@ -94,12 +95,12 @@ def test_what_cannot_be_shown_is_refused(
         assert says in capsys.readouterr().err, words
 
 
-def test_a_missing_package_names_the_extra(
+def test_a_missing_package_names_the_command(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("yolofleet.cli.board.find_spec", lambda name: None)
     assert main(["board", str(runs)]) == 2
-    assert "pip install 'yolofleet[board]'" in capsys.readouterr().err
+    assert install_hint("board") in capsys.readouterr().err
 
 
 def test_the_command_line_does_not_import_the_server(runs: Path) -> None:

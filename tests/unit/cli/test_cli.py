@@ -163,6 +163,32 @@ def test_a_dry_run_fails_where_a_gpu_is_not_there(cli):
     assert code == 2 and "--device 0,1: no NVIDIA GPU here" in err
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the device")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --data shapes --model yolov5n --dry-run",
+        "train --data shapes --model yolov5n",
+        "tune --data shapes --model yolov5n",
+        "val --data shapes --weights a.pt",
+        "predict --source a.jpg --weights a.pt",
+        "bench --weights a.pt",
+    ],
+)
+def test_the_device_of_a_mac_is_refused_elsewhere_before_anything_starts(cli, tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = cli(*line.split(), "--device", "mps")
+    assert code == 2 and "--device mps is the GPU of a Mac" in err and "from : command line" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_on_a_mac_says_that_it_cannot_know_the_device(cli, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "mps", "--dry-run"]
+    code, _, err = cli(*argv)
+    assert code == 0 and "cannot know whether torch finds the GPU of this Mac" in err
+
+
 def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
     argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
     _, out, _ = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
@@ -451,6 +477,23 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {verb}"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "detect train data=d.yaml model=yolov5n.pt epochs=1",
+            "yolofleet train --data d.yaml --weights yolov5n.pt --epochs 1",
+        ),
+        ("detect predict model=a.pt source=x", "yolofleet predict --weights a.pt --source x"),
+        ("export model=a.pt half=True nms=False", "yolofleet export --weights a.pt --half --no-nms"),
+        ("detect --source x", "did you mean predict?"),
+    ],
+)
+def test_commands_of_ultralytics_are_refused_with_the_whole_command(cli, line, says):
+    code, _, err = cli(*line.split())
+    assert code == 2 and f"  try  : {says}\n" in err
+
+
 @pytest.mark.parametrize("launcher", ["run", "launch"])
 def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
@@ -468,3 +511,31 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes, started by torchrun") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--data nowhere.yaml --model yolov5n --device cpu",
+            ("data set nowhere.yaml does not exist", "looked in"),
+        ),
+        ("--data shapes --modl yolov5n", ("train has no --modl", "command line")),
+        pytest.param(
+            "--data shapes --model yolov5n --device 98,99",
+            ("--device 98,99: no CUDA device 98", "command line"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_error_of_all_ranks_of_a_torchrun_is_printed_once_and_in_its_report(line, words, tmp_path):
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "--standalone"]
+    argv += [str(ROOT / "train.py"), *line.split()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)
+    printed, _, report = done.stderr.partition("Traceback (most recent call last)")
+    what, source = words
+    assert done.returncode == 1 and printed.count(f"ConfigError: {what}") == 1, done.stderr
+    assert printed.count(f"  from : {source}") == printed.count("  try  : ") == 1
+    cause = report.partition("Root Cause")[2]
+    assert what in cause and source in cause and "try  : " in cause and report.count(what) == 1

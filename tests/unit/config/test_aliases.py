@@ -169,6 +169,42 @@ def test_what_cannot_be_used_says_why(verb, line, says):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--data d --lr0 3", "yolofleet train --data d --set lr0=3"),
+        ("--data d --close-mosaic 10 --lr0=3", "yolofleet train --data d --set close_mosaic=10 --set lr0=3"),
+        ("--adam --data d", "yolofleet train --optimizer Adam --data d"),
+        ("--data d --batch-size 32 --accumulate 4", "--batch-size 32 --nominal-batch 128"),
+        ("--accumulate 4", "yolofleet train --nominal-batch 64"),
+        ("--use_vdl True --data d", "yolofleet train --log tensorboard --data d"),
+        ("--data d --amp", "yolofleet train --data d"),
+        ("--amp False --data d", "yolofleet train --precision fp32 --data d"),
+        ("--lr0 3 --epohcs 3", "yolofleet train --set lr0=3 --epohcs 3"),
+        ("--epohcs 3 --lr0 3", "did you mean --epochs?"),
+        (
+            "data=d model=yolov5n epochs=1 imgsz=320 device=[0,1] amp=False exist_ok=True cache=True resume=False lr0=1",
+            "yolofleet train --data d --model yolov5n --epochs 1 --imgsz 320 --device 0,1 --precision fp32 --exist-ok --cache "
+            "--set lr0=1",
+        ),
+        ("mode=train model=a.pt data=d --set lr0=1", "yolofleet train --weights a.pt --data d --set lr0=1"),
+    ],
+)
+def test_settings_of_other_trainers_are_refused_with_the_whole_command(line, says):
+    with pytest.raises(ConfigError) as caught:
+        words("train", line)
+    assert says in caught.value.hint
+    if says.startswith("yolofleet ") and "epohcs" not in says:
+        assert words("train", caught.value.hint.removeprefix("yolofleet train "))  # it can be typed
+
+
+def test_a_number_of_gpus_is_not_taken_for_the_number_of_a_gpu():
+    with pytest.raises(ConfigError) as caught:
+        words("train", "--gpus 2")
+    assert "--device 0,1 for the number, or --device 2 for that one GPU" in caught.value.hint
+    assert words("train", "--gpus 0,1")[0] == "--device=0,1" and words("train", "--gpus 0")[0] == "--device=0"
+
+
 def test_every_new_spelling_is_a_flag_of_its_verb():
     """The table cannot point at a flag that the schema no longer has."""
     for verb, table in SPELLINGS.items():
@@ -176,8 +212,7 @@ def test_every_new_spelling_is_a_flag_of_its_verb():
             if spelling.refusal:
                 continue
             values = {"none": [], "maybe": [], "one": ["1"], "some": ["1"]}[spelling.values]
-            if flag == "-c":
-                values = ["ppyoloe_crn_s_300e_coco.yml"]
+            values = {"-c": ["ppyoloe_crn_s_300e_coco.yml"], "--gpus": ["0,1"]}.get(flag, values)
             for argument in spelling.to(values):
                 known = {*FLAGS[verb], "--evolve"}  # cli/train.py calls tune
                 assert argument.partition("=")[0] in known, f"{verb} {flag} -> {argument}"

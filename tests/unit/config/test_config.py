@@ -695,3 +695,9 @@ def test_a_family_brings_its_own_recipe_unless_one_was_named():
     )
     named = load_recipe("scratch-low")
     assert with_default(named, "ppyoloe-300e") is named
+
+
+def test_an_unknown_setting_of_the_python_interface_names_the_help_of_its_verb():
+    with pytest.raises(ConfigError) as caught:
+        resolve_train({"data": "d", "model": "yolov5n", "bogus": 1}, source="Model.train(...)")
+    assert caught.value.hint == "yolofleet train --help lists the settings"

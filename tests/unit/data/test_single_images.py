@@ -15,6 +15,7 @@ import pytest
 from yolofleet.config.recipe import TRANSFORMS, load_recipe, transform_of
 from yolofleet.data.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
 
 needs_albumentations = pytest.mark.skipif(
     find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
@@ -151,11 +152,11 @@ def test_albumentations_does_not_ask_the_internet_for_a_newer_version() -> None:
     assert done.returncode == 0 and done.stdout.startswith("2.0."), done.stderr
 
 
-def test_without_albumentations_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_albumentations_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "albumentations", None)
     with pytest.raises(ConfigError) as caught:
         Transforms(["Blur"])
-    assert "pip install 'yolofleet[albumentations]'" in caught.value.render()
+    assert install_hint("albumentations") in caught.value.render()
 
 
 def test_a_transform_has_plain_parameters() -> None:

@@ -60,8 +60,8 @@ def test_an_index_holds_what_the_files_say(tmp_path):
     assert index.image_ids.tolist() == [0, 1, 2]
     assert not index.crowd.any()
     assert index.problems == ()
-    assert index.unlabelled == 1
-    assert index.problems_text() == "1 of 3 train images have no labels: background"
+    assert index.unlabelled == 1 and index.background == 2
+    assert index.problems_text() == "2 of 3 train images have no labels: background"
 
 
 def test_numbers_without_complaint_keep_their_bits(tmp_path):

@@ -188,6 +188,16 @@ def test_a_wrong_description_is_refused_with_its_row(tmp_path, text, words):
         assert word in str(problem.value), str(problem.value)
 
 
+def test_networks_of_other_tasks_are_refused_with_the_detector():
+    for name, what in (("yolov5n-seg", "masks"), ("yolov5s-cls", "classes of whole images")):
+        with pytest.raises(ConfigError, match=f"detectors of boxes, and not {what}") as caught:
+            describe(name)
+        assert caught.value.hint == f"--model {name[:7]}"
+    with pytest.raises(ConfigError, match="and not poses") as caught:
+        describe("yolo11n-pose")
+    assert "yolov5n" in caught.value.hint and "-pose" not in caught.value.hint
+
+
 def test_unknown_names_offer_the_nearest():
     with pytest.raises(ConfigError, match="did you mean yolov5s"):
         describe("yolo5s")

@@ -2,9 +2,11 @@
 
 import io
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -14,10 +16,11 @@ import torch
 from yolofleet.config.load import resolve_predict
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.families import build_model
+from yolofleet.files.request import Refused, open_url
 from yolofleet.models.description import describe
 from yolofleet.predict import sources
 from yolofleet.predict.predictor import Predictor
-from yolofleet.predict.sources import Source, pixels_of
+from yolofleet.predict.sources import Source, hint_for, pixels_of
 
 PICTURE = np.full((40, 60, 3), (10, 120, 240), np.uint8)
 
@@ -96,6 +99,37 @@ def test_a_stream_without_a_server_is_a_problem(monkeypatch):
     monkeypatch.setattr(sources, "WAIT_MS", 2000)
     source = Source("rtsp://127.0.0.1:1/none", is_argument=True)
     assert list(source) == [] and "cannot open rtsp" in source.problems[0]
+
+
+@pytest.mark.parametrize(
+    "address", ["https://example.org/a.jpg", "HTTP://10.0.0.1/a.jpg", "rtsp://u:secret@10.0.0.1/1"]
+)
+def test_offline_no_source_on_another_machine_is_opened(address, server, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    with pytest.raises(DataError, match="YOLOFLEET_OFFLINE is set") as caught:
+        Source(address, is_argument=True)
+    assert "secret" not in caught.value.render()
+    monkeypatch.undo()
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    assert len(list(Source(f"{server}/a.png", is_argument=True))) == 1  # of this machine
+    with pytest.raises(Refused, match="YOLOFLEET_OFFLINE is set"):
+        open_url(address.replace("rtsp", "http"), {}, 1.0)
+
+
+def test_a_source_that_cannot_be_read_has_a_hint_of_its_kind(tmp_path):
+    broken = tmp_path / "a.jpg"
+    broken.write_bytes(b"no picture")
+    for spec, words in (
+        ("87", "camera that no other program uses"),
+        ("http://127.0.0.1:1/a.jpg", "check the address"),
+        (str(broken), "image viewer"),
+        (str(tmp_path / "list.streams"), "--source rtsp://HOST/PATH"),
+        (str(tmp_path / "notes.docx"), "a list of paths as a .txt file"),
+    ):
+        Path(spec).write_bytes(b"x") if spec.startswith(str(tmp_path)) else None
+        source = Source(spec, is_argument=True)
+        assert list(source) == [] and words in hint_for(source.items)
 
 
 def test_a_list_and_a_configuration_file_cannot_name_a_url(tmp_path, server):
@@ -193,6 +227,9 @@ def test_results_draw_write_cut_and_list(model, tmp_path):
     predictor = Predictor(model, img=64, device="cpu", conf=0.003, max_det=3)
     results = predictor.predict([PICTURE, encoded()])
     assert [image.shape for image in results.render()] == [PICTURE.shape] * 2
+    assert "array" not in str(
+        results
+    ) and f"<Prediction of image 0, 60 x 40 px: {results[0].counts()}>" in str(results)
     assert [path.name for path in results.save(tmp_path)] == ["image 0.jpg", "image 1.jpg"]
     assert all(cv2.imread(str(path)) is not None for path in tmp_path.iterdir())
     boxes = sum(map(len, results))

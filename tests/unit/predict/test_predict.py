@@ -337,10 +337,30 @@ def test_pictures_of_one_name_do_not_overwrite_each_other(weights, pictures, tmp
     assert sorted(path.name for path in (tmp_path / "out" / "exp").iterdir()) == ["a.jpg", "a_2.jpg"]
 
 
-def test_a_source_of_which_nothing_can_be_read_is_exit_code_3(weights, pictures, tmp_path):
+def test_a_source_of_which_nothing_can_be_read_is_exit_code_3(weights, pictures, tmp_path, capsys):
     with pytest.raises(DataError, match="cannot read any image of") as caught:
         predict_command(configured(weights, pictures / "c.jpg", tmp_path))
-    assert caught.value.exit_code == 3
+    assert caught.value.exit_code == 3 and "image viewer" in caught.value.hint
+    assert "results" not in capsys.readouterr().out and not (tmp_path / "exp").exists()
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_the_folder_of_a_run_stands_for_its_weights(weights, pictures, tmp_path, name):
+    from yolofleet.config.load import resolve_bench, resolve_export, resolve_val
+
+    file = tmp_path / "run" / "weights" / f"{name}.safetensors"
+    file.parent.mkdir(parents=True)
+    shutil.copy(weights, file)
+    run = str(tmp_path / "run")
+    assert predict_command(configured(run, pictures / "a.jpg", tmp_path / "out")) == 0
+    assert resolve_val({"weights": (run, str(weights)), "data": "d"}).value.weights == (
+        str(file),
+        str(weights),
+    )
+    for resolved in (resolve_export({"weights": run}), resolve_bench({"weights": run})):
+        assert resolved.value.weights == str(file)
+    file.unlink()
+    assert resolve_export({"weights": run}).value.weights == run  # and the error names the folder
 
 
 def test_weights_that_are_not_there_are_said(pictures, tmp_path):

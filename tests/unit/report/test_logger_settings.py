@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -77,19 +78,19 @@ def test_the_resume_command_of_a_fleet_names_the_server() -> None:
     assert options[options.index("--log-server") + 1] == "http=http://a.b"
 
 
-def test_a_missing_package_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config, _ = resolve_train({**TRAIN, "log": "comet", "tensorboard": True})
     monkeypatch.setattr(running, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--log tensorboard needs the package") as caught:
-        running.check_installed(config.value)
-    assert caught.value.hint == "pip install 'yolofleet[tensorboard]'"
+        running.check_usable(config.value)
+    assert caught.value.hint == 'pip install "tensorboard>=2.15"'
     monkeypatch.undo()
     (tmp_path / "comet_ml").mkdir()  # a folder is no package
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "tensorboard", pytest)
     if running.find_spec("comet_ml").origin is None:  # type: ignore[union-attr]
         with pytest.raises(ConfigError, match="--log comet needs the package comet_ml"):
-            running.check_installed(config.value.model_copy(update={"tensorboard": False}))
+            running.check_usable(config.value.model_copy(update={"tensorboard": False}))
 
 
 def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tmp_path: Path) -> None:
@@ -131,3 +132,15 @@ def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     found = {name: [(s.step, s.value) for s in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert found == {"a": [(1, 1.5), (2, 2.5)], "b": [(1, 5.0)]}
+
+
+def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    for address, is_here in (
+        ("http://127.0.0.1:1/rows", True),
+        ("http://[::1]:1/", True),
+        ("https://a.b/", False),
+    ):
+        config, _ = resolve_train({**TRAIN, "log": "http", "log_server": f"http={address}"})
+        with nullcontext() if is_here else pytest.raises(ConfigError, match="YOLOFLEET_OFFLINE is set"):
+            running.check_usable(config.value)

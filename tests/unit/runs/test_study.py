@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,7 +141,11 @@ def test_importances_add_up_and_need_different_results(tmp_path: Path) -> None:
         ("mps", 1, ["mps"]),
     ],
 )
-def test_devices_are_cut_into_groups(device: str, each: int, groups: list[str]) -> None:
+def test_devices_are_cut_into_groups(
+    device: str, each: int, groups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "mps":
+        monkeypatch.setattr(sys, "platform", "darwin")
     config, _ = resolve_tune({"data": "d", "model": "yolov5n", "device": device, "devices_per_trial": each})
     found = local_groups(config.value, 2, 16)
     assert [group.text for group in found] == groups

@@ -1,4 +1,4 @@
-"""ClearML: a session for ``Task.import_offline_session`` in ``clearml/`` of the run folder, or a server (extra: ``yolofleet[clearml]``)."""
+"""ClearML: a session for ``Task.import_offline_session`` in ``clearml/`` of the run folder, or a server (extra: ``clearml``)."""
 
 from __future__ import annotations
 

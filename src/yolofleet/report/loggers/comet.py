@@ -1,4 +1,4 @@
-"""Comet: an archive for ``comet upload`` in ``comet/`` of the run folder, or a server (extra: ``yolofleet[comet]``)."""
+"""Comet: an archive for ``comet upload`` in ``comet/`` of the run folder, or a server (extra: ``comet``)."""
 
 from __future__ import annotations
 

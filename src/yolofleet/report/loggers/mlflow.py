@@ -1,4 +1,4 @@
-"""MLflow: the database ``mlflow/mlflow.db`` of the run folder, or a server (extra: ``yolofleet[mlflow]``)."""
+"""MLflow: the database ``mlflow/mlflow.db`` of the run folder, or a server (extra: ``mlflow``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``tensorboard/`` of the run folder (extra: ``yolofleet[tensorboard]``)."""
+"""TensorBoard: event files in ``tensorboard/`` of the run folder (extra: ``tensorboard``)."""
 
 from __future__ import annotations
 

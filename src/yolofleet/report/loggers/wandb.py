@@ -1,4 +1,4 @@
-"""Weights & Biases: a folder for ``wandb sync`` in ``wandb/`` of the run folder, or a server (extra: ``yolofleet[wandb]``)."""
+"""Weights & Biases: a folder for ``wandb sync`` in ``wandb/`` of the run folder, or a server (extra: ``wandb``)."""
 
 from __future__ import annotations
 
