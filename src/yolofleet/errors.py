@@ -6,7 +6,9 @@ failed assertions or other exceptions, with a traceback.
 
 from __future__ import annotations
 
-from yolofleet.text import screen_text
+import errno
+
+from yolofleet.text import screen_text, shown
 
 
 class YolofleetError(Exception):
@@ -108,6 +110,37 @@ class Stopped(YolofleetError):
     exit_code = 75
     machine_goes = False
     usual_hint = "run the same command again"
+
+
+def refused_path(problem: BaseException) -> YolofleetError | None:
+    """Return the error for a path that the system refuses, if no caller expected that; None for another problem.
+
+    Before Python 3.14, ``Path.exists()`` and its like answer False for a missing file, but raise in these cases.
+    """
+    if not isinstance(problem, OSError) or problem.errno not in _REFUSED or problem.filename is None:
+        return None
+    kind, hint = _REFUSED[problem.errno]
+    found = kind(f"cannot use the path {shown(str(problem.filename))}: {problem.strerror}", hint=hint)
+    found.__cause__ = problem
+    return found
+
+
+_REFUSED: dict[int, tuple[type[YolofleetError], str]] = {
+    errno.ENAMETOOLONG: (
+        ConfigError,
+        "check the path: most disks allow 255 bytes for a name, and 4095 in all",
+    ),
+    errno.EACCES: (StorageError, "check the path, and the permissions of its folders"),
+    errno.EIO: (StorageError, StorageError.usual_hint),
+    errno.ESTALE: (
+        StorageError,
+        "the folder on the network disk is gone: mount it again, or choose another one",
+    ),
+    errno.ENOTCONN: (
+        StorageError,
+        "the network disk is not connected: mount it again, or choose another folder",
+    ),
+}
 
 
 class ExitCode(int):

@@ -39,6 +39,7 @@ from yolofleet.errors import (
     Stopped,
     StorageError,
     YolofleetError,
+    refused_path,
 )
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.parallel.place import place_from_environment
@@ -69,6 +70,7 @@ def show(error: YolofleetError) -> None:
 
 def show_failure(problem: BaseException) -> int:
     """Print why this process fails; return its exit code."""
+    problem = refused_path(problem) or problem
     if isinstance(problem, YolofleetError):
         show(problem)
         return problem.exit_code
@@ -161,7 +163,7 @@ def _run(
                 else:
                     write_config(run_folder, config)
                     validate(cast(ValConfig, settings), world, run_folder)
-    except (ConfigError, DataError, CheckpointError, StorageError, Stopped, KeyboardInterrupt):
+    except (ConfigError, DataError, CheckpointError, StorageError, Stopped, OSError, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
         raise
@@ -207,6 +209,7 @@ def main(argv: list[str]) -> int:
         return isinstance(problem, ClusterError) or (rank > 0 and isinstance(problem, NumericsError))
 
     def on_failure(problem: BaseException) -> int:
+        problem = refused_path(problem) or problem
         if isinstance(problem, YolofleetError):
             leaves = isinstance(problem, Stopped) and problem.machine_goes
             return write_failure(

@@ -30,7 +30,6 @@ MAY_OPEN = {
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "runs/study.py:_drop_torn_line": "the journal of a study in the folder that --resume names; Optuna opens it too",
     "cli/selftest.py:started": "a new file in our temporary folder",
     "runs/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(

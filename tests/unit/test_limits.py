@@ -27,6 +27,7 @@ from yolofleet.images import decode, header
 from yolofleet.models import darknet_cfg, description
 from yolofleet.plan import probe
 from yolofleet.report import history, results
+from yolofleet.runs import study
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +65,7 @@ LIMITS = {
         f"{board.LIMITS.figures_bytes >> 20}, {board.LIMITS.events_bytes >> 20}, {board.LIMITS.table_bytes >> 20} and "
         f"{mib(board.RANKS_BYTES)}; {board.MOST_RANKS} ranks shown; {board.MOST_RUNS} runs, {mib(board.CACHE_BYTES)} of kept pages"
     ),
+    "the journal of a study": mib(study.MAX_JOURNAL_BYTES),
     "probes of machines (JSON)": mib(probe.MAX_BYTES),
     "a message of a host": mib(wire_protocol.MOST_MESSAGE_BYTES),
     "a log that the doctor reads": gib(log_files.MOST_LOG_BYTES),

@@ -14,7 +14,7 @@ import click
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
 from yolofleet.cli.completion import COMPLETE, complete
-from yolofleet.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.errors import ConfigError, StorageError, YolofleetError, refused_path
 from yolofleet.parallel.torchrun_report import is_told
 from yolofleet.text import announce, echo, set_quiet
 
@@ -219,6 +219,8 @@ def run(argv: Sequence[str]) -> int:
     except Exception as problem:
         if isinstance(problem, OSError) and (foreseen := _output_fault()):
             return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
+        if (refused := refused_path(problem)) is not None:
+            return _report(refused, argv)
         echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
         return 1
 

@@ -8,7 +8,6 @@ what a run trains on, so their settings cannot change.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from yolofleet.config.schema import (
     may_be_in_files,
 )
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import linked_subfolder, read_foreign_text
+from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
@@ -81,11 +80,11 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
         is_named: the user set ``--name``, so ``auto`` considers only runs of that name.
 
     Raises:
-        ConfigError: there is no such run, it has no checkpoint here, or a sub-folder of it is a link.
+        ConfigError: there is no such run, it has no checkpoint here, or a link leads out of its folder.
     """
     found = _run(config, is_named=is_named)
     if found is not None and not config.linked_folders:
-        _check_links(found.folder)
+        check_links(found.folder)
     if found is not None and not (config.hosts or config.fleet):
         _check_states_are_here(found.folder)
     return found
@@ -99,7 +98,9 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     runs = [
         folder
         for folder in project.glob("*")
-        if name.fullmatch(folder.name) and (folder / "config.yaml").is_file()
+        if name.fullmatch(folder.name)
+        and (folder / "config.yaml").is_file()
+        and (config.linked_folders or not folder.is_symlink())
     ]
     states = [(max(map(_saved_at_ns, found)), run) for run in runs if (found := _states(run))]
     if states:
@@ -110,25 +111,6 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     raise ConfigError(
         f"--resume auto: no run with a checkpoint in {project}",
         hint="--resume FOLDER resumes a run in another folder",
-    )
-
-
-def _check_links(folder: Path) -> None:
-    """Raise ConfigError if a sub-folder of a run is a link: pruning its states would delete those of another run."""
-    try:
-        linked = linked_subfolder(folder)
-    except OSError as problem:
-        raise ConfigError(f"{folder} cannot be read: {problem.strerror}") from None
-    if linked is not None:
-        raise links_refused(f"{linked} is a symbolic link to {os.path.realpath(linked)}", str(folder))
-
-
-def links_refused(what: str, folder: str) -> ConfigError:
-    """Return the error for a run folder, here or on a host, with a linked sub-folder; ``what`` names the link."""
-    return ConfigError(
-        f"{what}; a resumed run would write there",
-        source=f"the run folder {folder}",
-        hint="--linked-folders if you made the link yourself; else remove it",
     )
 
 
@@ -289,22 +271,25 @@ def find_study(config: TuneConfig) -> Path:
     """Return the folder of the study that ``--resume`` names.
 
     Raises:
-        ConfigError: there is no such study.
+        ConfigError: there is no such study, or a link leads out of its folder.
     """
     project = config.project or Path("runs") / "tune"
     if config.resume == "auto":
-        found = [(_saved_at_ns(file), file.parent) for file in project.glob(f"*/{STUDY}")]
+        files = [file for file in project.glob(f"*/{STUDY}") if not file.parent.is_symlink()]
+        found = [(_saved_at_ns(file), file.parent) for file in files]
         if not found:
             raise ConfigError(
                 f"--resume auto: no study in {project}", hint="--resume FOLDER goes on with a study elsewhere"
             )
-        return max(found)[1]
-    folder = Path(config.resume)
+        folder = max(found)[1]
+    else:
+        folder = Path(config.resume)
     if not (folder / STUDY).is_file() or not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"--resume {shown(config.resume)} is not the folder of a study (it has no config.yaml or no {STUDY})",
             hint="--resume auto goes on with the newest study; without --resume a new one begins",
         )
+    check_links(folder)
     return folder
 
 

@@ -433,7 +433,7 @@ class TrainConfig(FleetSettings):
     )
     linked_folders: bool = setting(
         False,
-        "with --resume: follow symbolic links in the run folder and write through them",
+        "with --resume and --exist-ok: follow symbolic links in the run folder and write through them",
         group="saved files",
         in_files=False,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from yolofleet.export.verify import (
 )
 from yolofleet.extras import install_hint
 from yolofleet.files.atomic import emit_json, make_folder
+from yolofleet.files.foreign import check_links
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
 from yolofleet.recipe_class import TrainingRecipe, load_recipe_class
@@ -81,6 +83,8 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
     outs = [config.out or format.path_beside(source, kind) for format in formats]
     for out, format in zip(outs, formats, strict=True):
         check_target(out, format)
+    if config.out is None:
+        check_beside(source)
     found = []
     for out, format in zip(outs, formats, strict=True):
         console.header(
@@ -314,6 +318,23 @@ def check_target(out: Path, format: Format) -> None:
         )
     if out.exists() and format_of(out) is not format and (out.is_dir() or format.marker):
         raise ConfigError(f"--out {out} exists and is not a {format.name} export", hint="choose another name")
+    if format.marker and out.is_symlink():
+        raise ConfigError(
+            f"--out {out} is a symbolic link to {os.path.realpath(out)}", hint="choose another name"
+        )
+    if out.is_dir():  # `replace` also writes into the folders in it
+        check_links(out)
+
+
+def check_beside(weights: Path) -> None:
+    """Raise ConfigError if the files beside ``weights`` of a run are not in the folder of that run."""
+    folder = weights.parent
+    if folder.is_symlink() and (folder.parent / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder} is a symbolic link to {os.path.realpath(folder)}, and the export would be written there",
+            source=f"--weights {weights}",
+            hint="--out FILE chooses the place",
+        )
 
 
 def size_bytes(folder: Path) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from yolofleet.errors import ConfigError
 from yolofleet.text import size_text
 
 _FLAGS = os.O_RDONLY
@@ -108,13 +110,49 @@ def open_descriptor(
     return handle, found.st_size
 
 
-def linked_subfolder(folder: Path) -> Path | None:
-    """Return the first sub-folder of ``folder`` that is a symbolic link; None if no sub-folder is one.
+def check_links(folder: Path) -> None:
+    """Raise ConfigError if a symbolic link in ``folder`` leads out of it, because a run would write or delete there.
+
+    Every command that writes into an existing folder calls this first. Links inside the folder are harmless: W&B makes
+    some. ``folder`` itself may be a link, because the user names it.
+    """
+    try:
+        link = link_out_of(folder)
+    except OSError as problem:
+        raise ConfigError(f"{folder} cannot be read: {problem.strerror}") from None
+    if link:
+        raise links_refused(link, str(folder))
+
+
+def link_out_of(folder: Path) -> str:
+    """Return which symbolic link in ``folder``, at any depth, leads out of it, and to where; "" if none does.
 
     Raises:
-        OSError: ``folder`` cannot be read.
+        OSError: ``folder`` or a folder in it cannot be read.
     """
-    return next((path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_dir()), None)
+    root = os.path.realpath(folder)
+    waiting = [os.fspath(folder)]
+    while waiting:
+        entries: list[os.DirEntry[str]] = []
+        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as found:  # another process may remove it
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_symlink():
+                target = os.path.realpath(entry.path)
+                if not Path(target).is_relative_to(root):
+                    return f"{entry.path} is a symbolic link to {target}"
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+    return ""
+
+
+def links_refused(link: str, folder: str) -> ConfigError:
+    """Return the error for a folder, here or on a host, with a link that :func:`link_out_of` has found."""
+    return ConfigError(
+        f"{link}; a run in this folder would write there",
+        source=f"the folder {folder}",
+        hint="remove the link; if you made it yourself, a training accepts it with --linked-folders",
+    )
 
 
 def read_at(handle: int, offset: int, count: int) -> bytes:

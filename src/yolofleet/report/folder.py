@@ -13,6 +13,7 @@ from pathlib import Path
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
+from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
 
 # environment variable that a launcher sets: its command includes the hosts, or resumes the whole study
@@ -39,12 +40,20 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, verb: str, *, project: Path | None = None, name: str = "exp", exist_ok: bool = False
+        cls,
+        verb: str,
+        *,
+        project: Path | None = None,
+        name: str = "exp",
+        exist_ok: bool = False,
+        may_link: bool = False,
     ) -> RunFolder:
         """Create ``project/name``, or name2, name3, ... if it exists; two runs never get the same folder.
 
+        Args:
+            exist_ok: use a folder that exists. may_link: symbolic links in it may lead out of it.
         Raises:
-            ConfigError: ``name`` is empty or points outside of the project folder.
+            ConfigError: ``name`` is empty or points outside of the project folder, or a link leads out of the folder.
             StorageError: the folder cannot be created.
         """
         project = project or Path("runs") / verb
@@ -63,6 +72,8 @@ class RunFolder:
                     )  # fails if it exists, so two runs that start together get two folders
                 except FileExistsError:
                     if exist_ok and path.is_dir():
+                        if not may_link:
+                            check_links(path)
                         return cls(path)
                     if exist_ok:  # a file of that name
                         raise

@@ -102,7 +102,7 @@ def job_of(plan: RunPlan) -> FleetJob:
         files=files_read(settings),
         is_resumed=is_resumed,
         may_exist=is_resumed or settings.exist_ok,
-        may_link=not is_resumed or settings.linked_folders,
+        may_link=settings.linked_folders,
         syncs_package=settings.sync_code,
         rules=restart_rules(settings),
         resume_options=resume_options(settings) if plan.recipe is not None else None,

@@ -59,7 +59,11 @@ def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
         ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
     """
     return RunFolder.create(
-        settings.verb, project=settings.project, name=settings.name, exist_ok=settings.exist_ok
+        settings.verb,
+        project=settings.project,
+        name=settings.name,
+        exist_ok=settings.exist_ok,
+        may_link=settings.linked_folders,
     )
 
 

@@ -7,6 +7,7 @@ the trials that it may know (:meth:`Study.suggest`). So a study that was killed 
 
 from __future__ import annotations
 
+import json
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from yolofleet.config.space import Choices, Range, Space, Value
-from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.errors import CheckpointError, ConfigError, StorageError
 from yolofleet.extras import install_hint
+from yolofleet.files.atomic import write_bytes
+from yolofleet.files.foreign import read_foreign
 from yolofleet.keyed import generator
 
+MAX_JOURNAL_BYTES = 64 << 20  # 1,000 trials of 300 epochs have 45 MiB
 NAME = "yolofleet"  # of the study in its file
 State = Literal["open", "complete", "pruned", "failed"]
 STATES: dict[str, State] = {"RUNNING": "open", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
@@ -91,7 +95,8 @@ class Study:
         generation: trials that are chosen without knowing each other's results; 0: every result counts at once.
 
     Raises:
-        ConfigError: Optuna is not installed. CheckpointError: the file is not a study.
+        ConfigError: Optuna is not installed. CheckpointError: the file is not a study; it is unchanged.
+        StorageError: the disk refused.
     """
 
     def __init__(self, file: Path, space: Space, seed: int, generation: int) -> None:
@@ -108,10 +113,14 @@ class Study:
                 self._storage.create_new_study([self._optuna.study.StudyDirection.MAXIMIZE], NAME)
             self._id = self._storage.get_study_id_from_name(NAME)
             self.trials()
+        except StorageError:
+            raise
         except Exception as problem:  # of Optuna, which expects files of its own
+            why = getattr(problem, "strerror", None) or problem
+            if not isinstance(problem, (OSError, ValueError)):
+                why = f"{type(problem).__name__}: {problem}"
             raise CheckpointError(
-                f"{file} is not a study that can be read: {type(problem).__name__}: {problem}",
-                hint="start a new study",
+                f"{file} is not a study that can be read: {why}", hint="start a new study"
             ) from None
 
     def trials(self) -> list[Trial]:
@@ -241,12 +250,24 @@ def _trial(frozen: Any) -> Trial:
 
 
 def _drop_torn_line(file: Path) -> None:
-    """Remove a last line without an end, which a machine that lost its power may leave. Optuna does not read on after it."""
-    if not file.exists():
+    """Remove a last line without an end, which a machine that lost its power may leave. Optuna does not read on after it.
+
+    Raises:
+        OSError: the file is a link, larger than the limit, or cannot be read. ValueError: it is not a journal.
+        StorageError: it cannot be written.
+    """
+    try:
+        content = read_foreign(file, limit_bytes=MAX_JOURNAL_BYTES, follow=False)
+    except FileNotFoundError:
         return
-    with file.open("r+b") as journal:
-        content = journal.read()
-        journal.truncate(content.rfind(b"\n") + 1)
+    whole, end, torn = content.rpartition(b"\n")
+    if content and not end:
+        raise ValueError("its only line has no end")
+    first = json.loads(whole.partition(b"\n")[0]) if content else {"op_code": 0}
+    if not isinstance(first, dict) or "op_code" not in first:
+        raise ValueError("its first line is not that of Optuna's journal")
+    if torn:
+        write_bytes(file, whole + end)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from yolofleet.fleet.launch.local import Ending, tell
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.machines import fleet_of
-from yolofleet.runs.on_hosts import resume_options, text_for_host
+from yolofleet.runs.on_hosts import job_of, resume_options, text_for_host
 from yolofleet.runs.plan import RunPlan, plan_run
 from yolofleet.runs.start import start
 from yolofleet.system.children import START
@@ -397,9 +397,9 @@ def test_what_goes_on_from_the_states_can_be_typed(given: dict[str, Any], hosts:
 def claimed(settings: Any, host: Any, resumed: Path | None = None) -> Folders:
     """The folders of a run with these settings, as the launcher claims them."""
     plan = RunPlan(Resolved(settings, {}, ()), None, Fleet((Host("n0", "cpu"),)), 1, resumed)
-    may_exist, may_link = resumed is not None or settings.exist_ok, resumed is None or settings.linked_folders
+    job = job_of(plan)
     return Folders.claim(
-        plan.folder, [host], is_resumed=resumed is not None, may_exist=may_exist, may_link=may_link
+        plan.folder, [host], is_resumed=job.is_resumed, may_exist=job.may_exist, may_link=job.may_link
     )
 
 

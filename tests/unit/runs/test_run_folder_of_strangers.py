@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,6 +120,20 @@ def test_a_run_with_a_linked_folder_continues_only_when_asked(tmp_path: Path, na
     assert "--linked-folders" in caught.value.hint and str(other) in caught.value.what
     found = find_run(TrainConfig(resume=str(folder), linked_folders=True), is_named=False)
     assert found is not None and found.folder == folder
+
+
+def test_a_used_folder_with_a_link_out_of_it_is_refused_unless_asked(tmp_path: Path, victim: Path) -> None:
+    run = RunFolder.create("train", project=tmp_path)
+    (run.path / "a" / "b").mkdir(parents=True)
+    (run.path / "a" / "latest").symlink_to("b")
+    again = partial(RunFolder.create, "train", project=tmp_path, exist_ok=True)
+    assert again() == run
+    for target in (victim, tmp_path / "missing", tmp_path, Path("..", "..", "..")):
+        (run.path / "a" / "b" / "link").symlink_to(target)
+        with pytest.raises(ConfigError, match="b/link is a symbolic link to"):
+            again()
+        assert again(may_link=True) == run
+        (run.path / "a" / "b" / "link").unlink()
 
 
 # -- two at once

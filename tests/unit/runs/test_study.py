@@ -94,9 +94,28 @@ def test_a_torn_line_and_a_file_of_another_kind(tmp_path: Path) -> None:
     with file.open("a") as journal:
         journal.write('{"op_code":4,"wor')
     assert trials_of(file, 6) == whole
-    file.write_text("[1, 2]\n")
-    with pytest.raises(CheckpointError, match="not a study that can be read"):
+    for text in ("[1, 2]\n", "ssh-rsa AAAA my only key", "a\nb", "[" * 100_000 + "\n", '{"op_code":0,"wor'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="not a study that can be read"):
+            opened(file)
+        assert file.read_text() == text
+
+
+def test_a_journal_is_neither_followed_nor_read_without_limit(tmp_path: Path) -> None:
+    file = tmp_path / "study"
+    trials_of(tmp_path / "whole", 2)
+    before = (tmp_path / "whole").read_bytes() + b'{"torn'
+    (tmp_path / "whole").write_bytes(before)
+    file.symlink_to(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="it is a symbolic link"):
         opened(file)
+    assert (tmp_path / "whole").read_bytes() == before
+    file.unlink()
+    with file.open("wb") as sparse:
+        sparse.truncate(3 << 30)
+    with pytest.raises(CheckpointError, match="it has 3.0 GiB, the limit is 64.0 MiB"):
+        opened(file)
+    assert file.stat().st_size == 3 << 30
 
 
 def test_pruning_knows_complete_trials_of_earlier_generations_only(tmp_path: Path) -> None:

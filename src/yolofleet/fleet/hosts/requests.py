@@ -19,7 +19,7 @@ from typing import Any
 
 from yolofleet.errors import Stopped
 from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import linked_subfolder, open_foreign, read_foreign_text
+from yolofleet.files.foreign import link_out_of, open_foreign, read_foreign_text
 from yolofleet.fleet.detached import lease
 from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.fleet.hosts import jobs
@@ -45,12 +45,12 @@ def claim(arguments: Arguments) -> dict[str, Any]:
 
     Args:
         arguments: ``mark``: name of a file that the maker of the folder puts there; ``owner``: its content, if this
-            host is the maker; ``used``: the folder may exist already; ``may_link``: it may hold symbolic links to
-            other folders.
+            host is the maker; ``used``: the folder may exist already; ``may_link``: symbolic links in it may
+            lead out of it.
     Returns:
         ``folder``: its full path; ``owner``: the first host that sees the same disk, or this host; "" if the folder
-        belongs to another run; ``made``: this call made it; ``linked``: which sub-folder is a forbidden link, and to
-        where; nothing is written then.
+        belongs to another run; ``made``: this call made it; ``linked``: which link is forbidden, and where it leads;
+        nothing is written then.
     """
     folder = Path(str(arguments["folder"])).absolute()
     mark = folder / str(arguments["mark"])
@@ -61,10 +61,8 @@ def claim(arguments: Arguments) -> dict[str, Any]:
         made = False
         if not (arguments["used"] or _appears(mark)):
             return {"folder": str(folder), "owner": "", "made": False, "linked": ""}
-        linked = None if arguments["may_link"] else linked_subfolder(folder)
-        if linked is not None:
-            words = f"{linked} is a symbolic link to {os.path.realpath(linked)}"
-            return {"folder": str(folder), "owner": "", "made": False, "linked": words}
+        if not arguments["may_link"] and (link := link_out_of(folder)):
+            return {"folder": str(folder), "owner": "", "made": False, "linked": link}
     if not mark.is_file():
         write_text(mark, str(arguments["owner"]))
     owner = read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False)

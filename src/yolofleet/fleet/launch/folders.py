@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, links_refused, read_where
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.files.atomic import make_folder as make_subfolder
 from yolofleet.files.atomic import open_append, storage_error, whole_file, write_text
+from yolofleet.files.foreign import links_refused
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.watch import say
@@ -109,7 +110,7 @@ class Folders:
             is_resumed, may_exist, may_link: as :class:`FleetJob` says.
         Raises:
             ClusterError: ``MOST_NAMES`` names are taken. StorageError: a disk refused. ConfigError: on a host, the
-                folder of the resumed run has a linked sub-folder.
+                link leads out of the folder.
         """
         mark = f".fleet-{secrets.token_hex(6)}"
         question = {"mark": mark, "used": is_resumed or may_exist, "may_link": may_link}

@@ -49,7 +49,7 @@ class FleetJob:
         make_folder: makes the run's folder on this machine, with the next free name at each call.
         is_resumed: the run continues one that exists.
         may_exist: the run's folder may exist on a host.
-        may_link: the run's folder may hold symbolic links to other folders.
+        may_link: symbolic links in the run's folder may lead out of it.
         syncs_package: the hosts run this machine's package.
         rules: when the run goes on after a failure.
         resume_options: options of ``yolofleet train --resume FOLDER`` that name the hosts; None if the run writes no
