@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,8 +149,13 @@ def test_metal_is_taken_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_emulated_bfloat16_is_refused_and_the_right_device_is_asked(monkeypatch: pytest.MonkeyPatch):
     """V100 and T4 emulate it; torch asks the current device, which need not be ours."""
     current = [0]
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        current[0] = place.index
+        yield
+        current[0] = 0
+
     asked = []
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -154,7 +163,7 @@ def test_emulated_bfloat16_is_refused_and_the_right_device_is_asked(monkeypatch:
         return including_emulation
 
     module = SimpleNamespace(
-        is_bf16_supported=is_bf16_supported, get_device_name=lambda device: "Tesla T4", __name__="cuda"
+        is_bf16_supported=is_bf16_supported, get_device_name=lambda device: "Tesla T4", device=device
     )
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     with pytest.raises(ConfigError, match="--precision bf16: Tesla T4 cannot compute in bfloat16"):
@@ -197,14 +206,6 @@ def test_what_a_device_lacks_is_no_error():
     assert devices.name_of(meta) == "meta"
     assert not devices.has_fused(torch.optim.SGD, meta)
     assert devices.has_fused(torch.optim.AdamW, CPU)
-
-
-def test_waiting_means_the_named_device_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch):
-    """Else --device 1 would open a context on GPU 0, of some hundred MB."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    devices.synchronize(GPU)
-    assert waited == [GPU]
 
 
 class Copies(TorchDispatchMode):
