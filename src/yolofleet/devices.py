@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,18 +202,42 @@ def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextMana
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    before: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):  # the process has set the new interface to what the old one cannot express
+        before.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
+    with suppress(RuntimeError):
+        before.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    before += [(partial(setattr, op, "fp32_precision"), op.fp32_precision) for op in _float32_operations()]
     allow_tf32(allowed, allowed)
     try:
         yield
     finally:
-        allow_tf32(*before)
+        for restore, value in before:
+            restore(value)
 
 
 def allow_tf32(convolutions: bool, products: bool) -> None:
-    """Allow or forbid TensorFloat-32 on NVIDIA GPUs, in this process."""
+    """Allow or forbid TensorFloat-32 on NVIDIA GPUs, in this process.
+
+    The old interface first: it also sets the new one, but to "as torch.backends.fp32_precision says" instead of "never".
+    """
     torch.backends.cudnn.allow_tf32 = convolutions
     torch.backends.cuda.matmul.allow_tf32 = products
+    for operation, allowed in zip(
+        _float32_operations()[:3], (convolutions, convolutions, products), strict=False
+    ):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
+
+
+def _float32_operations() -> list[Any]:
+    """Return the operations that have torch's new interface to TensorFloat-32; [] before torch 2.9.
+
+    They are convolutions, recurrent layers and products on GPUs, and products on CPUs, which the old interface sets too.
+    """
+    on: Any = torch.backends
+    if not hasattr(on.cudnn, "conv"):
+        return []
+    return [on.cudnn.conv, on.cudnn.rnn, on.cuda.matmul, on.mkldnn.matmul]
 
 
 def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
@@ -239,7 +264,10 @@ def kernel_versions(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"device": name_of(device)}
     if torch.backends.cudnn.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
-        found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
+        if operations := _float32_operations():
+            found["tf32"] = [op.fp32_precision == "tf32" for op in operations[:3:2]]
+        else:
+            found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
     return found
 
 

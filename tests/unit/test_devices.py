@@ -191,6 +191,67 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
         resolve_precision("tf32", CPU)
 
 
+SWITCHES = """
+import torch
+from yolofleet import devices
+from yolofleet.models.precision import autocast
+
+backends, gpu = torch.backends, torch.device("cuda", 0)
+
+def switches():
+    found = []
+    for read in (lambda: backends.cudnn.allow_tf32, torch.get_float32_matmul_precision):
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append("cannot be told")
+    if hasattr(backends.cudnn, "conv"):
+        places = backends, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul
+        found += [place.fp32_precision for place in places]
+    return found
+
+{given}
+before = switches()
+for precision, expected in (("fp32", False), ("tf32", True)):
+    with autocast(precision, gpu):
+        assert backends.cudnn.allow_tf32 is backends.cuda.matmul.allow_tf32 is expected, precision
+        if hasattr(backends.cudnn, "conv"):
+            now = [op.fp32_precision for op in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)]
+            assert now == ["tf32" if expected else "ieee"] * 3, now
+    told = [(was, now) for was, now in zip(before, switches()) if was != "cannot be told"]
+    assert all(was == now for was, now in told), (precision, told)
+devices.kernel_versions(torch.device("cpu"))
+devices.choose_kernels(deterministic=False, benchmark=False, tf32=False)
+assert not (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "torch.set_float32_matmul_precision('medium')",
+        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.allow_tf32 = True",
+        "backends.cuda.matmul.fp32_precision = 'tf32'",
+        "backends.cudnn.conv.fp32_precision = 'ieee'",
+        "backends.fp32_precision = 'tf32'",
+        "backends.fp32_precision = 'ieee'; backends.cudnn.rnn.fp32_precision = 'tf32'",
+        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+    ],
+)
+def test_both_interfaces_to_tf32_work_and_are_restored(given: str):
+    """In a process of its own: torch cannot tell what a process has set through both."""
+    if "fp32_precision" in given and not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("this torch has the old interface only")
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHES.replace("{given}", given)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they work")
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, torch.amp.autocast])
 def test_autocast_and_a_scaler_that_switch_themselves_off_fail_a_test(make: Any):
