@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from yolofleet.errors import ConfigError
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
+WITH_SLEEPING_EVENTS = ("cuda",)  # ROCm too
 WITHOUT_PINNING = ("mps",)  # it shares the memory of the host
 
 
@@ -79,18 +81,11 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-@contextmanager
-def selected(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current one inside the block; no effect for the CPU."""
-    if is_host(device) or device.index is None:
-        yield
-        return
-    before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(device.index)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
+def selected(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one of this thread inside the block; no effect for the CPU."""
+    # torch.accelerator.set_device_index would make a context on the device to which the block returns (CUDA 12)
+    guard = None if is_host(device) or device.index is None else _function(device, "device")
+    return nullcontext() if guard is None else guard(device)
 
 
 # -- waiting and copying -------------------------------------------------------------------------------------
@@ -99,13 +94,25 @@ def selected(device: torch.device) -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has finished all work of this process."""
     if not is_host(device):
-        torch.accelerator.synchronize(device)
+        with selected(device):
+            torch.accelerator.synchronize(device)
 
 
-def completion(device: torch.device) -> torch.Event:
-    """Record and return an event in the current stream of ``device``; not for the CPU."""
-    event = torch.Event(device=device)
-    event.record()
+def completion(device: torch.device, *, sleeps: bool = False) -> Any:
+    """Record and return an event in the current stream of ``device``; not for the CPU.
+
+    Args:
+        sleeps: the host sleeps while it waits for the event, where the platform can do that. Waking up takes longer than
+            the usual wait, which occupies a core.
+    """
+    module = torch.get_device_module(device.type)
+    if hasattr(module, "current_stream"):
+        # torch.Event ignores the index of its device, cannot sleep, and makes a context on the current device
+        options = {"blocking": True} if sleeps and device.type in WITH_SLEEPING_EVENTS else {}
+        event, stream = module.Event(**options), module.current_stream(device)
+    else:
+        event, stream = torch.Event(device), torch.accelerator.current_stream(device)
+    event.record(stream)
     return event
 
 
@@ -115,17 +122,20 @@ def wait_for(device: torch.device) -> None:
         completion(device).synchronize()
 
 
-def side_stream(device: torch.device) -> AbstractContextManager[object]:
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
     """Queue the block's work for ``device`` beside that of the default stream; no effect without streams.
 
     The block's work begins after all work that is queued now.
     """
-    make = None if is_host(device) else getattr(torch.get_device_module(device.type), "Stream", None)
-    if make is None:
-        return nullcontext()
-    synchronize(device)
-    context: AbstractContextManager[object] = torch.get_device_module(device.type).stream(make(device))
-    return context
+    module = None if is_host(device) else torch.get_device_module(device.type)
+    if module is None or not hasattr(module, "Stream"):
+        yield
+        return
+    with selected(device):  # the current device of a new thread is 0
+        synchronize(device)
+        with module.stream(module.Stream(device)):
+            yield
 
 
 def can_pin(device: torch.device) -> bool:
@@ -146,7 +156,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         # torch chooses page-locked memory for such a copy
         self._host = tensor.detach().to("cpu", non_blocking=True, copy=True)
-        self._event = None if is_host(tensor.device) else completion(tensor.device)
+        self._event = None if is_host(tensor.device) else completion(tensor.device, sleeps=True)
 
     def read(self) -> Tensor:
         """Return the CPU tensor; wait for the copy and the work queued before it."""
@@ -192,18 +202,42 @@ def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextMana
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    before: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):  # the process has set the new interface to what the old one cannot express
+        before.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
+    with suppress(RuntimeError):
+        before.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    before += [(partial(setattr, op, "fp32_precision"), op.fp32_precision) for op in _float32_operations()]
     allow_tf32(allowed, allowed)
     try:
         yield
     finally:
-        allow_tf32(*before)
+        for restore, value in before:
+            restore(value)
 
 
 def allow_tf32(convolutions: bool, products: bool) -> None:
-    """Allow or forbid TensorFloat-32 on NVIDIA GPUs, in this process."""
+    """Allow or forbid TensorFloat-32 on NVIDIA GPUs, in this process.
+
+    The old interface first: it also sets the new one, but to "as torch.backends.fp32_precision says" instead of "never".
+    """
     torch.backends.cudnn.allow_tf32 = convolutions
     torch.backends.cuda.matmul.allow_tf32 = products
+    for operation, allowed in zip(
+        _float32_operations()[:3], (convolutions, convolutions, products), strict=False
+    ):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
+
+
+def _float32_operations() -> list[Any]:
+    """Return the operations that have torch's new interface to TensorFloat-32; [] before torch 2.9.
+
+    They are convolutions, recurrent layers and products on GPUs, and products on CPUs, which the old interface sets too.
+    """
+    on: Any = torch.backends
+    if not hasattr(on.cudnn, "conv"):
+        return []
+    return [on.cudnn.conv, on.cudnn.rnn, on.cuda.matmul, on.mkldnn.matmul]
 
 
 def choose_kernels(*, deterministic: bool, benchmark: bool, tf32: bool) -> None:
@@ -230,7 +264,10 @@ def kernel_versions(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"device": name_of(device)}
     if torch.backends.cudnn.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
-        found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
+        if operations := _float32_operations():
+            found["tf32"] = [op.fp32_precision == "tf32" for op in operations[:3:2]]
+        else:
+            found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
     return found
 
 

@@ -9,13 +9,20 @@ Tensors of the accelerator are a subclass that holds a CPU tensor. PyTorch dispa
 - A ``non_blocking`` copy to the host arrives when the host waits for the device, not earlier. Until then its target
   holds what it held before. The source of a ``non_blocking`` copy to the device must not change until then.
 - Memory from ``empty`` holds garbage: NaN, or large integers.
-- Each device has a memory limit. Beyond it an allocation raises ``torch.OutOfMemoryError``.
+- Each device has a memory limit. Beyond it an allocation raises ``torch.OutOfMemoryError``. Freed memory stays in the
+  pool of the stream that allocated it. Another stream gets it only after all pools were emptied, which happens when the
+  device has no other memory.
+- A thread begins with device 0 as its current device, and in the default streams. ``torch.Event`` ignores the index of
+  its device: it records in the current stream of the current device unless it is given a stream.
+- A device gets a context (some hundred MB on a GPU) when a thread selects it, also if a function of torch only returns
+  to it. ``torch.mini.device`` returns to a device without making one.
 - Fused optimizers skip the update when ``found_inf`` is set, and need all their tensors on one device.
 - Operations are counted (``launches``) by the file of the package that started them.
 
 PyTorch offers one Python-made device type with one index. The second device is therefore index 0 for PyTorch's C++
-code, and its Python attribute ``device`` says ``mini:1``. Each device has one stream. Kernels run at once on the CPU,
-so results are bit for bit those of the CPU.
+code, and its Python attribute ``device`` says ``mini:1``. Kernels run at once on the CPU, whatever their stream, so
+results are bit for bit those of the CPU. Only copies are late, and each arrives with its own stream. Memory is not
+fragmented: a pool joins its blocks.
 
 A process that installs the accelerator keeps it to its end; see ``test_miniature_accelerator.py``.
 Needs ``_setup_privateuseone_for_python_backend`` (torch 2.10 or newer).
@@ -28,7 +35,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -88,13 +95,15 @@ class Copy:
     """A copy under way: of a device's values to the host, or of the host's to a device.
 
     Attributes:
-        ticket: its place in the device's stream.
+        ticket: its place among the work of the device.
+        stream: number of its stream.
         memory: the host's.
         host: view of the memory as the copy sees it; kept only for copies to the host.
         values: what arrives at the host, or what the device has read.
     """
 
     ticket: int
+    stream: int
     memory: StorageWeakRef
     host: Tensor | None
     values: Tensor
@@ -105,34 +114,71 @@ class Device:
     """One device of the accelerator."""
 
     limit_bytes: int = 2**34
-    blocks: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    blocks: dict[int, tuple[StorageWeakRef, int, int]] = field(default_factory=dict)  # memory, bytes, stream
+    pools: Counter[int] = field(default_factory=Counter)  # freed bytes that a stream keeps for itself
     swept_bytes: int = 0
     held_bytes: int = 0  # the sum over all blocks, including freed ones that were not swept yet
     peak_bytes: int = 0  # the largest value of held_bytes since the last reset
+    peak_reserved_bytes: int = 0  # the same with the pools
+    has_context: bool = False
     tickets: int = 0
     operations: int = 0
+    streams: int = 0  # made so far, without the default one
+    after: dict[int, dict[int, int]] = field(default_factory=dict)  # the work that a stream has waited for
     copies: list[Copy] = field(default_factory=list)
 
     def used_bytes(self) -> int:
-        self.blocks = {key: block for key, block in self.blocks.items() if not block[0].expired()}
-        self.held_bytes = sum(size for _, size in self.blocks.values())
+        """Return the bytes in use; give the freed ones to the pools of their streams."""
+        for key, (memory, size, stream) in [*self.blocks.items()]:
+            if memory.expired():
+                self.pools[stream] += size
+                del self.blocks[key]
+        self.held_bytes = sum(size for _, size, _ in self.blocks.values())
         return self.held_bytes
 
-    def take(self, storage: torch.UntypedStorage) -> bool:
+    def reserved_bytes(self) -> int:
+        return self.used_bytes() + self.pools.total()
+
+    def empty_cache(self) -> None:
+        self.used_bytes()
+        self.pools.clear()
+
+    def take(self, storage: torch.UntypedStorage, stream: int) -> bool:
         """Count a new block of memory; False when the device has less than that."""
         key, size = storage._cdata, storage.nbytes()
         known = self.blocks.get(key)
-        if known is not None and not known[0].expired():
-            return True
+        if known is not None:
+            if not known[0].expired():
+                return True
+            self.used_bytes()
         # asking all blocks whether they are still in use is slow: only when it matters
-        if self.held_bytes + size > min(self.limit_bytes, 2 * self.swept_bytes + SWEEP_BYTES):
+        reserved = self.held_bytes + self.pools.total()
+        if reserved + size > min(self.limit_bytes, 2 * self.swept_bytes + SWEEP_BYTES):
             self.swept_bytes = self.used_bytes()
+        if self.held_bytes + self.pools.total() + max(size - self.pools[stream], 0) > self.limit_bytes:
+            self.empty_cache()  # as torch does before it gives up
         if self.held_bytes + size > self.limit_bytes:
             return False
-        self.blocks[key] = (StorageWeakRef(storage), size)
+        self.pools[stream] -= min(size, self.pools[stream])
+        self.blocks[key] = (StorageWeakRef(storage), size, stream)
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.held_bytes + self.pools.total())
+        self.has_context = True
         return True
+
+    def done_with(self, stream: int) -> dict[int, int]:
+        """Return what has happened when ``stream`` has done its present work: the last ticket of each stream."""
+        return self.after.get(stream, {}) | {stream: self.tickets}
+
+
+class HostThread(threading.local):
+    """What each thread of the host has for itself: its current device, and its current stream on each device."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.streams: Counter[int] = Counter()
 
 
 class Accelerator:
@@ -147,7 +193,7 @@ class Accelerator:
 
     def __init__(self, devices: int = 2) -> None:
         self.devices = [Device() for _ in range(devices)]
-        self.current = 0
+        self.thread = HostThread()
         self.launches: Counter[tuple[str, str]] = Counter()
         self.waits: list[Wait] = []
         self.unpinned: list[Wait] = []
@@ -167,7 +213,17 @@ class Accelerator:
         self.unpinned.clear()
         self.seen_dtypes.clear()
         for device in self.devices:
-            device.limit_bytes = Device.limit_bytes
+            device.limit_bytes, device.has_context = Device.limit_bytes, False
+
+    @property
+    def current(self) -> int:
+        """The current device of this thread."""
+        return self.thread.device
+
+    def select(self, index: int) -> None:
+        """Make a device the current one of this thread; it gets a context, as from CUDA 12 on."""
+        if index != self.current:
+            self.thread.device, self.devices[index].has_context = index, True
 
     @contextmanager
     def only_waits(self, *allowed: str, behind: int = sys.maxsize) -> Iterator[None]:
@@ -199,6 +255,8 @@ class Accelerator:
         """A page-locked copy, or the tensor itself if it is page-locked."""
         if self.is_pinned(tensor):
             return tensor
+        if not any(device.has_context for device in self.devices):
+            self.devices[self.current].has_context = True
         copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         copy.copy_(tensor)
         return self.mark_pinned(copy)
@@ -217,8 +275,8 @@ class Accelerator:
 
     # -- time ----------------------------------------------------------------------------------------
 
-    def wait(self, index: int, what: str, until: int | None = None, behind: int = 0) -> None:
-        """Let the host wait for all that the device was given, or for its stream up to a ticket."""
+    def wait(self, index: int, what: str, until: dict[int, int] | None = None, behind: int = 0) -> None:
+        """Let the host wait for all that the device was given, or for its streams up to a ticket of each."""
         wait = Wait(what, place(), behind)
         with self.lock:
             self.waits.append(wait)
@@ -226,10 +284,14 @@ class Accelerator:
                 self.fail(UnexpectedWait(f"the host waits for {NAME}:{index}: {wait.what} in {wait.where}"))
             self.arrive(index, until)
 
-    def arrive(self, index: int, until: int | None = None) -> None:
-        """Finish the copies up to a ticket of the device's stream."""
+    def wait_for_stream(self, index: int, what: str) -> None:
+        """Let the host wait for the current stream of the device."""
+        self.wait(index, what, self.devices[index].done_with(self.thread.streams[index]))
+
+    def arrive(self, index: int, until: dict[int, int] | None = None) -> None:
+        """Finish the copies of the device, or those of its streams up to a ticket of each."""
         device = self.devices[index]
-        done = [copy for copy in device.copies if until is None or copy.ticket <= until]
+        done = [copy for copy in device.copies if until is None or copy.ticket <= until.get(copy.stream, -1)]
         device.copies = [copy for copy in device.copies if copy not in done]
         for copy in done:
             if copy.host is not None:
@@ -242,7 +304,8 @@ class Accelerator:
         device = self.devices[index]
         device.tickets += 1
         memory = StorageWeakRef(target.untyped_storage())
-        device.copies.append(Copy(device.tickets, memory, target.detach(), source.detach().clone()))
+        stream, values = self.thread.streams[index], source.detach().clone()
+        device.copies.append(Copy(device.tickets, stream, memory, target.detach(), values))
 
     def from_host(self, index: int, source: Tensor) -> None:
         """Remember what a ``non_blocking`` copy reads, so that a change before it has ended shows."""
@@ -251,7 +314,8 @@ class Accelerator:
         device.copies = [copy for copy in device.copies if copy.host is not None or not copy.memory.expired()]
         storage = source.untyped_storage()
         values = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
-        device.copies.append(Copy(device.tickets, StorageWeakRef(storage), None, values))
+        stream = self.thread.streams[index]
+        device.copies.append(Copy(device.tickets, stream, StorageWeakRef(storage), None, values))
 
     # -- operations ----------------------------------------------------------------------------------
 
@@ -263,7 +327,7 @@ class Accelerator:
         """
         storage, device = tensor.untyped_storage(), self.devices[index]
         with self.lock:
-            if not device.take(storage):
+            if not device.take(storage, self.thread.streams[index]):
                 left = device.limit_bytes - device.held_bytes
                 self.fail(
                     torch.OutOfMemoryError(
@@ -291,7 +355,7 @@ class Accelerator:
         if name in CONVOLUTIONS:
             self.seen_dtypes.add((name, ours[0].dtype))
         if name in SIZED_BY_VALUES or has_boolean_index(name, args):
-            self.wait(index, name)
+            self.wait_for_stream(index, name)
         inner_args, inner_kwargs = unwrapped(args), unwrapped(kwargs)
         if "device" in inner_kwargs:
             inner_kwargs["device"] = torch.device("cpu")
@@ -376,7 +440,7 @@ class Accelerator:
         elif non_blocking and self.is_pinned(args[0]):
             self.to_host(source.index, raw, args[0])
         else:
-            self.wait(source.index, "copy to the host")
+            self.wait_for_stream(source.index, "copy to the host")
             if not is_new:
                 args[0].copy_(raw)
         return place_of_result
@@ -387,7 +451,7 @@ class Accelerator:
             return
         if non_blocking:
             self.unpinned.append(Wait("copy of pageable memory", place()))
-        self.wait(index, "copy of pageable memory" if non_blocking else "copy to the device")
+        self.wait_for_stream(index, "copy of pageable memory" if non_blocking else "copy to the device")
 
     def wrap(self, inner: Tensor, index: int) -> DeviceTensor:
         self.allocate(index, inner)
@@ -594,60 +658,79 @@ def changed(copy: Copy) -> bool:
 
 
 class Stream:
-    """The only stream of a device."""
+    """A stream of a device: a new one, or the one of that number."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, number: int | None = None) -> None:
         self.device = normal(NAME if device is None else device)
+        there = ACCELERATOR.devices[self.device.index]
+        if number is None:
+            there.streams += 1
+            there.has_context = True
+        self.number = there.streams if number is None else number
 
     def synchronize(self) -> None:
-        ACCELERATOR.wait(self.device.index, "synchronize")
+        there = ACCELERATOR.devices[self.device.index]
+        ACCELERATOR.wait(self.device.index, "synchronize", there.done_with(self.number))
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.device)
+        event = event or Event()
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Nothing to do: kernels run in the order in which they are started."""
+        """Begin the later work of this stream after the event."""
+        if event.device == self.device:
+            after = ACCELERATOR.devices[self.device.index].after.setdefault(self.number, {})
+            for stream, ticket in event.covers.items():
+                after[stream] = max(after.get(stream, -1), ticket)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Nothing to do, as for events."""
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        self.wait_event(stream.record_event())
 
 
 class Event:
-    """A mark in a stream; the host may wait for it."""
+    """``torch.mini.Event``: a mark in a stream; the host may wait for it."""
 
-    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.device = normal(NAME if device is None else device)
-        self.ticket = -1
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.device, self.blocking = torch.device(NAME, ACCELERATOR.current), blocking
+        self.covers: dict[int, int] = {}
         self.operations = 0
         self.asked = False
 
     def record(self, stream: Stream | None = None) -> None:
-        if stream is not None:
-            self.device = stream.device
+        stream = stream or Module.current_stream()
+        self.device = stream.device
         device = ACCELERATOR.devices[self.device.index]
-        self.ticket, self.operations = device.tickets, device.operations
+        self.covers, self.operations = device.done_with(stream.number), device.operations
+        device.has_context = True
 
     def query(self) -> bool:
         """False when it is asked first, as on a device that is behind the host."""
         if self.asked:
-            ACCELERATOR.arrive(self.device.index, self.ticket)
+            ACCELERATOR.arrive(self.device.index, self.covers)
         self.asked = True
-        return not any(copy.ticket <= self.ticket for copy in ACCELERATOR.devices[self.device.index].copies)
+        copies = ACCELERATOR.devices[self.device.index].copies
+        return not any(copy.ticket <= self.covers.get(copy.stream, -1) for copy in copies)
 
     def synchronize(self) -> None:
         behind = ACCELERATOR.devices[self.device.index].operations - self.operations
-        ACCELERATOR.wait(self.device.index, "event", self.ticket, behind)
+        ACCELERATOR.wait(self.device.index, "event", self.covers, behind)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing to do, as in :meth:`Stream.wait_event`."""
+        (stream or Module.current_stream()).wait_event(self)
+
+
+class GenericEvent(Event):
+    """``torch.Event``: it keeps the type of its device only, and selects the device of the stream meanwhile."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        super().__init__()
+
+    def record(self, stream: Stream | None = None) -> None:
+        before = ACCELERATOR.current
+        super().record(stream)
+        ACCELERATOR.select(self.device.index)
+        ACCELERATOR.select(before)
 
 
 class Module:
@@ -681,7 +764,11 @@ class Module:
 
     @staticmethod
     def set_device(device: Any) -> None:
-        ACCELERATOR.current = normal(device).index
+        ACCELERATOR.select(normal(device).index)
+
+    @staticmethod
+    def device(device: Any) -> AbstractContextManager[None]:
+        return device_index(normal(device).index)
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
@@ -689,16 +776,35 @@ class Module:
 
     @staticmethod
     def current_stream(device: Any = None) -> Stream:
-        return Stream(device)
+        place = normal(NAME if device is None else device)
+        return Stream(place, ACCELERATOR.thread.streams[place.index])
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        """Make the stream, and its device, the current one; return to both before."""
+        streams, device, index = ACCELERATOR.thread.streams, ACCELERATOR.current, stream.device.index
+        before = streams[index]
+        streams[index] = stream.number
+        ACCELERATOR.select(index)
+        try:
+            yield
+        finally:
+            streams[index] = before
+            ACCELERATOR.select(device)
 
     @staticmethod
     def max_memory_allocated(device: Any = None) -> int:
         return ACCELERATOR.devices[normal(NAME if device is None else device).index].peak_bytes
 
     @staticmethod
+    def max_memory_reserved(device: Any = None) -> int:
+        return ACCELERATOR.devices[normal(NAME if device is None else device).index].peak_reserved_bytes
+
+    @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
         found = ACCELERATOR.devices[normal(NAME if device is None else device).index]
-        found.peak_bytes = found.used_bytes()
+        found.peak_bytes, found.peak_reserved_bytes = found.used_bytes(), found.reserved_bytes()
 
     @staticmethod
     def memory_allocated(device: Any = None) -> int:
@@ -707,7 +813,7 @@ class Module:
     @staticmethod
     def get_memory_info(device: Any = None) -> tuple[int, int]:
         found = ACCELERATOR.devices[normal(NAME if device is None else device).index]
-        return found.limit_bytes - found.used_bytes(), found.limit_bytes
+        return found.limit_bytes - found.reserved_bytes(), found.limit_bytes
 
     mem_get_info = get_memory_info
 
@@ -717,7 +823,8 @@ class Module:
 
     @staticmethod
     def empty_cache() -> None:
-        """Do nothing: this device has no cache."""
+        for device in ACCELERATOR.devices:
+            device.empty_cache()
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -731,11 +838,19 @@ class Module:
 @contextmanager
 def device_index(index: int | None) -> Iterator[None]:
     before = ACCELERATOR.current
-    ACCELERATOR.current = before if index is None else index
+    ACCELERATOR.select(before if index is None else index)
     try:
         yield
     finally:
-        ACCELERATOR.current = before
+        ACCELERATOR.thread.device = before  # without making a context there
+
+
+def synchronize_generic(device: Any = None) -> None:
+    """``torch.accelerator.synchronize``: it selects the device, and then the one before."""
+    before, index = ACCELERATOR.current, normal(NAME if device is None else device).index
+    ACCELERATOR.select(index)
+    Module.synchronize(device)
+    ACCELERATOR.select(before)
 
 
 _LIBRARIES: list[torch.library.Library] = []  # a library that is collected takes its kernels with it
@@ -782,14 +897,15 @@ def autocast_kernel(packet: Any) -> Callable[..., Any]:
 
 def replace_functions() -> None:
     """Put the accelerator behind functions that PyTorch's Python-made devices lack."""
-    memory = ("max_memory_allocated", "reset_peak_memory_stats", "memory_allocated", "empty_cache")
-    for name in ("synchronize", "current_stream", *memory):
+    memory = ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "memory_allocated")
+    for name in ("current_stream", "empty_cache", *memory):
         setattr(torch.accelerator, name, getattr(Module, name))
+    torch.accelerator.synchronize = synchronize_generic
     torch.accelerator.get_memory_info = Module.get_memory_info
     torch.accelerator.current_device_index = Module.current_device
     torch.accelerator.set_device_index = Module.set_device
     torch.accelerator.device_index = device_index  # type: ignore[assignment, misc]
-    torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
+    torch.Event, torch.Stream = GenericEvent, Stream  # type: ignore[misc, assignment]
     optimizers: Any = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer hides it
     optimizers._group_tensors_by_device_and_dtype = grouping(optimizers._group_tensors_by_device_and_dtype)
     torch.Tensor.pin_memory = lambda self, device=None: ACCELERATOR.pin(self)  # type: ignore[method-assign, assignment]

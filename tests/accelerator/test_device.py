@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import miniature
 import pytest
 import torch
 from miniature import Accelerator, ChangedTooEarly, UnexpectedWait
 
-from yolofleet.devices import HostCopy, device_count, device_of, to_device
+from yolofleet import devices
+from yolofleet.devices import HostCopy, device_count, device_of, selected, to_device
 from yolofleet.devices import accelerator as kind
 
 ZERO, ONE = torch.device("mini", 0), torch.device("mini", 1)
@@ -122,9 +126,11 @@ def test_pageable_memory_makes_a_copy_wait(accelerator: Accelerator):
     assert not accelerator.waits
 
 
-def test_a_host_copy_is_read_behind_its_event(accelerator: Accelerator):
+def test_a_host_copy_is_read_behind_its_event(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "WITH_SLEEPING_EVENTS", ("mini",))  # as for CUDA
     there = torch.ones(3, device=ONE)
     copy = HostCopy(there)
+    assert copy._event.blocking and not devices.completion(ONE).blocking
     there.zero_().add_(7)
     assert copy.read().tolist() == [1, 1, 1]
     (wait,) = accelerator.waits
@@ -145,6 +151,103 @@ def test_memory_runs_out_and_comes_back(accelerator: Accelerator):
     torch.ones(2**18, device=ONE)  # has a limit of its own
     del kept
     assert torch.ones(2**17, device=ZERO).view(2, -1)[0].sum().item() == 2**16  # a view takes no memory
+
+
+def test_an_event_without_a_stream_is_one_of_the_current_device(accelerator: Accelerator):
+    there = torch.ones(1, device=ONE)
+    for event, stream, arrives in (
+        (torch.Event(device=ONE), None, 0),  # torch drops the index
+        (torch.Event(device=ONE), torch.accelerator.current_stream(ONE), 1),
+        (torch.mini.Event(), torch.mini.current_stream(ONE), 1),
+    ):
+        here = torch.zeros(1).pin_memory()
+        here.copy_(there, non_blocking=True)
+        event.record(stream)
+        event.synchronize()
+        assert here.item() == arrives
+    with selected(ONE):
+        here = torch.zeros(1).pin_memory()
+        here.copy_(there, non_blocking=True)
+        event = torch.Event(device=ZERO)
+        event.record()
+        event.synchronize()
+        assert here.item() == 1
+
+
+def test_every_thread_begins_with_device_0_and_the_default_streams(accelerator: Accelerator):
+    def state() -> tuple[int, int]:
+        return torch.accelerator.current_device_index(), torch.accelerator.current_stream(ONE).number
+
+    with torch.mini.stream(torch.mini.Stream(ONE)):
+        assert state()[0] == 1 and state()[1] > 0
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(state).result() == (0, 0)
+    assert state() == (0, 0)
+
+
+def test_a_stream_is_waited_for_alone_and_after_what_it_waited_for():
+    there = torch.ones(1, device=ZERO)
+    side = torch.mini.Stream(ZERO)
+    ours, beside = torch.zeros(1).pin_memory(), torch.zeros(1).pin_memory()
+    ours.copy_(there, non_blocking=True)
+    with torch.mini.stream(side):
+        beside.copy_(there, non_blocking=True)
+    there.sum().item()  # waits for the current stream
+    assert (ours.item(), beside.item()) == (1, 0)
+    ours.zero_()
+    ours.copy_(there, non_blocking=True)
+    side.wait_stream(torch.accelerator.current_stream(ZERO))
+    side.synchronize()
+    assert (ours.item(), beside.item()) == (1, 1)
+
+
+def test_freed_memory_belongs_to_its_stream_until_the_device_has_no_other(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))  # freed memory is seen at once
+    torch.accelerator.empty_cache()
+    free, _ = torch.accelerator.get_memory_info(ZERO)
+    accelerator.devices[0].limit_bytes -= free - 2**20
+
+    def free_kib() -> int:
+        return torch.accelerator.get_memory_info(ZERO)[0] // 1024
+
+    def use(kib: int) -> None:
+        torch.ones(256 * kib, device=ZERO)
+
+    use(600)
+    use(500)
+    assert free_kib() == 1024 - 600, "a stream uses its memory again"
+    with torch.mini.stream(torch.mini.Stream(ZERO)):
+        use(400)
+        assert free_kib() == 1024 - 600 - 400, "and another one has memory of its own"
+        use(500)
+        assert free_kib() == 1024 - 500, "torch frees all pools before it gives up"
+    torch.accelerator.empty_cache()
+    assert free_kib() == 1024
+
+
+def test_selecting_a_device_makes_a_context_and_its_guard_only_there(accelerator: Accelerator):
+    def contexts(do: Callable[[], object]) -> list[bool]:
+        accelerator.reset()
+        do()
+        return [device.has_context for device in accelerator.devices]
+
+    def set_and_return() -> None:
+        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(0)
+
+    def guarded() -> None:
+        with torch.mini.device(ONE):
+            pass
+
+    assert contexts(guarded) == [False, True]
+    assert contexts(lambda: torch.ones(1, device=ONE)) == [False, True]
+    assert contexts(set_and_return) == [True, True]
+    assert contexts(lambda: torch.accelerator.synchronize(ONE)) == [True, True]
+    stream = torch.mini.current_stream(ONE)
+    assert contexts(lambda: torch.Event(device=ONE).record(stream)) == [True, True]
+    assert contexts(lambda: torch.mini.Event().record(stream)) == [False, True]
 
 
 def test_fused_sgd_leaves_garbage_when_its_first_step_is_skipped():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,8 +149,13 @@ def test_metal_is_taken_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_emulated_bfloat16_is_refused_and_the_right_device_is_asked(monkeypatch: pytest.MonkeyPatch):
     """V100 and T4 emulate it; torch asks the current device, which need not be ours."""
     current = [0]
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        current[0] = place.index
+        yield
+        current[0] = 0
+
     asked = []
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -154,7 +163,7 @@ def test_emulated_bfloat16_is_refused_and_the_right_device_is_asked(monkeypatch:
         return including_emulation
 
     module = SimpleNamespace(
-        is_bf16_supported=is_bf16_supported, get_device_name=lambda device: "Tesla T4", __name__="cuda"
+        is_bf16_supported=is_bf16_supported, get_device_name=lambda device: "Tesla T4", device=device
     )
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     with pytest.raises(ConfigError, match="--precision bf16: Tesla T4 cannot compute in bfloat16"):
@@ -182,6 +191,67 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
         resolve_precision("tf32", CPU)
 
 
+SWITCHES = """
+import torch
+from yolofleet import devices
+from yolofleet.models.precision import autocast
+
+backends, gpu = torch.backends, torch.device("cuda", 0)
+
+def switches():
+    found = []
+    for read in (lambda: backends.cudnn.allow_tf32, torch.get_float32_matmul_precision):
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append("cannot be told")
+    if hasattr(backends.cudnn, "conv"):
+        places = backends, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul
+        found += [place.fp32_precision for place in places]
+    return found
+
+{given}
+before = switches()
+for precision, expected in (("fp32", False), ("tf32", True)):
+    with autocast(precision, gpu):
+        assert backends.cudnn.allow_tf32 is backends.cuda.matmul.allow_tf32 is expected, precision
+        if hasattr(backends.cudnn, "conv"):
+            now = [op.fp32_precision for op in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)]
+            assert now == ["tf32" if expected else "ieee"] * 3, now
+    told = [(was, now) for was, now in zip(before, switches()) if was != "cannot be told"]
+    assert all(was == now for was, now in told), (precision, told)
+devices.kernel_versions(torch.device("cpu"))
+devices.choose_kernels(deterministic=False, benchmark=False, tf32=False)
+assert not (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "torch.set_float32_matmul_precision('medium')",
+        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.allow_tf32 = True",
+        "backends.cuda.matmul.fp32_precision = 'tf32'",
+        "backends.cudnn.conv.fp32_precision = 'ieee'",
+        "backends.fp32_precision = 'tf32'",
+        "backends.fp32_precision = 'ieee'; backends.cudnn.rnn.fp32_precision = 'tf32'",
+        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+    ],
+)
+def test_both_interfaces_to_tf32_work_and_are_restored(given: str):
+    """In a process of its own: torch cannot tell what a process has set through both."""
+    if "fp32_precision" in given and not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("this torch has the old interface only")
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHES.replace("{given}", given)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they work")
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, torch.amp.autocast])
 def test_autocast_and_a_scaler_that_switch_themselves_off_fail_a_test(make: Any):
@@ -197,14 +267,6 @@ def test_what_a_device_lacks_is_no_error():
     assert devices.name_of(meta) == "meta"
     assert not devices.has_fused(torch.optim.SGD, meta)
     assert devices.has_fused(torch.optim.AdamW, CPU)
-
-
-def test_waiting_means_the_named_device_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch):
-    """Else --device 1 would open a context on GPU 0, of some hundred MB."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    devices.synchronize(GPU)
-    assert waited == [GPU]
 
 
 class Copies(TorchDispatchMode):
