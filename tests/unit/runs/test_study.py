@@ -112,7 +112,7 @@ def test_a_journal_is_neither_followed_nor_read_without_limit(tmp_path: Path) ->
     file.unlink()
     with file.open("wb") as sparse:
         sparse.truncate(3 << 30)
-    with pytest.raises(CheckpointError, match="it has 3.0 GiB, the limit is 64.0 MiB"):
+    with pytest.raises(CheckpointError, match=r"it has 3\.0 GiB, the limit is 64\.0 MiB"):
         opened(file)
     assert file.stat().st_size == 3 << 30
 
