@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,36 @@ def test_a_new_run_in_a_used_folder_keeps_its_own_states_and_the_older_ones(run:
         assert (run / weights / "last.safetensors").is_file()
     _, header = read_tensors(run / "checkpoints" / "step-00000002.safetensors")
     assert header["state"]["fingerprint"]["settings"]["seed"] == 2
+
+
+WRITE_LARGE = """
+import sys; import torch; from pathlib import Path; from yolofleet.checkpoint.store import CheckpointStore, Snapshot
+store = CheckpointStore(Path(sys.argv[1]))
+store.save(Snapshot(9, {"a": torch.ones(64 << 20)}, {})); store.flush()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_resumed_run_removes_what_a_killed_process_has_left(run: Path, folder: Path) -> None:
+    copy = folder / "runs" / "train" / "killed"
+    shutil.copytree(run, copy)
+    states = copy / "checkpoints"
+    before = set(states.iterdir())
+    writer = subprocess.Popen([sys.executable, "-c", WRITE_LARGE, str(states)])
+    while not (left := set(states.iterdir()) - before):
+        assert writer.poll() is None
+    writer.kill()
+    writer.wait()
+    assert left and all(path.name.startswith(".") for path in left), "it was killed too late"
+    weights = copy / "weights"
+    (weights / ".best.safetensors-0a_b1c2d.tmp").write_text("half")
+    kept = [weights / ".notes.tmp", weights / ".best-of-all", weights / "my-0a_b1c2d.tmp"]
+    for path in kept:
+        path.touch()
+    in_ranks(folder, 1, "train", "--resume", copy, "--max-steps", "3")
+    assert steps_in(states) == ["step-00000002.safetensors", "step-00000003.safetensors"]
+    assert not list(states.glob(".*"))
+    assert set(weights.iterdir()) == {*kept, *(weights / f"{name}.safetensors" for name in ("best", "last"))}
 
 
 def without(*path: str) -> Callable[[dict[str, Any]], None]:

@@ -9,7 +9,6 @@
 #include <Python.h>
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -316,6 +315,28 @@ static int get_look(PyObject *tuple, Look *look)
     return 0;
 }
 
+/* Sums of a few such values do not overflow; labs(LONG_MIN) does. */
+static int in_range(long value)
+{
+    return value > -LARGEST_SIDE && value < LARGEST_SIDE;
+}
+
+static int get_tile(PyObject *tuple, Tile *tile)
+{
+    PyObject *image;
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "a tile is (image, left, top)");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(tuple, "Oll", &image, &tile->left, &tile->top))
+        return 0;
+    if (!in_range(tile->left) || !in_range(tile->top)) {
+        PyErr_SetString(PyExc_ValueError, "position of a tile out of range");
+        return 0;
+    }
+    return get_pixels(image, &tile->image, 0);
+}
+
 static PyObject *render(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -325,9 +346,8 @@ static PyObject *render(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!(lll)lOO", &PyList_Type, &list, &window.x1, &window.y1, &window.side,
                           &window.canvas, &style, &array))
         return NULL;
-    if (window.side < 1 || window.side >= LARGEST_SIDE || labs(window.x1) >= LARGEST_SIDE ||
-        labs(window.y1) >= LARGEST_SIDE || window.canvas < 1 || window.canvas >= LARGEST_SIDE ||
-        PyList_GET_SIZE(list) > MOST_TILES)
+    if (window.side < 1 || !in_range(window.side) || !in_range(window.x1) || !in_range(window.y1) ||
+        window.canvas < 1 || !in_range(window.canvas) || PyList_GET_SIZE(list) > MOST_TILES)
         return PyErr_Format(PyExc_ValueError, "window, canvas or number of tiles out of range");
     if (style != Py_None && !get_look(style, &look))
         return NULL;
@@ -337,14 +357,8 @@ static PyObject *render(PyObject *module, PyObject *args)
     Tile tiles[MOST_TILES];
     int count = 0, painted = 0;
     for (; count < (int)PyList_GET_SIZE(list); count++) {
-        PyObject *image, *tile = PyList_GET_ITEM(list, count);
-        if (!PyTuple_Check(tile) ||
-            !PyArg_ParseTuple(tile, "Oll", &image, &tiles[count].left, &tiles[count].top) ||
-            !get_pixels(image, &tiles[count].image, 0)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a tile is (image, left, top)");
+        if (!get_tile(PyList_GET_ITEM(list, count), &tiles[count]))
             goto done;
-        }
     }
     if (out.shape[0] != out.shape[1]) {
         PyErr_SetString(PyExc_ValueError, "the output must be square");

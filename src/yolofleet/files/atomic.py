@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -26,6 +27,8 @@ _HINTS = {
     errno.EACCES: "no permission to write there, or another program has it open: choose another --project folder",
     errno.EPERM: "no permission to write there: choose another --project folder",
 }
+
+_LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp|\.tmp[A-Za-z0-9]{6}")  # of `_replacement`, and of safetensors
 
 
 def storage_error(problem: OSError, path: Path) -> StorageError:
@@ -163,6 +166,18 @@ def _replacement(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the folder itself may be unusable
             temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files that killed processes have left in ``folder``; ignore errors.
+
+    No process may write there now: the caller holds the lock of the run.
+    """
+    with suppress(OSError):
+        for path in folder.glob(".*"):
+            if _LEFTOVER.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
 
 
 def open_append(path: Path) -> BinaryIO:

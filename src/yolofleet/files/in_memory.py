@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 from yolofleet.files.atomic import whole_file
+from yolofleet.files.lock import exclusive
 
 PATHS = "YOLOFLEET_MEMORY"  # the variable that gives their paths to the workers
 SLOTS = 2  # for the newest state, and the one that is being written
@@ -47,7 +48,8 @@ class MemoryFiles:
             other.name >= path.name for other in checkpoints.glob("step-*.safetensors")
         ):
             return
-        with whole_file(path) as file:
+        # A run that starts here removes temporary files: with the lock of the folder, it refuses to start meanwhile.
+        with exclusive(checkpoints.parent / ".lock"), whole_file(path) as file:
             end = NUMBER.size
             while piece := os.pread(slot, PIECE_BYTES, end):
                 file.write(piece)

@@ -12,7 +12,7 @@ from typing import Any
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
-from yolofleet.files.atomic import storage_error, write_text
+from yolofleet.files.atomic import remove_leftovers, storage_error, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.fleet.job import RUN_ID
 from yolofleet.parallel.world import World
@@ -95,7 +95,7 @@ def torchrun_agent() -> str:
 
 
 def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) -> list[int]:
-    """Return the ranks that write the run's files, and create the sub-folders on their disks.
+    """Return the ranks that write the run's files. Create the sub-folders on their disks, and remove leftovers there.
 
     They are rank 0 and, on further machines, one rank for each other disk under the folder's path. A rank whose disk
     refuses is left out. Every rank holds the whole state, so a copy costs no communication.
@@ -112,6 +112,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
         if world.is_main:
             _remove_marks(folder, "")
             folder.make_tree()
+            _remove_leftovers(folder)
         return [0]
     mark = folder.path / f"{MARK}{world.broadcast_bytes(secrets.token_hex(8).encode()).decode()}"
     _remove_marks(folder, mark.name)
@@ -123,6 +124,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
                 folder.make_tree()
                 if not world.is_main:
                     lock.enter_context(folder.locked(_lock_wait_s(world)))
+                _remove_leftovers(folder)
                 mark.touch()
             except OSError as error:
                 problem = storage_error(error, mark)
@@ -157,6 +159,12 @@ def _remove_marks(folder: RunFolder, but: str) -> None:
         for left in folder.path.glob(f"{MARK}*"):
             if left.name != but:
                 left.unlink()
+
+
+def _remove_leftovers(folder: RunFolder) -> None:
+    """Remove incomplete states and weights, whose process was killed. This process holds the lock of the folder."""
+    remove_leftovers(folder.checkpoints)
+    remove_leftovers(folder.weights)
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:

@@ -1,5 +1,7 @@
 """The compiled loops over pixels against NumPy and OpenCV: equal bytes. Both against the formulas."""
 
+from typing import Any, cast
+
 import cv2
 import numpy as np
 import pytest
@@ -94,7 +96,14 @@ def test_wrong_arrays_are_refused():
         pixels.finish(good, look, np.zeros((4, 5, 3), np.uint8))
     with pytest.raises(ValueError, match="square"):
         pixels.render([], (0, 0, 4), 4, look, np.zeros((4, 5, 3), np.uint8))
-    with pytest.raises(ValueError, match="out of range"):
-        pixels.render([], (0, 0, 0), 4, look, good)
+    least, most = -(1 << 63), (1 << 63) - 1  # on most systems, of a C long
+    for place in ((0, 0, 0), (least, 0, 4), (0, least, 4), (0, 0, most), (1 << 16, 0, 4)):
+        with pytest.raises((ValueError, OverflowError), match=r"out of range|too large"):
+            pixels.render([], place, 4, look, good)
+    for position in ((least, 0), (0, least), (most, 0), (0, most), (1 << 16, 0)):
+        with pytest.raises((ValueError, OverflowError), match=r"out of range|too large"):
+            pixels.render([(good, *position)], (0, 0, 4), 4, look, good.copy())
+    with pytest.raises(TypeError, match="a tile is"):
+        pixels.render(cast(Any, [None]), (0, 0, 4), 4, look, good)
     with pytest.raises(ValueError, match="gains"):
         pixels.finish(good, Look((2.5, 1.0, 1.0), False, False), good)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from yolofleet.errors import StorageError
 from yolofleet.fleet.doctor import machine_facts
 from yolofleet.fleet.doctor.connections import free_port, listen, measure, reach, unlisten
 from yolofleet.fleet.doctor.machine import Machine, run_for, within
@@ -91,7 +92,7 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
             from yolofleet.files.caches import cache_root
 
             folders = [*folders, cache_root()]
-        except ImportError:  # no numpy, which has a finding of its own
+        except (ImportError, StorageError):  # no numpy, which has a finding of its own; or no folder for a cache
             pass
     return [_disk(folder, measure=not quick) for folder in folders]
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +17,7 @@ from typing import Any
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
+from yolofleet.files.caches import own_temporary_folder
 from yolofleet.files.foreign import read_foreign
 from yolofleet.system.proc import started_at
 
@@ -63,16 +62,10 @@ def folder() -> Path:
     """Return the folder of this user's jobs on this host. Make it if it is missing.
 
     Raises:
-        StorageError: it belongs to another user, or cannot be written.
+        StorageError: another user made it, or may open it; or it cannot be written.
     """
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    root = Path(tempfile.gettempdir(), f"yolofleet-{user}")
-    found = root / socket.gethostname()
+    found = own_temporary_folder() / socket.gethostname()
     try:
-        root.mkdir(mode=0o700, exist_ok=True)
-        made = root.lstat()
-        if not stat.S_ISDIR(made.st_mode) or (hasattr(os, "getuid") and made.st_uid != user):
-            raise StorageError(f"{root} is not this user's folder", hint="remove it, or set TMPDIR")
         found.mkdir(mode=0o700, exist_ok=True)
     except OSError as problem:
         raise StorageError(f"cannot write {found}: {problem.strerror}", hint="set TMPDIR") from None
