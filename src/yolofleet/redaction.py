@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 REMOVED = "[removed]"
@@ -30,11 +30,11 @@ _TELLING = (
     r"|account[\s_-]?key|credential|auth(?!or)|cookie|signature"
 )
 _KEYS = (
-    r"(?-i:(?<=[A-Z0-9])_KEY(?![A-Za-z]))"
+    r"(?-i:(?<=[A-Z0-9])_(?:KEY|PAT)(?![A-Za-z]))"
     r"|(?<![a-z])(?:ssh|encryption|licen[cs]e|signing|master|deploy|storage)[_-]?key(?![\w-])"
 )
 _SHORT = (
-    r"(?:(?<![a-z])|(?<=pg)|(?<=db))(?<!forward )(?<!backward )(?<!per[_-])(?:pass|pw|creds?)\d{0,2}(?![\w-])"
+    r"(?:(?<![a-z])|(?<=pg)|(?<=db))(?<!forward\ )(?<!backward\ )(?<!per[_-])(?:pass|pw|creds?)\d{0,2}(?![\w-])"
     + _NOT_NUMBER
 )
 _SECRET = rf"(?:{_TELLING}|{_KEYS}|{_SHORT})"
@@ -43,7 +43,7 @@ SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _TELLING_NAME = re.compile(_TELLING, re.IGNORECASE)
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_PART = re.compile(
-    r"keys?|passwd|password|pwd|pw|auth|creds?|credentials?|secrets?|tokens?|.*(?<!by)(?<!com)pass",
+    r"keys?|pat|passwd|password|pwd|pw|auth|creds?|credentials?|secrets?|tokens?|.*(?<!by)(?<!com)pass",
     re.IGNORECASE,
 )
 _OPTION = re.compile(
@@ -55,7 +55,8 @@ _KEY_LINE = re.compile(
 # Words that tell the state of a password: "the password is wrong"
 _STATE = (
     r"(?:a|an|the|not|no|now|in|too|set|unset|empty|missing|required|needed|wrong|right|correct|incorrect|invalid|valid|expired"
-    r"|unknown|known|stored|removed|asked|given|read|shown|used|sent|never|only|always|optional|what|that|also|being|from|for)\b"
+    r"|unknown|known|stored|removed|asked|given|read|shown|used|sent|never|only|always|optional|what|that|also|being|from|for"
+    r"|is|was|are|were)(?![\w-]|\.\w)"
 )
 
 
@@ -71,60 +72,147 @@ def _without_value(named: re.Match[str]) -> str:
     return f"{named[1]}{mark}{REMOVED}{closed}"
 
 
+class Rule(NamedTuple):
+    """One kind of secret.
+
+    Attributes:
+        example: a line that has such a secret between « and »; tests/unit/fleet/test_redaction.py walks RULES and TOKENS.
+        pattern: with ``re.VERBOSE``: white space outside of [] does not count.
+    """
+
+    example: str
+    pattern: str
+    replacement: str | Callable[[re.Match[str]], str] = REMOVED
+
+
 # A log may have a line of megabytes, so the time of a rule is linear: an unbounded part either ends a pattern or stops at
 # the next possible start, so no two attempts read the same text.
-_RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?s)-----BEGIN [A-Z ]{1,40}-----.*?(?:-----END [A-Z ]{1,40}-----|\Z)", REMOVED),
-        (r"(//)[^\s/\"'<>]{1,4096}@", rf"\1{REMOVED}@"),  # to the last "@": a password may hold one
-        (r"(?i)\b(hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/)[\w/+-]+", rf"\1{REMOVED}"),
-        (r"(?i)(\bhttps?://[^\s?#\"'<>]+)([?#][^\s\"'<>,)\]}]+)?", _without_query),
-        (r"(?i)\b(bearer|basic)(\s+)[a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
-        (r"(?i)\b((?:(?:set-)?cookie|authorization)\s{0,3}:\s{0,3})[^\s\"'][^\n\"']*", rf"\1{REMOVED}"),
-        (
-            r"([\s\"'](?:-u|--user)[\s,=\"']{1,4})[^\s\"',:]{1,64}:[^\s\"',]+",
-            rf"\1{REMOVED}",
-        ),  # curl -u NAME:PASSWORD
-        # NAME=value, NAME: value, "NAME": "value", also inside a JSON string. A value is the text between two quotes of a line;
-        # between two quotes of several lines, where an apostrophe within a word ends nothing; the rest of the line after a
-        # quote without an end (the middle of a long log is left out), or after the start of a list or an object; or one word.
-        (
-            rf"(?i)({_SECRET}{_REST}\\?[\"']?{_IS})(?!\[removed\])(?:(\\?[\"'])(?!\[removed\])"
-            r"(?:[^\n]*?(?<!\\)\2|[\s\S]{1,4096}?(?<!\\)\2(?!\w)|[^\n\"']+)|[\[{][^\n]*|[^\s\"'\[{,;}\])\\]+)",
-            _without_value,
-        ),
-        # "the password is X", and with a digit or an inner capital in X also "the token is X" and "secret X"
-        (
-            rf"(?i)(\b(?:password|passwd|passphrase)\s{{1,3}}(?:is|was)\s{{1,3}}[\"']?)(?!{_STATE})[^\s\"'\[]{{3,}}",
-            rf"\1{REMOVED}",
-        ),
-        (
-            r"(?i)(\b(?:password|passwd|passphrase|secret|token|api[ _-]?key)\s{1,3}(?:(?:is|was)\s{1,3})?[\"']?)"
-            r"(?=[^\s\d\"'\[]{0,60}(?:\d|(?-i:[a-z][A-Z])))[^\s\"'\[]{6,}",
-            rf"\1{REMOVED}",
-        ),
-        # --name value, also as neighbours in a list of arguments
-        (
-            rf"(?i)((?<!-)--[\w-]{{0,60}}{_SECRET}{_REST}\\?[\"']?,?\s{{1,3}}\\?[\"']?)(?!-|\[removed\])[^\s,\"'\]\\]+",
-            rf"\1{REMOVED}",
-        ),
-        (
-            r"(\b(?:mysql\w{0,10}|mariadb)\s(?:[^\n]{0,200}?\s)?-p|\bsshpass\s+-p\s?)[^\s\"']+",
-            rf"\1{REMOVED}",
-        ),
-        (
-            r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
-            r"|\bsk-[\w-]{16,}|\bxox[a-z]-[\w-]{8,}|\bAIza[\w-]{20,}|\beyJ[\w-]{6,}(?:\.[\w-]*){0,2}"
-            r"|\bnpm_\w{20,}|\bpypi-[\w-]{20,}|\bSG\.[\w-]{8,}\.[\w-]{8,}|\bdckr_[a-z]{3}_[\w-]{16,}|\bya29\.[\w-]{16,}"
-            r"|\b[rs]k_(?:live|test)_\w{10,}"
-            r"|\b(?:local-)?[0-9a-f]{40}\b",  # Weights & Biases; also a commit, which is no loss
-            REMOVED,
-        ),
-        (r"[\w.+-]{1,64}@[\w-]{1,63}\.[\w.-]{1,190}\w", REMOVED),  # addresses of mail
-        (r"((?:/home|/Users|[A-Za-z]:\\Users)[/\\])[^/\\\s\"':,;]{1,64}", r"\1[user]"),
-    )
+RULES = (
+    # -- text with a known frame --
+    Rule(
+        "-----BEGIN PRIVATE KEY-----«b3BlbnNzaC1rZXk»-----END PRIVATE KEY-----",
+        r"(?s) -----BEGIN[ ][A-Z ]{1,40}----- .*? (?: -----END[ ][A-Z ]{1,40}----- | \Z)",
+    ),
+    Rule(
+        "git clone https://bob:«let//me@in»@example.org/x",  # to the last "@": a password may hold one
+        r"(//) [^\s/\"'<>]{1,4096} @",
+        rf"\1{REMOVED}@",
+    ),
+    Rule(
+        "https://hooks.slack.com/«services/T00/B00/x1»",
+        r"(?i) \b (hooks\.slack\.com/ | discord(?:app)?\.com/api/webhooks/) [\w/+-]+",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "curl -d done https://ntfy.sh/«my-runs» and ntfy topic: «my-runs»",
+        r"(?i) \b (ntfy(?:\.[\w.-]{1,60})? (?: / | [\s_-]{1,3} topic (?:[\s:=]|is\b){1,4})) [\w-]{3,}",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "get https://example.org/data.zip?«sig=a1&se=2»",
+        r"(?i) (\bhttps?://[^\s?#\"'<>]+) ([?#][^\s\"'<>,)\]}]+)?",
+        _without_query,
+    ),
+    Rule("sv=2024&sig=«aB3%2Fd4f5»&x=1", r"(?i) \b (sig=) [^\s&\"'<>]{6,}", rf"\1{REMOVED}"),  # of Azure
+    Rule("Bearer «a1b2c3d4»", r"(?i) \b (bearer|basic) (\s+) [a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
+    Rule(
+        "Set-Cookie: «id=1; session=x1»",
+        r"(?i) \b ((?:(?:set-)?cookie|authorization) \s{0,3}:\s{0,3}) [^\s\"'][^\n\"']*",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "curl -u «bob:letmein» http://a.b/",
+        r"([\s\"'](?:-u|--user)[\s,=\"']{1,4}) [^\s\"',:]{1,64} : [^\s\"',]+",
+        rf"\1{REMOVED}",
+    ),
+    # -- NAME=value, NAME: value, "NAME": "value", also inside a JSON string --
+    # A value is the text between two quotes of a line; between two quotes of several lines, where an apostrophe within a
+    # word ends nothing; the rest of the line after a quote without an end (the middle of a long log is left out), or after
+    # the start of a list or an object; or one word.
+    Rule(
+        "{'db_password': '«let me in»'}",
+        rf"""(?i) ({_SECRET}{_REST}\\?["']?{_IS}) (?!\[removed\])
+        (?: (\\?["'])(?!\[removed\]) (?: [^\n]*?(?<!\\)\2 | [\s\S]{{1,4096}}?(?<!\\)\2(?!\w) | [^\n"']+ )
+          | [\[{{][^\n]*
+          | [^\s"'\[{{,;}}\])\\]+ )""",
+        _without_value,
+    ),
+    # -- words --
+    Rule(
+        "the passphrase was «correct-horse-battery»",
+        rf"""(?i) (\b(?:password|passwd|passphrase)\s{{1,3}}(?:is|was)\s{{1,3}}["']?) (?!{_STATE}) [^\s"'\[]{{3,}}""",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "the credentials are «bob / letmein99»",
+        rf"(?i) (\bcredentials\s{{1,3}}(?:are|were)\s{{1,3}}) (?!{_STATE}|on\b|of\b) [^\n]+",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "token «a1b2c3» and secret is «passWord»",  # with a digit or an inner capital
+        r"""(?i) (\b(?:password|passwd|passphrase|secret|token|api[ _-]?key)\s{1,3}(?:(?:is|was)\s{1,3})?["']?)
+        (?=[^\s\d"'\[]{0,60}(?:\d|(?-i:[a-z][A-Z]))) [^\s"'\[]{6,}""",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "YOLOFLEET_LOG_TOKEN «letmein»",  # a variable without "="
+        rf"""(\b[A-Z][A-Z0-9_]{{0,60}}_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|PAT)\s{{1,3}}["']?)
+        (?!{_STATE}|(?:and|or|to|of|with|as|by|has|does|must|can|may|variable)\b) (?=[^\s"'\[=]*[a-z0-9]) [^\s"'\[=:,.]{{4,}}""",
+        rf"\1{REMOVED}",
+    ),
+    # -- arguments of programs --
+    Rule(
+        "['--api-key', '«letmein»']",
+        rf"""(?i) ((?<!-)--[\w-]{{0,60}}{_SECRET}{_REST}\\?["']?,?\s{{1,3}}\\?["']?) (?!-|\[removed\]) [^\s,"'\]\\]+""",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "mysql -u root -p«letmein» db",
+        r"(\b(?:mysql\w{0,10}|mariadb)\s(?:[^\n]{0,200}?\s)?-p | \bsshpass\s+-p\s?) [^\s\"']+",
+        rf"\1{REMOVED}",
+    ),
+    Rule(
+        "docker login -u bob -p «letmein» ghcr.io",
+        r"(\b(?:docker|podman|helm|nerdctl|skopeo)\s(?:[a-z]{1,20}\s)?login\s(?:[^\n]{0,200}?\s)?-p[\s=]?) [^\s\"']+",
+        rf"\1{REMOVED}",
+    ),
+    # -- persons --
+    Rule("mail «bob.x+y@mail.example.org»", r"[\w.+-]{1,64} @ [\w-]{1,63} \. [\w.-]{1,190} \w"),
+    Rule(
+        "/home/«bob»/runs",
+        r"((?:/home|/Users|[A-Za-z]:\\Users)[/\\]) [^/\\\s\"':,;]{1,64}",
+        r"\1[user]",
+    ),
 )
+TOKENS = (  # of services, by their form; each after a word boundary
+    Rule("AWS «AKIAIOSFODNN7EXAMPLE»", r"(?:AKIA|ASIA) [A-Z0-9]{12,}"),
+    Rule("GitHub «ghp_0a1b2c3d4e5f6g7h8i9j»", r"gh[pousr]_ \w{20,}"),
+    Rule("GitHub «github_pat_0a1b2c3d4e5f6g7h8i9j»", r"github_pat_ \w{20,}"),
+    Rule("GitLab «glpat-0a1b2c3d4e5f6g7h»", r"glpat- [\w-]{16,}"),
+    Rule("Hugging Face «hf_0a1b2c3d4e5f6g7h»", r"hf_ \w{16,}"),
+    Rule("OpenAI «sk-0a1b2c3d4e5f6g7h»", r"sk- [\w-]{16,}"),
+    Rule("Slack «xoxb-0a1b2c3d»", r"xox[a-z]- [\w-]{8,}"),
+    Rule("Google «AIza0a1b2c3d4e5f6g7h8i9j»", r"AIza [\w-]{20,}"),
+    Rule("Google «ya29.a0b1c2d3e4f5g6h7»", r"ya29\. [\w-]{16,}"),
+    Rule("JSON web token «eyJhbGciOi.eyJzdWIi.c2ln»", r"eyJ [\w-]{6,} (?:\.[\w-]*){0,2}"),
+    Rule("npm «npm_0a1b2c3d4e5f6g7h8i9j»", r"npm_ \w{20,}"),
+    Rule("PyPI «pypi-AgEIcHlwaS5vcmcCJ0a1b»", r"pypi- [\w-]{20,}"),
+    Rule("SendGrid «SG.0a1b2c3d4e.0a1b2c3d4e»", r"SG\. [\w-]{8,} \. [\w-]{8,}"),
+    Rule("Docker Hub «dckr_pat_0a1b2c3d4e5f6g7h»", r"dckr_ [a-z]{3} _ [\w-]{16,}"),
+    Rule("Stripe «sk_live_0a1b2c3d4e»", r"[rs]k_(?:live|test)_ \w{10,}"),
+    Rule("Telegram «110201543:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw»", r"(?:bot)? \d{6,12} : [\w-]{34,}"),
+    Rule("Databricks «dapi0123456789abcdef0123456789abcdef»", r"dapi [0-9a-f]{32} (?:-\d)?"),
+    Rule("Vault «hvs.CAESIJ0a1b2c3d4e5f6g7h»", r"hv[sbr]\. [\w-]{16,}"),
+    Rule("DigitalOcean «dop_v1_0123456789abcdef0123456789abcdef»", r"do[opr]_v1_ [0-9a-f]{16,}"),
+    Rule("Twilio «SK0123456789abcdef0123456789abcdef»", r"SK [0-9a-f]{32} \b"),
+    Rule("age «AGE-SECRET-KEY-1QQPZRY9X8GF2TVDW0S3»", r"AGE-SECRET-KEY-1 [A-Z0-9]{16,}"),
+    # Weights & Biases; also a commit, which is no loss
+    Rule("W&B «0123456789abcdef0123456789abcdef01234567»", r"(?:local-)? [0-9a-f]{40} \b"),
+)
+_COMPILED = [
+    *((re.compile(rule.pattern, re.VERBOSE), rule.replacement) for rule in RULES),
+    (re.compile(rf"\b (?:{'|'.join(rule.pattern for rule in TOKENS)})", re.VERBOSE), REMOVED),
+]
 
 
 class Redaction:
@@ -213,7 +301,7 @@ class Redaction:
         if self._home is not None:
             text = self._home.sub("~", text)
         text = "".join(_without_blocks(text))
-        for pattern, replacement in _RULES:
+        for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)
         return self._user.sub("[user]", text) if self._user is not None else text
 

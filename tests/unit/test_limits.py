@@ -59,11 +59,11 @@ LIMITS = {
     "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
     "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_METADATA_BYTES)}",
     "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
-    "results of an earlier run": mib(results.MAX_BYTES),
+    "results of an earlier run": f"{mib(results.MAX_BYTES)}, {results.MOST_COLUMNS} columns, {results.MOST_ROWS:,} rows",
     "figures and events of a run, for its report": f"{history.REPORT.figures_bytes >> 20} and {mib(history.REPORT.events_bytes)}",
     "figures, events, results and ranks of a run, for the board": (
         f"{board.LIMITS.figures_bytes >> 20}, {board.LIMITS.events_bytes >> 20}, {board.LIMITS.table_bytes >> 20} and "
-        f"{mib(board.RANKS_BYTES)}; {board.MOST_RANKS} ranks shown; {board.MOST_RUNS} runs, {mib(board.CACHE_BYTES)} of kept pages"
+        f"{mib(board.RANKS_BYTES)}; {board.LIMITS.table_rows:,} epochs; {board.MOST_RANKS} ranks shown; {board.MOST_RUNS} runs, {mib(board.CACHE_BYTES)} of kept pages"
     ),
     "the journal of a study": mib(study.MAX_JOURNAL_BYTES),
     "probes of machines (JSON)": mib(probe.MAX_BYTES),

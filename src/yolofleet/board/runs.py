@@ -38,7 +38,9 @@ from yolofleet.report.history import (
 from yolofleet.report.page import with_pictures
 from yolofleet.text import screen_line
 
-LIMITS = Limits(events_bytes=32 << 20, figures_bytes=16 << 20, table_bytes=16 << 20, follow=False)
+LIMITS = Limits(
+    events_bytes=32 << 20, figures_bytes=16 << 20, table_bytes=4 << 20, table_rows=20_000, follow=False
+)
 MOST_RUNS = 200  # the newest ones
 MOST_ENTRIES = 100_000  # of all folders that are searched for runs
 MOST_IN_FOLDER = 5_000  # entries: a folder of pictures must not use up the search
@@ -88,6 +90,7 @@ class Run:
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         self.row: dict[str, Any] = {}
         self.progress = self.figures = self.ranks = ""
+        self.reading = Lock()  # one request at a time reads the values of a page
         self._read = dict[str, tuple[Signature, Any]]()
         self._status_changed_at_s = 0.0
 
@@ -301,11 +304,11 @@ class Runs:
         self.places = [place.resolve() for place in places]
         self._runs = dict[str, Run]()
         self._pages = OrderedDict[tuple[str, str], tuple[str, bytes]]()
-        self._lock = Lock()
+        self._looking, self._caching = Lock(), Lock()  # the second one is never held while a file is read
 
     def look(self) -> None:
         """Find new runs, forget those that are gone, and bring all rows up to date."""
-        with self._lock:
+        with self._looking:
             found = dict[str, Run]()
             for path, name in find_runs(self.places):
                 run = Run(path, name)
@@ -332,15 +335,18 @@ class Runs:
 
     def values(self, run: Run, part: str) -> bytes:
         """Return a part of the page of a run, of ``PARTS``, as JSON."""
-        with self._lock:
+        with run.reading:
             key, now = (run.id, part), getattr(run, part)
             kept = self._pages.get(key)
             if kept is None or kept[0] != now:
                 kept = now, json.dumps(plain(PARTS[part](run)), separators=(",", ":")).encode()
+            with self._caching:
                 self._pages[key] = kept
-            self._pages.move_to_end(key)
-            while len(self._pages) > 1 and sum(len(text) for _, text in self._pages.values()) > CACHE_BYTES:
-                self._pages.popitem(last=False)
+                self._pages.move_to_end(key)
+                while (
+                    len(self._pages) > 1 and sum(len(text) for _, text in self._pages.values()) > CACHE_BYTES
+                ):
+                    self._pages.popitem(last=False)
             return kept[1]
 
 

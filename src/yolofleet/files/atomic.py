@@ -56,6 +56,7 @@ def write_atomically(
     check: Callable[[Path], None] | None = None,
     *,
     into_special: bool = False,
+    private: bool = False,
 ) -> None:
     """Run ``write`` on a temporary file beside ``path``, flush it, ``check`` it, and rename it to ``path``.
 
@@ -67,6 +68,7 @@ def write_atomically(
         check: gets the same name after ``write``; raises if the content is wrong.
         into_special: the user named ``path`` on the command line. Then ``write`` gets ``path`` itself if it is a device,
             a named pipe or a stream such as ``/dev/stdout``.
+        private: only the user may read the file, whatever the umask.
     Raises:
         StorageError: the file cannot be written; ``path`` is unchanged and no temporary file remains.
     """
@@ -75,6 +77,8 @@ def write_atomically(
             write(path)
             return
         with _replacement(path) as temporary:
+            if private:
+                temporary.chmod(0o600)
             mode = stat.S_IMODE(temporary.stat().st_mode)
             write(temporary)
             temporary.chmod(mode)  # safetensors replaces the file by one that only its owner can read
@@ -226,7 +230,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> None:
+def write_bytes(path: Path, content: bytes, *, into_special: bool = False, private: bool = False) -> None:
     """Write ``content`` to ``path`` atomically; see :func:`write_atomically`.
 
     Raises:
@@ -237,7 +241,7 @@ def write_bytes(path: Path, content: bytes, *, into_special: bool = False) -> No
         with target.open("wb") as file:
             file.write(content)
 
-    write_atomically(path, write, into_special=into_special)
+    write_atomically(path, write, into_special=into_special, private=private)
 
 
 def write_text(path: Path, text: str, *, into_special: bool = False) -> None:

@@ -19,6 +19,7 @@ from yolofleet.files.foreign import read_foreign, read_foreign_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import MAX_BYTES, ResultsTable, fitness_of
+from yolofleet.report.results import MOST_ROWS as MOST_TABLE_ROWS
 from yolofleet.text import screen_line
 
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
@@ -34,6 +35,7 @@ class Limits(NamedTuple):
     events_bytes: int = 256 << 20
     figures_bytes: int = 64 << 20
     table_bytes: int = MAX_BYTES
+    table_rows: int = MOST_TABLE_ROWS
     follow: bool = True
 
 
@@ -220,7 +222,13 @@ def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, s
     Raises:
         StorageError: the file is damaged.
     """
-    table = ResultsTable(folder.results_csv, (), limit_bytes=limits.table_bytes, follow=limits.follow)
+    table = ResultsTable(
+        folder.results_csv,
+        (),
+        limit_bytes=limits.table_bytes,
+        most_rows=limits.table_rows,
+        follow=limits.follow,
+    )
     return table.rows()
 
 

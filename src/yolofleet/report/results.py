@@ -15,6 +15,8 @@ from yolofleet.files.foreign import read_foreign_text
 from yolofleet.text import screen_line
 
 MAX_BYTES = 256 << 20
+MOST_COLUMNS = 256  # yolofleet writes 15, and two for each kind of loss
+MOST_ROWS = 1_000_000
 
 
 def columns(losses: Sequence[str]) -> list[str]:
@@ -50,14 +52,20 @@ class ResultsTable:
 
     Args:
         losses: kinds of loss terms: box, obj, cls.
-        limit_bytes: of an existing file.
+        limit_bytes, most_rows: of an existing file.
         follow: False: a symbolic link cannot be read.
     """
 
     def __init__(
-        self, path: Path, losses: Sequence[str], *, limit_bytes: int = MAX_BYTES, follow: bool = True
+        self,
+        path: Path,
+        losses: Sequence[str],
+        *,
+        limit_bytes: int = MAX_BYTES,
+        most_rows: int = MOST_ROWS,
+        follow: bool = True,
     ) -> None:
-        self.path, self.limit_bytes, self.follow = path, limit_bytes, follow
+        self.path, self.limit_bytes, self.most_rows, self.follow = path, limit_bytes, most_rows, follow
         self.columns = columns(losses)
 
     def rows(self) -> list[dict[str, str]]:
@@ -70,8 +78,14 @@ class ResultsTable:
             return []
         try:
             text = read_foreign_text(self.path, limit_bytes=self.limit_bytes, follow=self.follow)
-            rows = [row for row in csv.DictReader(io.StringIO(text, newline="")) if row.get("epoch")]
-            return sorted(rows, key=_epoch)
+            if text.count("\n") > self.most_rows + 1:
+                raise ValueError(f"expected at most {self.most_rows:,} rows")
+            lines = csv.reader(io.StringIO(text, newline=""))
+            names = next(lines, [])
+            if len(names) > MOST_COLUMNS:
+                raise ValueError(f"expected at most {MOST_COLUMNS} columns, got {len(names):,}")
+            rows = [dict(zip(names, cells, strict=False)) for cells in lines]
+            return sorted((row for row in rows if row.get("epoch")), key=_epoch)
         except (OSError, ValueError, csv.Error) as problem:
             raise StorageError(
                 f"cannot read {self.path}: {_reason(problem)}",

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from board_runs import grow, publish, report_ranks
@@ -324,3 +325,56 @@ def test_the_values_that_are_kept_are_bounded(tmp_path: Path, monkeypatch: pytes
         run = runs.get(row["id"])
         assert run is not None and runs.values(run, "progress")
     assert sum(len(text) for _, text in runs._pages.values()) <= 10_000 or len(runs._pages) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (
+            "epoch," + ",".join(f"c{n}" for n in range(2000)) + "\n" + ("1," * 2000 + "1\n") * 500,
+            "256 columns, got 2,001",
+        ),
+        ("epoch,step\n" + "1,2\n" * 30_000, "at most 20,000 rows"),
+    ],
+)
+def test_a_table_with_too_many_columns_or_rows_is_named_and_not_read(
+    tmp_path: Path, table: str, says: str
+) -> None:
+    folder = made_run(tmp_path / "exp", None, epochs=2)
+    folder.results_csv.write_text(table)
+    runs = Runs([tmp_path])
+    runs.look()
+    (run,) = map(runs.get, [row["id"] for row in runs.rows()])
+    assert run is not None
+    values = json.loads(runs.values(run, "progress"))
+    assert says in values["curves_problem"] and values["curves"] == {}
+
+
+def test_a_page_that_is_read_for_long_keeps_no_other_page_and_no_list_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("slow", "quick"):
+        made_run(tmp_path / name, None, epochs=2)
+    runs = Runs([tmp_path])
+    runs.look()
+    slow, quick = (
+        next(r for r in map(runs.get, [row["id"] for row in runs.rows()]) if r and r.name == name)
+        for name in ("slow", "quick")
+    )
+    read = Run.progress_values
+    finished = []
+
+    def elsewhere() -> None:
+        runs.look()
+        finished.append(json.loads(runs.values(quick, "progress"))["name"])
+
+    def progress(run: Run) -> dict:
+        if run is slow:
+            other = Thread(target=elsewhere, daemon=True)
+            other.start()
+            other.join(60)
+        return read(run)
+
+    monkeypatch.setitem(board_runs.PARTS, "progress", progress)
+    assert json.loads(runs.values(slow, "progress"))["name"] == "slow"
+    assert finished == ["quick"]

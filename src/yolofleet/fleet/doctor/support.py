@@ -73,7 +73,7 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
         files = len(archive.namelist())
     names = (Path(f"{NAME}{number if number > 1 else ''}.zip") for number in count(1))
     path = next(name for name in names if not os.path.lexists(name))
-    write_bytes(path, content.getvalue())
+    write_bytes(path, content.getvalue(), private=True)
     of_run = f", and configuration, results and logs of {run}" if run else "; --log FOLDER adds a run"
     echo(
         f"\n{path}: {files} files, {size_text(len(content.getvalue()))}: findings, facts of this machine, versions{of_run}. "
