@@ -24,7 +24,6 @@ MOST_LOADERS = 32
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
     """Apply the settings that torch needs before its first operation; return this process's device."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
     # The last bits of a kernel's result depend on its threads, so exact sums need a fixed number.
     exact = where.reduce == "exact"

@@ -134,13 +134,7 @@ def in_child(
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # ids as nvidia-smi shows them, and as a run counts them
-            env={
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                **module_environment(os.environ),
-                "OMP_NUM_THREADS": "1",
-                **(environment or {}),
-            },
+            env={**module_environment(os.environ), "OMP_NUM_THREADS": "1", **(environment or {})},
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {CHILD_S[name]:.0f} s", "late": True}
