@@ -39,6 +39,7 @@ from yolofleet.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    DeviceError,
     NumericsError,
     Stopped,
     StorageError,
@@ -459,7 +460,10 @@ def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
     return folder, json.loads(folder.results_json.read_text(encoding="utf-8"))
 
 
-KINDS = (ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, Stopped)
+KINDS = (
+    *(ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, DeviceError),
+    Stopped,
+)
 
 
 def failure(exit_code: int, folder: RunFolder) -> YolofleetError:

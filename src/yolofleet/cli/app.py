@@ -216,6 +216,11 @@ def run(argv: Sequence[str]) -> int:
             )
         )
     except Exception as problem:
+        if isinstance(problem, RuntimeError) and "torch" in sys.modules:
+            from yolofleet.devices import device_failure
+
+            if (failed := device_failure(problem)) is not None:
+                return _report(failed)
         if isinstance(problem, OSError) and (foreseen := _output_fault()):
             return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
         echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
