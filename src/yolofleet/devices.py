@@ -8,6 +8,7 @@ function (torch 2.6 has none for memory, name or context), they use the device's
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yolofleet.config.device import gpu_ids
+from yolofleet.config.device import MIG_INSTEAD, gpu_ids, mig_reason
 from yolofleet.errors import ConfigError, DeviceError
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
@@ -59,9 +60,12 @@ def device_of(spec: str, local_rank: int) -> torch.device:
     ids = gpu_ids(spec)
     missing = [i for i in ids if i >= have]
     if missing:
+        only_one = mig_reason(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        known = f"ids 0 to {have - 1}, or {MIG_INSTEAD if only_one else 'check CUDA_VISIBLE_DEVICES'}"
         raise ConfigError(
-            f"--device {spec}: no {kind.upper() or 'CUDA'} device {missing[0]}; torch sees {have}",
-            hint="--device cpu" if not have else f"ids 0 to {have - 1}, or check CUDA_VISIBLE_DEVICES",
+            f"--device {spec}: no {kind.upper() or 'CUDA'} device {missing[0]}; torch sees {have}"
+            + (f": {only_one}" if only_one else ""),
+            hint=known if have else "--device cpu",
         )
     if local_rank >= len(ids):
         raise ConfigError(

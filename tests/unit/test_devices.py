@@ -134,6 +134,15 @@ def test_devices_of_a_machine_with_an_accelerator(monkeypatch: pytest.MonkeyPatc
         devices.device_of("auto", 3)
 
 
+def test_several_mig_instances_are_one_device_for_a_process(monkeypatch: pytest.MonkeyPatch):
+    an_accelerator(monkeypatch, "cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    assert devices.device_of("auto", 0) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="torch sees 1: CUDA shows a process one MIG instance") as caught:
+        devices.device_of("0,1", 1)
+    assert "one process for each MIG instance" in caught.value.hint
+
+
 def test_metal_is_taken_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch):
     an_accelerator(monkeypatch, "mps", 1)
     assert devices.device_of("auto", 0) == CPU
